@@ -19,21 +19,24 @@ from streamshard.errors import (
     CommunicationError,
     ConfigError,
     GradientError,
+    OptimizerError,
     RankMismatchError,
     ShardingError,
     StateError,
     StreamShardError,
     UnitError,
 )
-from streamshard.optim.local_sgd import LocalSGD
+from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD
 
 __all__ = [
     "CommunicationError",
     "ConfigError",
+    "DistributedOptimizer",
     "CheckpointError",
     "GradientError",
     "Loaded",
     "LocalSGD",
+    "OptimizerError",
     "Precision",
     "RankMismatchError",
     "Saving",

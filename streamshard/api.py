@@ -25,7 +25,7 @@ from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
 from streamshard.integrations.join import UnevenHook, UnevenInputs
-from streamshard.optim.local_sgd import engine_of_both
+from streamshard.optim.wrappers import engine_of_both
 from streamshard.plan.discovery import ResidentArgument, UnitsArgument
 from streamshard.plan.layout import LocalRange
 from streamshard.plan.structure import leave_inference_mode, leave_meta_device, params_of

@@ -5,6 +5,7 @@
     +-- UnitError           units that overlap, are empty, or are not part of the model
     +-- ShardingError       a model that cannot be sharded, or is used in a way sharding forbids
     +-- RankMismatchError   ranks disagree about the model or the settings
+    +-- OptimizerError      an optimizer's step raised on some rank; raised on all
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- CheckpointError     files that cannot be written or read
     +-- GradientError       gradients that hold nan or inf, with check_grads
@@ -41,6 +42,10 @@ class ShardingError(StreamShardError):
 
 class RankMismatchError(StreamShardError):
     """Ranks disagree about the model or the settings."""
+
+
+class OptimizerError(StreamShardError):
+    """An optimizer's step raised on some rank; raised on all."""
 
 
 class CommunicationError(StreamShardError):

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -143,6 +144,7 @@ class Engine:
         empty: names of the parameters and buffers that still have no values, see `set_empty`.
         shared_spans: the addresses of the slots that units share, first and last (exclusive) of each.
         shared_range: the addresses between which all of these lie.
+        step_lock: held by the thread that is inside an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class Engine:
         self.inputs = Inputs()
         self.is_whole = False
         self.empty: dict[str, None] = {}
+        self.step_lock = threading.RLock()
         slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
         self.shared_spans = [(slot.first_byte, slot.last_byte) for slot in slots]
         self.shared_range = min(self.shared_spans, default=(0, 0))[0], max(self.shared_spans, default=(0, 0))[1]

@@ -1,4 +1,4 @@
-"""Optimizers: `WholeParameterOptimizer`, elementwise ones on pieces, and local SGD."""
+"""Optimizers: `WholeParameterOptimizer`, elementwise ones on pieces, and wrappers around other optimizers."""
 
 from streamshard.optim.whole import WholeParameterOptimizer
 from streamshard.unit.optimizer_hooks import elementwise

@@ -150,7 +150,7 @@ class WholeParameterOptimizer(Optimizer):
 
         Raises:
             Exception: what an optimizer inside raises, on its rank, after the exchanges. Parameters that were stepped
-                before keep their new weights.
+                before keep their new weights. With `DistributedOptimizer` around this one, all ranks raise.
             RankMismatchError: ranks disagree about which parameters have a gradient. On a CPU nothing was stepped. On a
                 device parameters were stepped, and the error comes in the next step.
         """

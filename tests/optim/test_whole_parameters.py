@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from streamshard import StreamShard
-from streamshard.errors import ConfigError, RankMismatchError
+from streamshard import DistributedOptimizer, StreamShard
+from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
@@ -226,19 +226,18 @@ class _Picky(torch.optim.SGD):
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("on_a_device", [False, True])
-def test_an_error_on_one_owner_is_raised_there_after_the_exchanges(context: RankContext, on_a_device: bool) -> None:
-    """No other rank waits for it, and training can go on."""
+def test_an_error_on_one_owner_is_raised_on_all_ranks(context: RankContext, on_a_device: bool) -> None:
+    """By rank and cause, with a `DistributedOptimizer` around it: the exchanges are over then. Training can go on."""
     with simulated_device() if on_a_device else contextlib.nullcontext():
         model = _sharded()
-        optimizer = WholeParameterOptimizer(_matrices(model), _Picky, lr=0.02, round_size=1)
+        inner = WholeParameterOptimizer(_matrices(model), _Picky, lr=0.02, round_size=1)
+        optimizer = DistributedOptimizer(inner, model)
         _train(model, optimizer, context, steps=1)
-        owner = optimizer.owner_of(model.get_submodule("head").weight)
+        owner = inner.owner_of(model.get_submodule("head").weight)
         _Picky.fails_on = owner
         try:
-            is_owner = context.rank == owner
-            with pytest.raises(FloatingPointError, match="singular") if is_owner else contextlib.nullcontext():
+            with pytest.raises(OptimizerError, match=f"rank {owner}: FloatingPointError: singular matrix"):
                 _train(model, optimizer, context, steps=1)
-            optimizer.zero_grad()
         finally:
             _Picky.fails_on = None
         _train(model, optimizer, context, steps=1)

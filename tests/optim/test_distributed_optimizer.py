@@ -1,0 +1,299 @@
+"""`DistributedOptimizer`: steps take turns, errors reach all ranks, and it is an optimizer like any other."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+
+from streamshard import DistributedOptimizer, StreamShard
+from streamshard.errors import CommunicationError, ConfigError, OptimizerError, ShardingError
+from streamshard.optim import elementwise
+from tests.models import Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    SEED,
+    assert_same,
+    assert_trains_like_plain,
+    full_weights,
+    piece_of,
+    stack_step,
+)
+
+
+def _plain() -> nn.Module:
+    torch.manual_seed(SEED)
+    return Stack()
+
+
+def _sharded(context: RankContext) -> Any:
+    return StreamShard(_plain().to(context.device), precision=FP32)
+
+
+def _backward(model: nn.Module, number: int, rank: int, weight: float = 1.0) -> None:
+    device = next(model.parameters()).device
+    (model(vector_batch(number, rank).to(device)).square().mean() * weight).backward()
+
+
+def _momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+# -- threads ------------------------------------------------------------------------------------------------------
+
+THREADS = 4
+
+
+@elementwise
+class Hesitant(Optimizer):
+    """Reads all weights, lets other threads run, and writes: steps at the same time overwrite each other.
+
+    Args:
+        params: as of any optimizer.
+        patience: how often it lets others run, unless all threads have read before.
+    """
+
+    def __init__(self, params: Any, patience: int) -> None:
+        self.patience = patience
+        self.have_read = [0]  # one list, in copies of the optimizer too
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """``w = 0.9 w - 0.1 grad``"""
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        new = [param * 0.9 - 0.1 * param.grad for param in params]
+        self.have_read[0] += 1
+        for _ in range(self.patience):
+            if self.have_read[0] == THREADS:
+                break
+            time.sleep(0)
+        for param, value in zip(params, new, strict=True):
+            param.copy_(value)
+
+
+def _steps_in_threads_equal_serial_ones(context: RankContext, is_locked: bool) -> bool:
+    """Whether weights are the same to the bit. The threads have two optimizers to share."""
+    serial, threaded = _sharded(context), _sharded(context)
+    for model in (serial, threaded):
+        _backward(model, 0, context.rank)
+    optimizer = DistributedOptimizer(Hesitant(serial.parameters(), 0), serial)
+    for _ in range(THREADS):
+        optimizer.step()
+    hesitant = Hesitant(threaded.parameters(), 100 if is_locked else 100_000)
+    optimizers = [DistributedOptimizer(hesitant, threaded) for _ in range(2)]
+    if not is_locked:
+        optimizers[0].engine.step_lock = contextlib.nullcontext()  # type: ignore[assignment]
+    start = threading.Barrier(THREADS)
+
+    def step(number: int) -> None:
+        start.wait(timeout=30)
+        optimizers[number % 2].step()
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(step, range(THREADS)))
+    wanted, found = full_weights(serial), full_weights(threaded)
+    return all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@on_ranks(2)
+def test_concurrent_steps_equal_serial_ones(context: RankContext) -> None:
+    """Four threads on each of two ranks."""
+    assert _steps_in_threads_equal_serial_ones(context, is_locked=True)
+
+
+@on_ranks(2)
+def test_without_the_lock_concurrent_steps_are_lost(context: RankContext) -> None:
+    """The test above can fail: here steps overwrite each other."""
+    assert not _steps_in_threads_equal_serial_ones(context, is_locked=False)
+
+
+@pytest.mark.gpu
+@on_ranks(2, backend="nccl")
+def test_concurrent_steps_equal_serial_ones_on_a_gpu(context: RankContext) -> None:
+    """What torch's DistributedOptimizer does not do on CUDA tensors."""
+    assert _steps_in_threads_equal_serial_ones(context, is_locked=True)
+
+
+# -- errors -------------------------------------------------------------------------------------------------------
+
+
+@elementwise
+class Fallible(torch.optim.SGD):
+    """Raises instead of stepping while `failure` is set."""
+
+    failure: str | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        """See SGD."""
+        if self.failure is not None:
+            raise ValueError(self.failure)
+        return super().step(closure)
+
+
+def _an_error_reaches_all(context: RankContext) -> None:
+    model = _sharded(context)
+    fallible = Fallible(model.parameters(), lr=0.05)
+    optimizer = DistributedOptimizer(fallible, model)
+    _backward(model, 0, context.rank)
+    before = [param.as_subclass(torch.Tensor).detach().clone() for param in model.parameters()]
+    fallible.failure = "out of luck" if context.rank == 1 else None
+    with pytest.raises(OptimizerError, match="step the optimizer: rank 1: ValueError: out of luck$") as caught:
+        optimizer.step()
+    assert isinstance(caught.value.__cause__, ValueError) is (context.rank == 1)
+    after = [param.as_subclass(torch.Tensor) for param in model.parameters()]  # this rank's alone
+    has_stepped = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert has_stepped is (context.rank != 1)
+
+    fallible.failure = None
+    optimizer.zero_grad()
+    plain = _plain().to(context.device)
+    plain.load_state_dict(full_weights(model))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for number in range(1, 4):
+        for rank in range(context.world_size):
+            _backward(plain, number, rank, 1 / context.world_size)
+        _backward(model, number, context.rank)
+        for each in (plain_optimizer, optimizer):
+            each.step()
+            each.zero_grad()
+    found = full_weights(model)
+    assert_same(found, {name: value.cpu() for name, value in plain.state_dict().items()}, "weights")
+
+
+@on_ranks(2, 3)
+def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankContext) -> None:
+    """It names the rank and the error; afterwards steps are those of plain torch from the weights as they are."""
+    _an_error_reaches_all(context)
+
+
+@pytest.mark.gpu
+@on_ranks(2, backend="nccl")
+def test_an_error_on_one_rank_reaches_all_on_a_gpu(context: RankContext) -> None:
+    """The same, over NCCL."""
+    _an_error_reaches_all(context)
+
+
+@on_ranks(2)
+def test_a_failed_collective_inside_a_step_is_not_exchanged(context: RankContext) -> None:
+    """Another rank is gone (here: does not step): waiting for it would be a hang."""
+    model = _sharded(context)
+    optimizer = DistributedOptimizer(_momentum(model), model)
+    if context.rank == 1:
+        return
+
+    def closure() -> None:
+        with optimizer.engine.ranks.guard("a sum"):
+            raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(CommunicationError, match="a sum failed on rank 0 of 2: connection closed by peer"):
+        optimizer.step(closure)
+
+
+# -- an optimizer like any other ------------------------------------------------------------------------------------
+
+
+def _wrapped(build: Callable[[nn.Module], Optimizer]) -> Callable[[nn.Module], Optimizer]:
+    """`build`, and around it the wrapper where the model is sharded."""
+
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = build(model)
+        return DistributedOptimizer(optimizer, model) if isinstance(model, StreamShard) else optimizer
+
+    return make
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),  # asks for defaults
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.8)], [2]
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_drive_the_inner_optimizer(context: RankContext, name: str) -> None:
+    """Five steps as on the unsharded model; a scheduler that did not see the steps would warn, which is an error."""
+    schedulers: dict[int, Any] = {}
+
+    def build(model: nn.Module) -> Optimizer:
+        optimizer = _wrapped(_momentum)(model)
+        schedulers[id(model)] = SCHEDULERS[name](optimizer)
+        return optimizer
+
+    def prepare(model: nn.Module, number: int) -> None:
+        if number:
+            schedulers[id(model)].step()
+
+    assert_trains_like_plain(context, Stack, stack_step, steps=5, checked=(1, 4), optimizer=build, prepare=prepare)
+
+
+@on_ranks(2)
+def test_grad_scaler_unscales_through_the_wrapper(context: RankContext) -> None:
+    """A fused optimizer unscales inside its step when GradScaler tells it to, which the wrapper must not hide."""
+
+    def build(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+    plain, model = _plain(), _sharded(context)
+    optimizer, plain_optimizer = DistributedOptimizer(build(model), model), build(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    for number in range(4):
+        for rank in range(2):
+            _backward(plain, number, rank, 0.5)
+        scaler.scale(model(vector_batch(number, context.rank)).square().mean()).backward()
+        before = full_weights(model)
+        if number == 2 and context.rank == 1:
+            piece_of(next(p.grad for p in model.parameters() if piece_of(p).numel()))[...] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        if number == 2:
+            assert_same(full_weights(model), before, "weights after an overflow on rank 1", EXACT)
+            assert scaler.get_scale() == 512.0
+        else:
+            plain_optimizer.step()
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+    assert_same(full_weights(model), full_weights(plain), "weights")
+
+
+@on_ranks(2)
+def test_param_groups_are_the_inner_ones_after_loading_state(context: RankContext) -> None:
+    """Loading puts new groups into an optimizer: a wrapper that kept the old ones would set nobody's learning rate."""
+    model = _sharded(context)
+    inner = _momentum(model)
+    optimizer = DistributedOptimizer(inner, model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert inner.param_groups[0]["lr"] == 0.5
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    optimizer.param_groups = copy.copy(inner.param_groups)
+    assert optimizer.param_groups is inner.param_groups
+
+
+@on_ranks(1)
+def test_wrapping_or_copying_an_unsupported_optimizer_raises(context: RankContext) -> None:
+    """Arguments in the wrong order, an unsharded model, deepcopy, pickle."""
+    model = _sharded(context)
+    with pytest.raises(ConfigError, match=r"optimizer is a Stack: wanted a torch\.optim\.Optimizer"):
+        DistributedOptimizer(model, _momentum(model))  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(ShardingError, match="Stack is not sharded"):
+        DistributedOptimizer(_momentum(model), _plain())
+    optimizer = DistributedOptimizer(_momentum(model), model)
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
+            copying(optimizer)
