@@ -168,6 +168,10 @@ def _zero1(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -
     return _streamshard(model, blocks, options, weight_slots="all", grad_slots="all")
 
 
+def _coalesced(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _streamshard(model, blocks, options, min_unit_size="512KiB")
+
+
 SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System]] = {
     "local": _local,
     "ddp": _ddp,
@@ -178,6 +182,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System
     "fsdp2-zero2": _fsdp2_zero2,  # and every micro-batch reduced: no whole gradients are held
     "streamshard": _streamshard,  # two slots of each kind: ZeRO-3
     "one-edge": _one_edge,  # StreamShard with embedding and head in one unit with all that is no block
+    "coalesced": _coalesced,  # StreamShard with units of at least 512 KiB
     "zero2": _zero2,  # StreamShard with all weight slots
     "zero1": _zero1,  # StreamShard with all slots of both kinds
 }

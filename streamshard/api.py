@@ -65,6 +65,8 @@ class StreamShard(ShardedModule):
             fit stay for backward; with "all" nothing is all-gathered twice in a step (ZeRO-2).
         grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
             (ZeRO-1).
+        min_unit_size: put consecutive units together until each has at least so many bytes in `param_dtype`, e.g.
+            ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
@@ -90,6 +92,7 @@ class StreamShard(ShardedModule):
         precision: Precision | None = None,
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
+        min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
         check_grads: bool = False,
     ) -> None:

@@ -179,7 +179,8 @@ def _check(
     device = training_device(here, group, None if who is None else who.device_type)
     named = (*params_of(module).items(), *buffers_of(module).items())
     on_meta = [name for name, tensor in named if is_meta(tensor)]
-    found, groups = find_groups(module, units, resident)
+    param_bytes, min_unit_bytes = settings.precision.param_dtype.itemsize, settings.min_unit_bytes
+    found, groups = find_groups(module, units, resident, param_bytes=param_bytes, min_unit_bytes=min_unit_bytes)
     in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, settings.precision.param_dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
     return _Checked(settings, here, device, found, parts, in_fp32, on_meta)
@@ -290,8 +291,8 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str]) -> set[str]:
 
 def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
     """By unit, root unit first, whether the unit is streamed: it shares the block slots. See [Note: slots]."""
-    kinds = Counter(type(unit.module) for unit in found)
-    return [False, *(not unit.is_resident and kinds[type(unit.module)] > 1 for unit in found)]
+    kinds = Counter(type(layer) for unit in found for layer in unit.modules)
+    return [False, *(not unit.is_resident and all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
 
 
 def _allocate(

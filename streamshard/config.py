@@ -139,6 +139,7 @@ class Settings:
     precision: Precision = Precision()
     weight_slots: SlotCount = 2
     grad_slots: SlotCount = 2
+    min_unit_size: int | str = 0
     align_pieces_to: int = 1
     check_grads: bool = False
 
@@ -154,6 +155,12 @@ class Settings:
                 raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
         if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
             raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
+        parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
+
+    @property
+    def min_unit_bytes(self) -> int:
+        """`min_unit_size` in bytes."""
+        return parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
 
     def rows(self) -> list[str]:
         """One line ``name=value`` for each setting; ranks compare these lines."""
@@ -167,16 +174,18 @@ def _is_int(value: object) -> bool:
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_bytes(name: str, size: object) -> int:
+def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
     """A number of bytes from a number, or text such as ``"5GB"`` or ``"70GiB"``.
 
     Args:
         name: of the argument, for messages.
         size: the argument's value.
+        at_least: the smallest number allowed, 1 or 0.
 
     Raises:
-        ConfigError: `size` is neither a number nor such text, or is below 1.
+        ConfigError: `size` is neither a number nor such text, or is too small.
     """
+    wanted = f'wanted {"a positive number of" if at_least else "0 or more"} bytes, or text such as "5GB" or "70GiB"'
     count: float | None = None
     if isinstance(size, int) and not isinstance(size, bool):
         count = size
@@ -184,8 +193,8 @@ def parse_bytes(name: str, size: object) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", size.upper())
         if match:
             count = float(match[1]) * _BYTES[match[2]]
-    if count is None or int(count) < 1:
-        raise ConfigError(f'{name}={size!r}: wanted a positive number of bytes, or text such as "5GB" or "70GiB"')
+    if count is None or int(count) < at_least:
+        raise ConfigError(f"{name}={size!r}: {wanted}")
     return int(count)
 
 

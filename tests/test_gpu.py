@@ -301,9 +301,10 @@ def _train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, first: int)
 @on_ranks(4, backend="nccl")
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
 def test_replicas_train_like_plain_pytorch_on_a_gpu(context: RankContext, shape: tuple[int, int]) -> None:
-    """Averages over the replicate axis, where one rank holds the whole model too."""
+    """Averages over the replicate axis, where one rank holds the whole model too; layers together in one unit."""
     mesh = init_device_mesh(context.device.type, shape)
-    assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, tolerance=NEAR, mesh=mesh)
+    for settings in ({}, {"min_unit_size": 4096}):
+        assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, tolerance=NEAR, mesh=mesh, **settings)
 
 
 @on_ranks(1, 2, backend="nccl")

@@ -95,7 +95,7 @@ def test_numbers_are_the_models_own_distribution_and_equal_on_any_number_of_rank
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("settings", [{}, {"weight_slots": "all"}])
+@pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "min_unit_size": "1MiB"}])
 def test_a_function_writes_to_whole_weights_of_whatever_module(context: RankContext, settings: dict[str, Any]) -> None:
     """As with ``apply``: in place, through views and ``.data``, also to weights of modules inside, or beside."""
     for config in (TinyConfig(), TinyConfig(tied=True)):

@@ -44,6 +44,6 @@ def look_at(name: str) -> Found:
     weights = set(params_of(model).values()) - embeddings
     return Found(
         sum(param.numel() for param in root) / sum(param.numel() for param in weights),
-        dict(Counter(type(unit.module).__name__ for unit in units if not unit.is_resident)),
+        dict(Counter(type(unit.modules[0]).__name__ for unit in units if not unit.is_resident)),
         [str(each.message) for each in heard],
     )

@@ -55,7 +55,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         if any(param is not None for param in module._parameters.values()):
             module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine)
     for streamed, unit in zip(engine.units[1:], found, strict=True):
-        layers[unit.module] = streamed
+        layers.update(dict.fromkeys(unit.modules, streamed))
     for name, module in modules_of(root):
         _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, views)
         if module._parameters or module._buffers:

@@ -11,6 +11,7 @@ tower out.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -30,17 +31,17 @@ _LARGE = 0.5  # share of the largest layer that makes a module worth a unit of i
 
 
 class FoundUnit(NamedTuple):
-    """The module of a unit: a layer, or a large module beside the layers.
+    """The modules of a unit: a layer, several layers that `coalesce` has combined, or a large module beside them.
 
     Attributes:
         name: fully qualified.
-        module: the module itself.
+        modules: the unit's layers.
         is_resident: the unit has a slot of its own.
-        resident: modules inside the layer whose parameters lie in the root unit.
+        resident: modules inside the layers whose parameters lie in the root unit.
     """
 
     name: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     is_resident: bool = False
     resident: tuple[nn.Module, ...] = ()
 
@@ -56,6 +57,9 @@ def find_groups(
     root: nn.Module,
     units: UnitsArgument,
     resident: ResidentArgument = (),
+    *,
+    param_bytes: int = 1,
+    min_unit_bytes: int = 0,
 ) -> tuple[list[FoundUnit], list[list[FoundParam]]]:
     """The units of `root` in registration order, as `StreamShard` documents for its arguments `units` and `resident`.
 
@@ -64,6 +68,8 @@ def find_groups(
         units: the user's argument, or None for repeated layers and large modules beside them.
         resident: the user's argument. A layer named here becomes a resident unit. The parameters of a module inside a
             layer move to the root unit.
+        param_bytes: bytes per element of ``param_dtype``.
+        min_unit_bytes: consecutive small layers are combined until they have this many bytes.
 
     Returns:
         The units, and the parameters of each; those of the root unit first.
@@ -80,15 +86,18 @@ def find_groups(
     beside = [module for module in wanted if module not in held]
     _check_units(layers, beside, names)
     found = [
-        FoundUnit(names[layer], layer, layer in wanted, () if layer in wanted else _inside(layer, wanted))
+        FoundUnit(names[layer], (layer,), layer in wanted, () if layer in wanted else _inside(layer, wanted))
         for layer in layers
     ]
-    large = _find_large(root, layers, beside) if units is None and layers else []
-    found += [FoundUnit(names[module], module, is_resident=True) for module in (*beside, *large)]
-    found.sort(key=lambda unit: order[unit.module])
+    if min_unit_bytes:
+        sizes = [param_bytes * sum(each.param.numel() for each in group) for group in _group_params(root, found)[1:]]
+        found = coalesce(found, sizes, min_unit_bytes)
+    large = _find_large(root, layers, beside, -(-min_unit_bytes // param_bytes)) if units is None and layers else []
+    found += [FoundUnit(names[module], (module,), is_resident=True) for module in (*beside, *large)]
+    found.sort(key=lambda unit: order[unit.modules[0]])
     groups = _group_params(root, found)
     for unit, group in zip(found, groups[1:], strict=True):
-        if not group and (unit.resident or unit.module in beside):
+        if not group and (unit.resident or unit.modules[0] in beside):
             raise UnitError(
                 f"resident leaves unit {unit.name!r} without parameters. If other modules share them, they are "
                 "resident already: leave it out. If all modules of the unit are named, name the unit instead"
@@ -100,7 +109,7 @@ def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
     """By module, the number of its unit, from 1. Modules that units share, or that are resident inside one, get 0."""
     owner: dict[nn.Module, int] = {}
     for number, unit in enumerate(units, 1):
-        for module in modules_inside(unit.module):
+        for module in itertools.chain.from_iterable(map(modules_inside, unit.modules)):
             owner[module] = number if owner.get(module, number) == number else 0
     for module in (inner for unit in units for resident in unit.resident for inner in modules_inside(resident)):
         owner[module] = 0
@@ -126,6 +135,34 @@ def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[Foun
         number = next(iter(where)) if len(where) == 1 else 0
         groups[number].append(FoundParam(tuple(names[param]), param))
     return groups
+
+
+# -- small layers -------------------------------------------------------------------------------------------------
+
+
+def coalesce(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
+    """Combine consecutive streamed units until each has `at_least` bytes. A smaller rest stays a unit.
+
+    Args:
+        units: in registration order.
+        sizes: bytes of each unit.
+        at_least: the smallest size of a combined unit, in bytes.
+    """
+    groups: list[list[FoundUnit]] = []
+    missing = 0  # bytes that the last group may still take
+    for unit, size in zip(units, sizes, strict=True):
+        if missing <= 0 or unit.is_resident:
+            groups.append([])
+            missing = at_least
+        groups[-1].append(unit)
+        missing = 0 if unit.is_resident else missing - size
+    return [_together(group) for group in groups]
+
+
+def _together(units: Sequence[FoundUnit]) -> FoundUnit:
+    name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"
+    resident = tuple(module for unit in units for module in unit.resident)
+    return FoundUnit(name, tuple(module for unit in units for module in unit.modules), units[0].is_resident, resident)
 
 
 # -- modules that the user names ----------------------------------------------------------------------------------
@@ -261,7 +298,9 @@ def _are_stages(layers: Sequence[nn.Module]) -> bool:
 # -- what is large beside the layers ------------------------------------------------------------------------------
 
 
-def _find_large(root: nn.Module, layers: Sequence[nn.Module], beside: Sequence[nn.Module]) -> list[nn.Module]:
+def _find_large(
+    root: nn.Module, layers: Sequence[nn.Module], beside: Sequence[nn.Module], at_least: int
+) -> list[nn.Module]:
     """Each large module outside of the layers: above all embedding and head.
 
     A module is large if it holds half as many parameters as the largest layer. A transformers model's input and output
@@ -270,6 +309,7 @@ def _find_large(root: nn.Module, layers: Sequence[nn.Module], beside: Sequence[n
     Args:
         root: the model.
         layers, beside: the units so far.
+        at_least: the least number of parameters of a large module.
     """
     enough = dict.fromkeys(modules_inside(root), _LARGE * max(map(_numel, layers)))
     for embeddings in _embeddings(root):
@@ -283,7 +323,7 @@ def _find_large(root: nn.Module, layers: Sequence[nn.Module], beside: Sequence[n
         uses = Counter(param for inner in within for param in inner._parameters.values() if param is not None)
         if (
             module is not root
-            and _own_numel(module) >= max(enough[module], 1)
+            and _own_numel(module) >= max(at_least, enough[module], 1)
             and _is_callable(module)
             and within.isdisjoint(inside)
             and all(users[param] == count for param, count in uses.items())

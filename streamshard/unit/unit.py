@@ -39,7 +39,7 @@ class _Binding(NamedTuple):
 
 
 class StreamedUnit:
-    """Parameters that are all-gathered and reduced together: of a repeated layer, a large module, or the root unit.
+    """Parameters that are all-gathered and reduced together: of a repeated layer, several small ones, or the root unit.
 
     A unit is *bound* while one of its layers runs, and in backward from the first use of its weights until its
     reduction: its modules hold unsharded parameters.

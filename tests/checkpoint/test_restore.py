@@ -300,6 +300,7 @@ def test_replicas_that_average_save_one_copy_for_any_mesh(context: RankContext, 
 OTHERS = [
     {},
     {"weight_slots": "all", "grad_slots": "all"},
+    {"min_unit_size": "1GB"},
     {"align_pieces_to": 24},
 ]
 

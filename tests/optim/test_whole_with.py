@@ -184,8 +184,15 @@ def test_programs_train_as_on_the_unsharded_model(context: RankContext, name: st
 
 
 @on_ranks(2)
-def test_slots_change_no_number(context: RankContext) -> None:
-    _assert_like_plain(context, _clips, weight_slots="all", grad_slots="all")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weight_slots": "all", "grad_slots": "all"},
+        {"min_unit_size": 1000},
+    ],
+)
+def test_settings_change_no_number(context: RankContext, settings: dict[str, Any]) -> None:
+    _assert_like_plain(context, _clips, **settings)
 
 
 @on_ranks(4)

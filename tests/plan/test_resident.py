@@ -36,9 +36,9 @@ class Wide(Stack):
 LAYERS = [f"layers.{k}" for k in range(4)]
 
 
-def _resident(resident: Any) -> list[str]:
+def _resident(resident: Any, **settings: Any) -> list[str]:
     """Units, those that are resident with a star."""
-    return [unit.name + "*" * unit.is_resident for unit in find_groups(Wide(), None, resident)[0]]
+    return [unit.name + "*" * unit.is_resident for unit in find_groups(Wide(), None, resident, **settings)[0]]
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,16 @@ def test_modules_named_in_resident_are_resident(resident: Any, wanted: list[str]
 
 
 def test_parameters_of_a_resident_module_inside_a_layer_lie_in_the_root_unit() -> None:
-    """Their layer is streamed."""
+    """Their layer is streamed, also together with others. Layers around a resident one are put together apart."""
     model = nn.Sequential(*(nn.Sequential(Layer(), nn.LayerNorm(DIM)) for _ in range(4)))
-    found, groups = find_groups(model, [nn.Sequential], ["0.1", "2.1"])
-    assert {param.names[0] for param in groups[0]} == {f"{k}.1.{name}" for k in (0, 2) for name in ("weight", "bias")}
-    assert not any(unit.is_resident for unit in found)
+    for size in (0, 2000):
+        found, groups = find_groups(model, [nn.Sequential], ["0.1", "2.1"], min_unit_bytes=size)
+        assert {param.names[0] for param in groups[0]} == {
+            f"{k}.1.{name}" for k in (0, 2) for name in ("weight", "bias")
+        }
+        assert not any(unit.is_resident for unit in found)
+    together = ["layers.0 .. layers.1", "layers.2*", "layers.3", "gate.linear*"]
+    assert _resident(["layers.2", "gate.linear"], min_unit_bytes=2 * DIM * DIM) == together
 
 
 @pytest.mark.parametrize(
@@ -87,9 +92,10 @@ def test_an_impossible_resident_module_is_named(resident: Any, message: str) -> 
 
 @on_ranks(1, 2)
 def test_it_trains_like_plain_pytorch(context: RankContext) -> None:
-    """Layers, and what is beside them."""
-    for resident in (["layers.1", "head"], Layer):
-        assert_trains_like_plain(context, Wide, stack_step, resident=resident)
+    """Layers, what is beside them, and pairs of layers around a resident one."""
+    for settings in ({"resident": ["layers.1", "head"]}, {"resident": Layer}, {"resident": ["layers.2"]}):
+        pairs = {"min_unit_size": 8 * DIM * DIM} if settings["resident"] == ["layers.2"] else {}
+        assert_trains_like_plain(context, Wide, stack_step, **settings, **pairs)
 
 
 @on_ranks(2)
@@ -105,12 +111,3 @@ def test_ranks_that_disagree_about_it_raise(context: RankContext) -> None:
     """By name."""
     with pytest.raises(RankMismatchError, match=r"resident layers\.1"):
         StreamShard(Wide(), precision=FP32, resident=["layers.1"] if context.rank else [])
-
-
-@on_ranks(2)
-def test_a_layer_of_a_kind_of_its_own_has_its_own_slots(context: RankContext) -> None:
-    """A large lone layer must not size the slots that the others share."""
-    model = nn.Sequential(*(Layer() for _ in range(4)), nn.Linear(DIM, 500))
-    engine = engine_inside(StreamShard(model, units=["0", "1", "2", "3", "4"], precision=FP32))
-    assert [unit.is_streamed for unit in engine.units] == [False, True, True, True, True, False]
-    assert engine.units[1].weight_slot.buffer.nbytes < 4 * 500 * DIM <= engine.units[5].weight_slot.buffer.nbytes

@@ -90,22 +90,6 @@ def _train_with_one_rank_in_reverse(context: RankContext) -> None:
     assert_trains_like_ddp(context, Planned, planned_step({(step, 1): [3, 2, 1, 0] for step in range(4)}))
 
 
-@on_ranks(2, 3)
-def test_a_layer_may_be_missing_in_one_of_two_forwards_on_one_rank(context: RankContext) -> None:
-    """Its gradient is complete too early there, and waits for the one place that its unit's reduction has."""
-    plan = list(range(8))
-
-    def step(model: Any, call: Call) -> Tensor:
-        inner = getattr(model, "module", model)
-        losses = []
-        for number in range(2):
-            inner.plan = [k for k in plan if number or call.rank != 1 or k not in (5, 6)]
-            losses.append(model(vector_batch(call.step + 50 * number, call.rank)).square().mean())
-        return call.backward(losses[0] + losses[1])
-
-    assert_trains_like_ddp(context, lambda: Planned(8), step)
-
-
 def test_ranks_that_run_layers_in_different_orders_train_like_ddp_or_raise(ranks: RankPool) -> None:
     """Collectives have one order on all ranks. An error names a layer; nothing hangs."""
     try:

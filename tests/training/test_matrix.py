@@ -40,23 +40,24 @@ class Setting(NamedTuple):
 
 ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 # In fp32 gathers read the main weights themselves, and where each unit has a weight slot these lie in it. Main grads
-# lie in the grad slots where each unit has one.
+# lie in the grad slots where each unit has one. A unit of several layers is bound in parts.
 SETTINGS: dict[str, Setting] = {
     "ZeRO-3": Setting(BF16),
     "ZeRO-3, fp32": Setting(FP32),
     "ZeRO-1, fp32": Setting(FP32, ZERO_1),
     "ZeRO-1": Setting(BF16, ZERO_1),
     "3 and 4 slots": Setting(BF16, {"weight_slots": 3, "grad_slots": 4}),
+    "several layers": Setting(BF16, {"min_unit_size": 600}),  # two layers of 16 x 16 in bf16
 }
 # Settings differ in how gradients are added: these scenarios run at all of them, the others at one each, in turn.
 EVERYWHERE = ("plain", "no_sync", "a kept graph", "layers unused on some ranks")
-OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots")
+OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots", "several layers")
 
 
 def _cells() -> Iterator[tuple[str, str]]:
     names = list(SETTINGS)
     for number, scenario in enumerate(SCENARIOS):
-        chosen = names if scenario in EVERYWHERE else (names[number % len(names)],)
+        chosen = names if scenario in EVERYWHERE else (names[number % 6],)
         yield from ((scenario, setting) for setting in chosen)
 
 
