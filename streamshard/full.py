@@ -161,7 +161,7 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
         raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
     order = float(norm_type)  # "inf" is a way to say it
-    engine.inputs.on_clipping(max_norm, norm_type, skip_above)
+    engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")
     grads = [grad.as_subclass(torch.Tensor) for grad in (param.grad for param in params) if grad is not None]
     filled = [grad for grad in grads if grad.numel()]

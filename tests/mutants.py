@@ -127,11 +127,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "engine/backward": [
         ("Backward._close_pass", Drop("engine.reductions.start_late_ones()"), "execution passes"),
-        ("Backward._issue", Drop("self._engine.reductions.due.discard(op.unit)"), "invariants passes matrix"),
+        ("Backward._issue", Drop("self._engine.reductions.due.discard(op.unit)"), "invariants unit_size passes matrix"),
         ("Backward.begin", Drop("unit.take_trainability()"), "graphs"),
         ("Backward.need", Swap("use.graph is self.graph and", "True and"), "invariants"),
         ("Backward.reach", Drop("_refuse_changed(engine.units[index], versions)"), "graphs"),
-        ("Backward.reach", Swap("due = set(visits)", "due = set()"), "passes"),
+        ("Backward.reach", Swap("due = set(visits)", "due = set()"), "unit_size passes"),
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
         ("_refuse_changed", Swap("raise ", "return "), "graphs"),
     ],
