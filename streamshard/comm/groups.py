@@ -10,6 +10,7 @@ import ipaddress
 import os
 import socket
 import struct
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -131,8 +132,15 @@ def _default() -> dist.ProcessGroup:
 
 
 def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
-    """Destroy the default group at exit: NCCL warns otherwise."""
-    if dist.is_initialized() and group_of() is dist.group.WORLD:
+    """Destroy the default group at exit: NCCL warns otherwise.
+
+    After an uncaught exception, Ctrl-C too, other ranks may never issue what this rank has issued: NCCL would wait for
+    it until its timeout. So the group is aborted first.
+    """
+    if dist.is_initialized() and (group := group_of()) is not None and group is dist.group.WORLD:
+        if getattr(sys, "last_value", None) is not None:
+            with contextlib.suppress(RuntimeError):  # gloo cannot abort
+                group.abort()
         dist.destroy_process_group()
 
 

@@ -228,7 +228,11 @@ class RankGroup:
         if self.total_size == 1:
             return value
         with self.talk("a vote of all ranks", RecordKind.VOTE):
-            return bool(self._all_gather(self.host_group, torch.tensor([value])).any())
+            found, options = torch.tensor([int(value)]), dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            options.timeout = self._timeout or CONTROL_TIMEOUT
+            self.host_group.allreduce([found], options).wait()
+            return bool(found)
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, pickled. Blocks; for set-up."""
