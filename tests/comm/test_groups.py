@@ -94,6 +94,7 @@ def test_an_error_of_gloo_names_the_variable_to_set(monkeypatch: pytest.MonkeyPa
 def test_control_messages_wait_longer_than_the_groups_timeout(context: RankContext) -> None:
     """One rank writes files while the other one waits."""
     ranks = RankGroup(dist.new_group(timeout=timedelta(seconds=1)))
+    assert ranks.gather_objects(context.rank) == [0, 1]  # makes the control group
     if context.rank == 1:
         time.sleep(1.5)
     assert ranks.gather_objects(context.rank) == [0, 1]
