@@ -212,7 +212,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         (
             "UnitGrads.write",
             Swap("self._copy_staged()\n            grad.in_slot.add_(value)", "grad.in_slot.add_(value)"),
-            "passes unit_size",
+            "passes",
         ),
         ("UnitGrads.write", Swap("grad.is_used = ", ""), "loops"),
         ("UnitGrads.write", Swap("grad.is_used = self.has_unreduced", "grad.is_used"), "passes execution"),

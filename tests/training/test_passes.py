@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests import families
-from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.models import DIM, Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, assert_trains_like_plain, case, lm_step, stack_step
 from tests.scenarios import RoutedStack
@@ -207,6 +207,30 @@ def _gradient_penalty(model: nn.Module, call: Call) -> Tensor:
     out = model(x)
     (slope,) = torch.autograd.grad(out.sum(), [x], create_graph=True)
     return call.backward(out.square().mean() + 0.1 * slope.square().mean())
+
+
+class _Twice(nn.Module):
+    """A layer that computes with its weights twice, each time in a checkpoint of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        for _ in range(2):
+            x = checkpoint(lambda h: torch.tanh(self.linear(h)), x, use_reentrant=True)
+        return x
+
+
+def _twice() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(*(_Twice() for _ in range(3))))
+
+
+@on_ranks(1, 2)
+def test_gradients_that_come_in_parts_before_they_are_copied_are_added(context: RankContext) -> None:
+    """Each reentrant checkpoint is a backward of its own, which gives weights a gradient."""
+    assert_trains_like_plain(context, _twice, stack_step)
 
 
 @on_ranks(1)
