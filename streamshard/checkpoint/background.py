@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import alive, is_closed, make_host_group
+from streamshard.comm.groups import is_closed, make_host_group
 from streamshard.comm.objects import RankGroup
 from streamshard.device import has_streams, module_of, on_device
 from streamshard.errors import CheckpointError, CommunicationError, log
@@ -68,7 +68,6 @@ class Saving:
     def __init__(self, path: Path, write: Callable[[], Path] | None = None) -> None:
         self.path = path
         self._error: BaseException | None = None
-        self._is_told = False
         self._thread: threading.Thread | None = None
         if write is not None:  # not a daemon: Python waits for it at exit
             self._thread = threading.Thread(target=self._run, args=(write,), name=f"save {path}")
@@ -79,20 +78,19 @@ class Saving:
         """Whether the save has ended, in success or failure."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self, *, again: bool = True) -> Path:
+    def wait(self) -> Path:
         """Return the checkpoint's path, once the checkpoint is there.
-
-        Args:
-            again: raise an error that an earlier call has raised.
 
         Raises:
             CheckpointError: the checkpoint could not be written; names the rank and the cause. If a rank has died or
                 was interrupted, the others raise as soon as they notice, after 30 minutes at the latest.
         """
+        global _running
         if self._thread is not None:
             self._thread.join()
-        if self._error is not None and (again or not self._is_told):
-            self._is_told = True
+        if _running is self:
+            _running = None
+        if self._error is not None:
             raise self._error
         return self.path
 
@@ -123,10 +121,8 @@ def finish_running() -> None:
     Raises:
         Exception: the save's error, unless ``wait()`` has raised it on this rank. The caller tells the other ranks.
     """
-    global _running
     if _running is not None:
-        _running.wait(again=False)
-        _running = None
+        _running.wait()
 
 
 # Groups that only saves in the background use, by the group of all ranks. Weak: destroy_process_group() has to end
@@ -134,32 +130,24 @@ def finish_running() -> None:
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
-def has_connections(ranks: Communicator) -> bool:
-    """Whether this rank already has a group for saves in the background."""
-    group_of = _groups.get(ranks.users_group)
-    group = None if group_of is None else group_of()
-    return group is not None and not is_closed(group)
+def background_ranks(ranks: Communicator) -> RankGroup:
+    """The ranks, for one save in the background. They have a process group that nothing else uses. Collective.
 
-
-def background_ranks(ranks: Communicator, *, connects: bool) -> RankGroup:
-    """The ranks, for one save in the background. They have a process group that nothing else uses.
-
-    Call it right after a collective. Making a group waits at the store, which does not notice that a rank has died.
-
-    Args:
-        ranks: all ranks that save.
-        connects: make a new group (collective), because some rank has none; see `has_connections`.
+    Making the group waits at the store, which does not notice that a rank has died: so all ranks meet right before.
 
     Raises:
         CommunicationError: another rank did not come.
     """
     if ranks.total_size == 1:
         return RankGroup()
-    if connects:
+    group_of = _groups.get(ranks.users_group)
+    group = None if group_of is None else group_of()
+    if not all(ranks.gather_objects(group is not None and not is_closed(group))):
         with ranks.guard("making a group for saves in the background"):
-            _groups[ranks.users_group] = weakref.ref(make_host_group(ranks.users_group, MADE_WITHIN))
+            group = make_host_group(ranks.users_group, MADE_WITHIN)
+            _groups[ranks.users_group] = weakref.ref(group)
     return RankGroup(
-        alive(_groups[ranks.users_group]),
+        group,
         world_size=ranks.world_size,
         replica=ranks.replica,
         meeting="saving in the background",

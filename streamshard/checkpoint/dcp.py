@@ -36,8 +36,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 from streamshard.checkpoint.directory import PARTIAL, next_number, open_checkpoint
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.manifest import CheckpointFiles, decode, encode
-from streamshard.checkpoint.optimizer_state import is_moment
-from streamshard.checkpoint.run_parts import Collected
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.comm.objects import RankGroup
@@ -178,13 +176,7 @@ def _model_out(files: CheckpointFiles, name: str, names: Mapping[str, str]) -> d
 def _optimizer_out(files: CheckpointFiles, saved: Mapping[str, Any]) -> dict[str, Any]:
     models = files.manifest.state["models"]
     fqns = {f"{model}/{name}": name for model, each in models.items() for name in each["names"]}  # DCP's names
-    state = {
-        fqns.get(param, param): {
-            key: files.read_whole(value["tensor"]) if is_moment(value) else decode(value, files.read_whole, _CPU)
-            for key, value in values.items()
-        }
-        for param, values in saved["state"].items()
-    }
+    state = {fqns.get(param, param): decode(values, files.read_whole, _CPU) for param, values in saved["state"].items()}
     groups = decode(saved["param_groups"], files.read_whole, _CPU)
     for group in groups:
         group["params"] = [fqns.get(param, param) for param in group["params"]]
@@ -264,8 +256,8 @@ def from_dcp(
     pieces = [Piece.whole(f"model/{name}", weights[name]) for name in sorted(set(names.values()))]
     pieces += [Piece.whole(name, each) for name, each in tensors.items()]
     number = next_number(root) if step is None else step
-    collected = Collected({"models": models, "optimizers": optimizers, "trees": {}}, {}, pieces)
-    return Converted(write_checkpoint(root, number, None, RankGroup(), collected), sorted(left_out))
+    saved = {"models": models, "optimizers": optimizers, "trees": {}}
+    return Converted(write_checkpoint(root, number, None, RankGroup(), saved, pieces), sorted(left_out))
 
 
 def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, str]:
@@ -322,7 +314,7 @@ def _value_in(value: Any, key: str, name: str, weight: torch.Tensor, tensors: di
     if isinstance(value, torch.Tensor):
         if value.shape == weight.shape and key not in NUMBERS:
             tensors[path] = value
-            return {"$": "moment", "tensor": path}
+            return {"$": "tensor", "tensor": path}
         if value.numel() > 1:
             raise CheckpointError(
                 f"the optimizer's {key!r} of {name!r} has shape {list(value.shape)}, the parameter "

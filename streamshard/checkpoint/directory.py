@@ -13,7 +13,7 @@ however it ends. A save deletes partial directories whose lock is free: killed r
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -22,14 +22,16 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
+from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_path
-from streamshard.errors import CheckpointError, log, printable
+from streamshard.errors import CheckpointError, StreamShardError, log, printable
 
 PARTIAL = ".partial"
 """Suffix of a directory's name until the directory is complete."""
@@ -37,13 +39,12 @@ PARTIAL = ".partial"
 _NAME = re.compile(r"checkpoint-(\d+)(-\d+)?")
 _LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")
 
+_Prepared = TypeVar("_Prepared")
+_Written = TypeVar("_Written")
+_Published = TypeVar("_Published")
+
 
 # ------------------------------------------------------------------------------------------------ finding
-
-
-class _Found(NamedTuple):
-    path: Path
-    manifest: Manifest
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -58,12 +59,12 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     whole, others = _look_into(parse_path("directory", directory))
     for why in others:
         log.warning("passed over: %s", printable(why))
-    return whole[-1].path if whole else None
+    return whole[-1].root if whole else None
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
     """The whole checkpoints in `directory`, newest first. Their contents have not been verified."""
-    return [found.path for found in reversed(_look_into(directory)[0])]
+    return [found.root for found in reversed(_look_into(directory)[0])]
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -86,8 +87,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointFiles:
     Raises:
         CheckpointError: there is none, or a file of it is missing or has another size.
     """
-    path = find_checkpoint(parse_path("directory", directory))
-    return CheckpointFiles(path, _read_whole(path))
+    return _open_whole(find_checkpoint(parse_path("directory", directory)))
 
 
 def no_checkpoint(directory: Path) -> CheckpointError:
@@ -105,11 +105,6 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return [path for path in [directory, *inside] if os.path.exists(path / MANIFEST_NAME)]
 
 
-def newest_last(path: Path, manifest: Manifest) -> tuple[int, int, bool]:
-    """Sort key for the checkpoints of one directory, newest last. A user's copy comes before its original."""
-    return manifest.generation, manifest.number, _NAME.fullmatch(path.name) is not None
-
-
 def checkpoint_name(number: int) -> str:
     """Name of the directory of the first checkpoint with this number."""
     return f"checkpoint-{number}"
@@ -121,21 +116,26 @@ def next_number(directory: Path) -> int:
     return max(numbers, default=0) + 1
 
 
-def _look_into(directory: Path) -> tuple[list[_Found], list[str]]:
+def _look_into(directory: Path) -> tuple[list[CheckpointFiles], list[str]]:
     """Whole checkpoints, newest last; and for each other one the reason why it is not whole."""
     whole, others = [], []
     for path in checkpoints_in(directory):
         try:
-            whole.append(_Found(path, _read_whole(path)))
+            whole.append(_open_whole(path))
         except CheckpointError as error:
             others.append(str(error))
-    return sorted(whole, key=lambda found: newest_last(*found)), others
+    return sorted(whole, key=_newest_last), others
 
 
-def _read_whole(path: Path) -> Manifest:
+def _newest_last(files: CheckpointFiles) -> tuple[int, int, bool]:
+    """Sort key for the checkpoints of one directory. A user's copy comes before its original."""
+    return files.manifest.generation, files.manifest.number, _NAME.fullmatch(files.root.name) is not None
+
+
+def _open_whole(path: Path) -> CheckpointFiles:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
-    return manifest
+    return CheckpointFiles(path, manifest)
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -155,7 +155,59 @@ def _children(directory: Path) -> list[Path]:
     return list(directory.iterdir()) if directory.is_dir() else []
 
 
-# ------------------------------------------------------------------------------------------------ saving
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def write_together(
+    group: RankGroup,
+    doing: str,
+    root: Path,
+    name: str,
+    *,
+    prepare: Callable[[Path], _Prepared],
+    write: Callable[[Path, _Prepared], _Written],
+    publish: Callable[[Partial, _Prepared, list[_Written]], _Published],
+    alone: bool = False,
+) -> _Published:
+    """Write files from all ranks into a partial directory, which the first rank publishes. Collective.
+
+    Args:
+        group: the ranks.
+        doing: what is done, for messages.
+        root: gets the partial directory.
+        name, alone: see `create_partial`.
+        prepare: called with the partial directory, on the first rank. All ranks get its result.
+        write: called with the partial directory and that result, on every rank.
+        publish: called with the partial directory, that result, and what `write` has returned on each rank; on the
+            first rank.
+
+    Returns:
+        What `publish` has returned, on every rank.
+
+    Raises:
+        CheckpointError: on every rank; names the rank and the cause. The partial directory is gone.
+    """
+    mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
+
+    def start() -> Any:
+        if not group.is_first:
+            return None
+        mine.append(create_partial(root, name, alone=alone))
+        return mine[0].path.name, prepare(mine[0].path)
+
+    try:
+        own, prepared = gather_from_all_ranks(group, doing, start)[0]
+        written = gather_from_all_ranks(group, doing, lambda: write(root / own, prepared))
+        result: Any = gather_from_all_ranks(
+            group, doing, lambda: publish(mine[0], prepared, written) if mine else None
+        )[0]
+    except BaseException:
+        for partial in mine:
+            remove_partial(partial)
+        with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
+            run_on_all_ranks(group, doing, lambda: None)  # no rank returns before the directory is gone
+        raise
+    return cast(_Published, result)
 
 
 class Partial(NamedTuple):
@@ -234,14 +286,14 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
     earlier = _look_into(directory)[0]
     generation = 1 + max((found.manifest.generation for found in earlier), default=0)
     descriptor = partial.manifest.fileno()
-    write_all(descriptor, memoryview(dataclasses.replace(manifest, generation=generation).encode()), 0)
+    write_all(descriptor, manifest._replace(generation=generation).encode(), 0)
     os.fsync(descriptor)
     sync_directory(partial.path)
     path = _rename_to_unused(partial.path, directory / checkpoint_name(manifest.number))
     partial.manifest.close()
     try:
         sync_directory(directory)
-        own = [each.path for each in earlier if _NAME.fullmatch(each.path.name) and not each.path.is_symlink()]
+        own = [each.root for each in earlier if _NAME.fullmatch(each.root.name) and not each.root.is_symlink()]
         for old in own[: max(len(own) + 1 - keep, 0)] if keep is not None else ():
             if os.stat(old).st_mode & stat.S_IWUSR:
                 _delete(old)
@@ -254,13 +306,13 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
 def _rename_to_unused(partial: Path, path: Path) -> Path:
     for place in itertools.count(1):
         free = path if place == 1 else path.with_name(f"{path.name}-{place}")
-        try:
-            if not os.path.lexists(free):
+        if not os.path.lexists(free):
+            try:
                 os.rename(partial, free)
                 return free
-        except OSError as error:  # another run has just published one with this name
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+            except OSError as error:  # another run has just published one with this name
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
     raise AssertionError("not reached")
 
 

@@ -13,78 +13,46 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.safetensors_file import FileRecord, OpenFiles, contiguous_runs, copy_range, verify_files
+from streamshard.checkpoint.safetensors_file import FileRecord, OpenFiles, copy_range, verify_files
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 from streamshard.torch_private import is_traceable_wrapper_subclass
 from streamshard.unit.sharded_tensor import is_piece
 
 MANIFEST_NAME = "checkpoint.json"
-FORMAT = 4
+FORMAT = 5
 
 _HEAD = '{{"sha256": "{}", "content":\n'
-_TAIL = "\n}\n"
+_TAIL = b"\n}\n"
+_CPU = torch.device("cpu")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")  # in the checkpoint's directory, and not hidden there
 
 
+Found = tuple[torch.Tensor, int, torch.Tensor]
+"""A view of a mapped file, the place in it of the first element, and what is filled from there."""
+
+
 class PieceRecord(NamedTuple):
-    """A piece of a tensor, in file number `file`, under the tensor's name, 1-D.
-
-    The piece holds elements [start, stop) of the flattened box. For example, columns 4 to 8 of a tensor of shape [6, 8]
-    are the box ((0, 6), (4, 8)), and elements [4, 12) of this box are rows 1 and 2 of these columns.
-
-    Attributes:
-        box: start and stop in each dimension of the whole tensor; None is the whole tensor.
-    """
+    """Elements [start, stop) of the flattened tensor, in file number `file`, under the tensor's name, 1-D."""
 
     file: int
     start: int
     stop: int
-    box: tuple[tuple[int, int], ...] | None = None
-
-    def box_in(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The box, in a whole tensor of this shape."""
-        return tuple((0, size) for size in shape) if self.box is None else self.box
-
-    def is_inside(self, shape: Sequence[int]) -> bool:
-        """Whether the box lies inside the whole tensor, and the piece inside the box. It may come from anybody.
-
-        Raises:
-            ValueError: the box does not have a start and a stop in each dimension.
-        """
-        box = self.box_in(shape)
-        numbers = (self.start, self.stop, *shape, *chain.from_iterable(box))
-        return (
-            all(type(number) is int for number in numbers)
-            and all(0 <= lower <= upper <= size for (lower, upper), size in zip(box, shape, strict=True))
-            and 0 <= self.start <= self.stop <= math.prod(upper - lower for lower, upper in box)
-        )
 
 
-class Read(NamedTuple):
-    """`target` becomes elements [start, start + n) of the saved tensor `name`. `target` is 1-D and contiguous."""
-
-    name: str
-    start: int
-    target: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TensorRecord:
+class TensorRecord(NamedTuple):
     """A tensor, in pieces that together hold each of its elements once.
 
     Attributes:
         shape: of the whole.
         dtype: name of a torch.dtype.
-        pieces: in any order.
+        pieces: in the order of their elements; none is empty.
     """
 
     shape: tuple[int, ...]
@@ -92,25 +60,44 @@ class TensorRecord:
     pieces: tuple[PieceRecord, ...]
 
     @property
-    def numel(self) -> int:
-        """Of the whole."""
-        return math.prod(self.shape)
-
-    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype with that name."""
         return dtype_named(self.dtype)
 
-    def runs_of(self, piece: PieceRecord) -> Iterator[tuple[int, int]]:
-        """Where the elements of `piece` lie in the flattened tensor: (first element, number), in the piece's order."""
-        if piece.box is None:
-            return iter([(piece.start, piece.stop - piece.start)])
-        box = torch.empty(self.shape, device="meta")[tuple(slice(*each) for each in piece.box)]
-        return contiguous_runs(box, piece.start, piece.stop - piece.start)
+    def ordered(self, name: str) -> TensorRecord:
+        """The same, with its pieces in order. It may come from anybody.
+
+        Raises:
+            CheckpointError: pieces leave gaps, overlap, or lie outside of the shape.
+            TypeError: something else than integers cannot be ordered.
+        """
+        pieces = tuple(sorted(self.pieces, key=lambda piece: piece.start))
+        edges = [0, *(edge for piece in pieces for edge in piece[1:]), math.prod(self.shape)]
+        are_numbers = all(type(each) is int and each >= 0 for each in (*self.shape, *edges))
+        if not are_numbers or edges[::2] != edges[1::2] or edges != sorted(edges):
+            told = ", ".join(f"{start}:{stop} in file {file}" for file, start, stop in pieces)
+            have = f"{told} of {self.shape!r:.80}"
+            raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have}")
+        return self._replace(pieces=pieces)
 
 
-@dataclass(frozen=True)
-class Manifest:
+def join_records(by_rank: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
+    """All tensors, from the records of what each rank has of them.
+
+    Raises:
+        CheckpointError: the pieces of a tensor leave gaps, overlap, or differ in shape or dtype.
+    """
+    found: dict[str, TensorRecord] = {}
+    for records in by_rank:
+        for name, record in records.items():
+            known = found.setdefault(name, record._replace(pieces=()))
+            if known[:2] != record[:2]:
+                raise CheckpointError(f"ranks do not have the same {name!r}, but {known[:2]} and {record[:2]}")
+            found[name] = known._replace(pieces=known.pieces + record.pieces)
+    return {name: record.ordered(name) for name, record in found.items()}
+
+
+class Manifest(NamedTuple):
     """What a checkpoint consists of. Everything in it is plain JSON.
 
     Attributes:
@@ -131,16 +118,20 @@ class Manifest:
     versions: Mapping[str, str]
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, TensorRecord]
-    state: Mapping[str, Any] = field(repr=False)
+    state: Mapping[str, Any]
     generation: int = 0
 
     def encode(self) -> bytes:
         """The file's content."""
-        content = {**asdict(self), "files": [record._asdict() for record in self.files]}
-        for record in content["tensors"].values():
-            record["pieces"] = [piece[:3] if piece.box is None else piece for piece in record["pieces"]]
-        body = json.dumps({"format": FORMAT, **content}, allow_nan=False, separators=(",", ":")).encode()
-        return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
+        files = [record._asdict() for record in self.files]
+        tensors = {name: record._asdict() for name, record in self.tensors.items()}
+        content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
+        return sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
+
+
+def sealed(body: bytes) -> bytes:
+    """A manifest's file with this JSON inside, and its SHA-256 in the first line."""
+    return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -154,10 +145,8 @@ def read_manifest(directory: Path) -> Manifest:
         text = path.read_bytes()
     except FileNotFoundError as error:  # other errors do not say whether the checkpoint is whole
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    head_bytes = len(_HEAD.format("0" * 64))
-    body = text[head_bytes : -len(_TAIL)]
-    expected = _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
-    if text != expected:
+    body = text[len(_HEAD.format("0" * 64)) : -len(_TAIL)]
+    if text != sealed(body):
         raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one in its first line")
     try:
         content = json.loads(body)
@@ -173,25 +162,14 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
     records = tuple(FileRecord(**record) for record in files)
     if strange := [record.name for record in records if not _FILE_NAME.fullmatch(record.name)]:
         raise CheckpointError(f"files have the names {strange!r:.80}, wanted some in the directory")
-    found = {
-        name: TensorRecord(tuple(each["shape"]), each["dtype"], tuple(_piece_of(*piece) for piece in each["pieces"]))
-        for name, each in tensors.items()
-    }
-    for name, record in found.items():
+    found = {}
+    for name, each in tensors.items():
+        pieces = tuple(PieceRecord(*piece) for piece in each["pieces"])
+        found[name] = record = TensorRecord(tuple(each["shape"]), each["dtype"], pieces).ordered(name)
         itemsize = record.torch_dtype.itemsize
-        if not all(piece.is_inside(record.shape) for piece in record.pieces):
-            raise CheckpointError(f"tensor {name!r:.80} has pieces outside of its shape {list(record.shape)!r:.80}")
-        if any(piece.stop - piece.start > records[piece.file].size_bytes // itemsize for piece in record.pieces):
+        if any(piece.stop - piece.start > records[piece.file].size_bytes // itemsize for piece in pieces):
             raise CheckpointError(f"tensor {name!r:.80} exceeds its files")
-        runs = sorted(run for piece in record.pieces for run in record.runs_of(piece) if run[1])
-        if [start for start, _ in runs] + [record.numel] != [0] + [start + numel for start, numel in runs]:
-            raise CheckpointError(f"the pieces of tensor {name!r:.80} leave out some elements, or hold some twice")
     return Manifest(files=records, tensors=found, **others)
-
-
-def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] | None = None) -> PieceRecord:
-    """The piece. JSON has lists in the place of tuples."""
-    return PieceRecord(file, start, stop, None if box is None else tuple((lower, upper) for lower, upper in box))
 
 
 class CheckpointFiles(OpenFiles):
@@ -215,50 +193,36 @@ class CheckpointFiles(OpenFiles):
         share = ranks.number, ranks.total_size
         run_on_all_ranks(ranks, f"verify {self.root}", lambda: verify_files(self.root, self.manifest.files, *share))
 
-    def map_for(self, read: Read) -> None:
-        """Map the files that hold what `read` wants, so that `read_tensor` works even if they are deleted."""
-        for piece, _ in self._overlaps(read):
-            self.open(self._name(piece))
+    def find(self, name: str, start: int, target: torch.Tensor) -> Iterator[Found]:
+        """Where elements [start, start + n) of the tensor `name` lie, as arguments of `copy_range` that fill `target`.
 
-    def read_tensor(self, read: Read) -> None:
-        """Fill the target of `read`.
+        The files stay mapped, so the copies work even if the files are deleted.
+
+        Args:
+            name: of the tensor.
+            start: first element.
+            target: [n] 1-D contiguous, any device.
 
         Raises:
             CheckpointError: names what is not where the manifest says.
         """
-        dtype = self.manifest.tensors[read.name].torch_dtype
-        for piece, runs in self._overlaps(read):
-            stored = self.stored(self._name(piece), read.name)
-            if stored.shape != (piece.stop - piece.start,) or stored.dtype != dtype:
-                raise CheckpointError(f"{self.root / self._name(piece)} does not hold what it should of {read.name!r}")
-            for place, first, last in runs:
-                copy_range(stored, place, read.target[first - read.start : last - read.start])
-
-    def read_whole(self, name: str) -> torch.Tensor:
-        """A tensor, in new CPU memory."""
-        record = self.manifest.tensors[name]
-        whole = torch.empty(record.shape, dtype=record.torch_dtype)
-        self.read_tensor(Read(name, 0, whole.view(-1)))
-        return whole
-
-    def _name(self, piece: PieceRecord) -> str:
-        return self.manifest.files[piece.file].name
-
-    def _overlaps(self, read: Read) -> Iterator[tuple[PieceRecord, list[tuple[int, int, int]]]]:
-        """Pieces that hold some of what is read, each with runs of it.
-
-        A run is (place in the piece, first, last): elements [first, last) of the whole lie there.
-        """
-        record, stop = self.manifest.tensors[read.name], read.start + read.target.numel()
+        record, stop = self.manifest.tensors[name], start + target.numel()
         for piece in record.pieces:
-            place, runs = 0, []
-            for start, numel in record.runs_of(piece):
-                first, last = max(start, read.start), min(start + numel, stop)
-                if first < last:
-                    runs.append((place + first - start, first, last))
-                place += numel
-            if runs:
-                yield piece, runs
+            first, last = max(piece.start, start), min(piece.stop, stop)
+            if first < last:
+                file = self.manifest.files[piece.file].name
+                stored = self.stored(file, name)
+                if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.torch_dtype:
+                    raise CheckpointError(f"{self.root / file} does not hold what it should of {name!r}")
+                yield stored, first - piece.start, target[first - start : last - start]
+
+    def read_whole(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
+        """A tensor, in new memory."""
+        record = self.manifest.tensors[name]
+        whole = torch.empty(record.shape, dtype=record.torch_dtype, device=device)
+        for each in self.find(name, 0, whole.view(-1)):
+            copy_range(*each)
+        return whole
 
 
 # ------------------------------------------------------------------------------------------------ values as JSON
@@ -365,12 +329,12 @@ def dtype_named(name: object) -> torch.dtype:
     raise CheckpointError(f"{name!r:.80} is not the name of a dtype")
 
 
-def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:
+def decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], device: torch.device) -> Any:
     """The value that was given to `encode`. `saved` may come from anybody: nothing in it is run or imported.
 
     Args:
         saved: the JSON.
-        tensor_of: gives a new tensor in CPU memory, by its name.
+        tensor_of: gives a new tensor on a device, by its name.
         device: for tensors that were not in CPU memory.
 
     Raises:
@@ -382,7 +346,7 @@ def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.d
         raise CheckpointError(f"a saved value is malformed: {type(error).__name__}: {error}") from error
 
 
-def _decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:
+def _decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], device: torch.device) -> Any:
     if isinstance(saved, list):
         return [_decode(each, tensor_of, device) for each in saved]
     if not isinstance(saved, dict):
@@ -390,13 +354,14 @@ def _decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.
     kind = saved.get(_KIND)
     if kind is None:
         return {key: _decode(each, tensor_of, device) for key, each in saved.items()}
-    where = device if "device" in saved else torch.device("cpu")
+    where = device if "device" in saved else _CPU
     if kind == "float":
         return float(saved["value"])
     if kind == "number":
-        return torch.tensor(_decode(saved["value"], tensor_of, device), dtype=dtype_named(saved["dtype"])).to(where)
+        value = _decode(saved["value"], tensor_of, device)
+        return torch.tensor(value, dtype=dtype_named(saved["dtype"]), device=where)
     if kind == "tensor":
-        return tensor_of(saved["tensor"]).to(where)
+        return tensor_of(saved["tensor"], where)
     if kind == "dtype":
         return dtype_named(saved["value"])
     items = _decode(saved["items"], tensor_of, device)

@@ -21,12 +21,11 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.disk_layout import Piece, local_pieces, saved_names
 from streamshard.checkpoint.manifest import encode
 from streamshard.checkpoint.optimizer_state import (
-    LocalState,
     Sharded,
     State,
     join_states,
     local_state,
-    name_here,
+    of_replica,
     params_in,
     settle,
 )
@@ -191,89 +190,70 @@ class RandomState:
             numpy.random.set_state(state["numpy"])
 
 
-class Collected(NamedTuple):
-    """The content that a rank saves.
-
-    Attributes:
-        state: JSON, which the first rank writes.
-        differing: this rank's trees, by name, that are not the same on all ranks; `state` lacks them.
-        pieces: this rank's pieces of tensors: its own memory, not copies.
-    """
-
-    state: dict[str, Any]
-    differing: dict[str, Any]
-    pieces: list[Piece]
-
-
-def collect(parts: Parts) -> Collected:
+def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     """Collect everything to save. Collective.
+
+    Returns:
+        JSON, the same on all ranks, and this rank's pieces of tensors: its own memory, not copies.
 
     Raises:
         CheckpointError: on every rank; names a part that cannot be saved.
     """
     ranks = parts.engine.ranks
-    found = Collected({"models": {}, "optimizers": {}, "trees": {}}, {}, [])
+    saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
+    pieces: list[Piece] = []
     trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)
 
-    def add_whole(tensors: Mapping[str, torch.Tensor], suffix: str = "") -> None:
-        found.pieces.extend(Piece.whole(name + suffix, tensor) for name, tensor in tensors.items())
-
     def collect_here() -> tuple[dict[str, State], dict[str, str]]:
         states = {}
         for name, (model, engine) in parts.models.items():
-            found.state["models"][name] = _collect_model(name, model, engine, found.pieces)
+            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
+            own = local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values()
+            pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
         for name, optimizer in parts.optimizers.items():
-            found.state["optimizers"][name], local = _collect_optimizer(name, optimizer, parts)
-            states[name] = local.state
-            found.pieces.extend(local.pieces)
-            if ranks.is_first:
-                add_whole(local.tensors)
-        for name, value in parts.trees.items():
+            names, sharded = param_names(optimizer, parts)
+            states[name], moments = local_state(name, optimizer, names, sharded, ranks)
+            pieces.extend(moments)
             tensors: dict[str, torch.Tensor] = {}
-            tree = encode(value.state_dict() if has_state(value) else value, name, tensors)
-            trees[name] = tree, {key: tensor.contiguous() for key, tensor in tensors.items()}
+            saved["optimizers"][name] = encode(_without_state(optimizer, names), name, tensors)
+            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
+        for name, value in parts.trees.items():
+            tensors = {}
+            trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
         return states, {name: _digest(*tree) for name, tree in trees.items()}
 
     told = gather_from_all_ranks(ranks, "save", collect_here)
-    for name, saved in found.state["optimizers"].items():
-        saved["state"] = join_states([states[name] for states, _ in told])
     if any(digests.keys() != told[0][1].keys() for _, digests in told):
         raise CheckpointError(f"ranks save different things: {[sorted(digests) for _, digests in told]}")
+    for name, json_of in saved["optimizers"].items():
+        json_of["state"] = join_states([states[name] for states, _ in told])
+    differing = {name for _, digests in told for name, digest in digests.items() if digest != told[0][1][name]}
+    by_rank = gather_from_all_ranks(ranks, "save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
-        if any(digests[name] != told[0][1][name] for _, digests in told):
-            found.differing[name] = tree
-            add_whole(tensors, f"@rank{ranks.number}")
+        if name in differing:
+            saved["trees"][name] = {"ranks": [theirs[name] for theirs in by_rank]}
+            pieces.extend(Piece.whole(f"{each}@rank{ranks.number}", tensor) for each, tensor in tensors.items())
         else:
-            found.state["trees"][name] = {"all": tree}
-            if ranks.is_first:
-                add_whole(tensors)
-    return found
+            saved["trees"][name] = {"all": tree}
+            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
+    return saved, pieces
 
 
-def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Piece]) -> dict[str, Any]:
-    for piece in local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values():
-        if (saved_name := name_here(f"{name}/{piece.name}", engine)) is not None:
-            pieces.append(piece._replace(name=saved_name))
-    return {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
-
-
-def _collect_optimizer(name: str, optimizer: Optimizer, parts: Parts) -> tuple[dict[str, Any], LocalState]:
-    """JSON of everything but the state of parameters, and this rank's part of that."""
-    names, sharded = param_names(optimizer, parts)
-    local = local_state(name, optimizer, names, sharded)
+def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """An optimizer's state dict without the state of parameters, and with their names."""
     rest = dict(optimizer.state_dict())
-    del rest["state"]
-    rest["param_groups"] = [
+    groups = [
         {
-            **{key: value for key, value in saved.items() if key != "param_names"},
+            **{key: each for key, each in saved.items() if key != "param_names"},
             "params": [names[p] for p in own["params"]],
         }
-        for own, saved in zip(optimizer.param_groups, rest["param_groups"], strict=True)
+        for own, saved in zip(optimizer.param_groups, rest.pop("param_groups"), strict=True)
     ]
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    return {"class": class_name(optimizer), **encode({**rest, "shared": shared}, name, local.tensors)}, local
+    del rest["state"]
+    return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
 
 
 def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -281,5 +261,5 @@ def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor.cpu()))
+        digest.update(bytes_of(tensor.cpu().contiguous()))
     return digest.hexdigest()

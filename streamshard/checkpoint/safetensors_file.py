@@ -19,8 +19,9 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from errno import EINVAL
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,50 +133,42 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_file(directory: Path, layout: FileLayout, data_of: Callable[[str], torch.Tensor]) -> FileRecord:
+def write_file(directory: Path, layout: FileLayout, data_of: Mapping[str, torch.Tensor]) -> FileRecord:
     """Write a new file and sync it to the disk. Extra memory: `CHUNK_BYTES`, for tensors on devices only.
 
     Args:
         directory: gets the file.
         layout: made by `lay_out`.
-        data_of: gives a tensor's data by its name, [n] 1-D contiguous. It is called once for each tensor.
+        data_of: by name, a tensor's data, [n] 1-D contiguous, in the dtype of the file.
 
     Raises:
         CheckpointError: names the file that cannot be written.
     """
-    path = directory / layout.name
     sums, crc32, position = [], 0, 0
-    try:
-        with _created(path) as descriptor:
-            for data in _contents(layout, data_of):
-                write_all(descriptor, data, position)
-                while data:
-                    part = data[: CHUNK_BYTES - position % CHUNK_BYTES]
-                    crc32 = zlib.crc32(part, crc32)
-                    data, position = data[len(part) :], position + len(part)
-                    if position % CHUNK_BYTES == 0 or position == layout.size_bytes:
-                        sums.append(f"{crc32:08x}")
-                        crc32 = 0
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    tensors = (part for name in layout.offsets for part in in_chunks(data_of[name], data_of[name].dtype))
+    with opened(directory / layout.name, os.O_CREAT | os.O_EXCL) as descriptor:
+        for data in chain([memoryview(layout.header)], tensors):
+            write_all(descriptor, data, position)
+            while data:
+                part = data[: CHUNK_BYTES - position % CHUNK_BYTES]
+                crc32 = zlib.crc32(part, crc32)
+                data, position = data[len(part) :], position + len(part)
+                if position % CHUNK_BYTES == 0 or position == layout.size_bytes:
+                    sums.append(f"{crc32:08x}")
+                    crc32 = 0
     return FileRecord(layout.name, layout.size_bytes, sums)
 
 
-def _contents(layout: FileLayout, data_of: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """The file's bytes, in parts. The next part may overwrite the one before."""
-    yield memoryview(layout.header)
-    staging: torch.Tensor | None = None
-    for name in layout.offsets:
-        data = part = torch.empty(0)  # frees the tensor before
-        data = data_of(name).detach()
-        numel = CHUNK_BYTES // data.dtype.itemsize
-        for done in range(0, data.numel(), numel):
-            part = data[done : done + numel]
-            if part.device.type != "cpu":
-                if staging is None:
-                    staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-                part = staging.view(data.dtype)[: part.numel()].copy_(part)
-            yield bytes_of(part)
+def in_chunks(data: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of `data`, [n] 1-D contiguous, in parts. The next part may overwrite the one before.
+
+    Extra memory: `CHUNK_BYTES`, if `data` is on a device or of another dtype than `dtype`.
+    """
+    numel = CHUNK_BYTES // dtype.itemsize
+    is_ready = data.device.type == "cpu" and data.dtype is dtype
+    staging = None if is_ready else torch.empty(min(numel, data.numel()), dtype=dtype)
+    for part in data.detach().split(numel):
+        yield bytes_of(part if staging is None else staging[: part.numel()].copy_(part))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -187,24 +180,32 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @contextlib.contextmanager
-def _created(path: Path) -> Iterator[int]:
-    """A new file, synced to the disk when the context ends."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+def opened(path: Path, flags: int = 0) -> Iterator[int]:
+    """A file to write to, synced to the disk when the context ends.
+
+    Args:
+        path: of the file.
+        flags: of `os.open`, beside that of writing.
+
+    Raises:
+        CheckpointError: names the file, and what went wrong inside the context too.
+    """
     try:
-        yield descriptor
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | flags, 0o666)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there: the directory must be on storage all ranks share") from error
+    except OSError as error:  # a failed write does not say which file it was
+        raise CheckpointError(f"{path}: {error}") from error
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a new file with this content and sync it to the disk."""
-    with _created(path) as descriptor:
-        write_all(descriptor, memoryview(content), 0)
-
-
-def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at byte `offset` of the file; the system may take it in parts."""
+    data = memoryview(data)
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written

@@ -6,7 +6,6 @@ write and fsync one file (every rank) -> publish by renaming (rank 0)
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import time
@@ -21,20 +20,18 @@ from streamshard.checkpoint.background import (
     background_ranks,
     copy_to_host,
     finish_running,
-    has_connections,
     run_in_background,
 )
 from streamshard.checkpoint.directory import (
     Partial,
     checkpoint_name,
-    create_partial,
     next_number,
     publish_checkpoint,
-    remove_partial,
+    write_together,
 )
-from streamshard.checkpoint.disk_layout import Range, check_coverage
-from streamshard.checkpoint.manifest import Manifest, PieceRecord, TensorRecord
-from streamshard.checkpoint.run_parts import Collected, Models, Optimizers, Parts, collect, name_parts
+from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
+from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect, name_parts
 from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
 from streamshard.comm.objects import RankGroup, describe, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import __version__, parse_path
@@ -92,52 +89,45 @@ def save_checkpoint(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
     parts = name_parts("save_checkpoint", model, optimizer, extra, accepts_empty=False)
-    number, connects = _agree(root, keep, step, wait, parts)
+    number = _agree(root, keep, step, wait, parts)
     if not wait:
-        return _save_in_background(root, number, keep, parts, connects)
-    path = write_checkpoint(root, number, keep, parts.engine.ranks, collect(parts))
+        return _save_in_background(root, number, keep, parts)
+    path = write_checkpoint(root, number, keep, parts.engine.ranks, *collect(parts))
     log.info("saved %s in %.1f s", path, time.perf_counter() - began)
     return Saving(path)
 
 
-def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> tuple[int, bool]:
-    """The checkpoint's number, where all ranks mean the same one, with the same in it.
-
-    Returns:
-        The number, and whether a rank has no connections for a save in the background.
-    """
+def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
+    """The checkpoint's number, where all ranks mean the same one, with the same in it."""
     ranks = parts.engine.ranks
     mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
     mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers)}
 
-    def find() -> tuple[int, dict[str, Any], bool]:
+    def find() -> tuple[int, dict[str, Any]]:
         finish_running()
         _say_what_is_lost(parts)
-        number = next_number(root) if step is None and ranks.is_first else step or 0
-        return number, mine, has_connections(ranks)
+        return next_number(root) if step is None and ranks.is_first else step or 0, mine
 
     found = gather_from_all_ranks(ranks, f"save to {root}", find)
-    number, first, _ = found[0]
-    if any(theirs != first for _, theirs, _ in found):
-        given = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs, _) in enumerate(found) if theirs != first)
+    number, first = found[0]
+    if any(theirs != first for _, theirs in found):
+        given = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found) if theirs != first)
         raise RankMismatchError(f"save_checkpoint wants the same on all ranks. Rank 0 gives {first}; {given}")
-    return number, not all(is_connected for _, _, is_connected in found)
+    return number
 
 
-def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts, connects: bool) -> Saving:
+def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts) -> Saving:
     """Copy what is saved, and let a thread write the copies."""
     ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
-    group = background_ranks(ranks, connects=connects)
-    collected = collect(parts)
-    finish = run_on_all_ranks(
-        ranks, f"save to {root}", lambda: copy_to_host(collected.pieces, parts.engine.streams.device)
-    )
-    state = collected._replace(pieces=[])  # the run's own go as soon as they are copied
+    group = background_ranks(ranks)
+    state, pieces = collect(parts)
+    finish = run_on_all_ranks(ranks, f"save to {root}", lambda: copy_to_host(pieces, parts.engine.streams.device))
+    pieces.clear()  # the run's own go as soon as they are copied
 
     def write() -> Path:
         began = time.perf_counter()
         try:
-            path = write_checkpoint(root, number, keep, group, state._replace(pieces=finish()))
+            path = write_checkpoint(root, number, keep, group, state, finish())
         except StreamShardError:  # on all ranks
             raise
         except BaseException as error:
@@ -167,7 +157,9 @@ def _say_what_is_lost(parts: Parts) -> None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_checkpoint(root: Path, number: int, keep: int | None, group: RankGroup, collected: Collected) -> Path:
+def write_checkpoint(
+    root: Path, number: int, keep: int | None, group: RankGroup, state: Mapping[str, Any], pieces: Sequence[Piece]
+) -> Path:
     """Write this rank's file, and let the first rank publish all of them. Collective.
 
     Args:
@@ -175,54 +167,28 @@ def write_checkpoint(root: Path, number: int, keep: int | None, group: RankGroup
         number: of the checkpoint.
         keep: how many to keep; None: all.
         group: the ranks.
-        collected: what this rank saves.
+        state: what is saved beside tensors: JSON, the same on all ranks.
+        pieces: this rank's pieces of tensors.
 
     Returns:
         The checkpoint's path.
     """
-    doing = f"save {root / checkpoint_name(number)}"
-    pieces = {piece.name: piece.data for piece in collected.pieces}
-    mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
-    specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in collected.pieces]
-    name = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
+    name = checkpoint_name(number)
+    file = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
+    data_of = {piece.name: piece.data for piece in pieces}
 
-    def start() -> tuple[list[Range], dict[str, Any], Path | None]:
-        if group.is_first:
-            mine.append(create_partial(root, checkpoint_name(number)))
-        return [each.range for each in collected.pieces], collected.differing, mine[0].path if mine else None
+    def write(partial: Path, _: None) -> tuple[FileRecord, dict[str, TensorRecord]]:
+        specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in pieces if each.data.numel()]
+        written = write_file(partial, lay_out(file, specs), data_of)
+        return written, {piece.name: piece.record(group.number) for piece in pieces}
 
-    def write() -> FileRecord:
-        return write_file(partial, lay_out(name, [spec for spec in specs if spec.size_bytes]), pieces.__getitem__)
-
-    def publish() -> Path | None:
-        if not group.is_first:
-            return None
+    def publish(partial: Partial, _: None, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
         versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": saved_at}
-        by_rank = {tree: {"ranks": [theirs[tree] for _, theirs, _ in told]} for tree in collected.differing}
-        state = {**collected.state, "trees": {**collected.state["trees"], **by_rank}}
-        tensors, replicas = _tensor_records([theirs for theirs, _, _ in told]), group.total_size // group.world_size
-        manifest = Manifest(number, group.total_size, replicas, versions, tuple(records), tensors, state)
-        return publish_checkpoint(mine[0], manifest, keep)
+        files, replicas = tuple(file for file, _ in written), group.total_size // group.world_size
+        tensors = join_records(records for _, records in written)
+        manifest = Manifest(number, group.total_size, replicas, versions, files, tensors, state)
+        return publish_checkpoint(partial, manifest, keep)
 
-    try:
-        told = gather_from_all_ranks(group, doing, start)
-        partial: Any = told[0][2]
-        records = gather_from_all_ranks(group, doing, write)
-        path: Any = gather_from_all_ranks(group, doing, publish)[0]
-    except BaseException:
-        for each in mine:
-            remove_partial(each)
-        with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
-            run_on_all_ranks(group, doing, lambda: None)  # no rank returns before the directory is gone
-        raise
-    return Path(path)
-
-
-def _tensor_records(by_rank: Sequence[Sequence[Range]]) -> dict[str, TensorRecord]:
-    """Where each tensor lies. The file of rank n has number n."""
-    records = {}
-    for name, parts in check_coverage(by_rank).items():
-        pieces = tuple(PieceRecord(rank, each.start, each.stop) for rank, each in parts if each.start < each.stop)
-        records[name] = TensorRecord(parts[0][1].shape, str(parts[0][1].dtype).removeprefix("torch."), pieces)
-    return records
+    doing = f"save {root / name}"
+    return write_together(group, doing, root, name, prepare=lambda _: None, write=write, publish=publish)
