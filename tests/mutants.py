@@ -110,7 +110,7 @@ def _text(source: str, node: ast.AST) -> str:
 
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/directory": [
-        ("_delete_unless_locked", Swap("if not _lock(manifest.fileno()):", "if False:"), "directory"),
+        ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
         ("_open_whole", Drop("check_sizes(path, manifest)"), "directory"),
         ("_newest_last", Swap("generation, files.manifest.number", "number, files.manifest.generation"), "directory"),
         ("publish_checkpoint", Swap("len(own) + 1 - keep", "len(own) + 2 - keep"), "directory"),

@@ -1,5 +1,8 @@
 """The checkpoints of a run, side by side in one directory: find them, add one, delete old ones.
 
+`write_together` is how saves and exports write files: rank 0 makes a partial directory, all ranks write into it, rank 0
+publishes it.
+
 [Note: how a checkpoint appears]
 A save writes into a *partial* directory, whose name ends in ``.partial`` and is never used again. When all files are on
 the disk, one rename gives the directory its name. Until then there is no checkpoint, afterwards there is a whole one.
@@ -103,11 +106,6 @@ def checkpoints_in(directory: Path) -> list[Path]:
     """`directory` if it is a checkpoint, and the checkpoints in it, whole or not."""
     inside = [path for path in _children(directory) if not path.name.endswith(PARTIAL)]
     return [path for path in [directory, *inside] if os.path.exists(path / MANIFEST_NAME)]
-
-
-def checkpoint_name(number: int) -> str:
-    """Name of the directory of the first checkpoint with this number."""
-    return f"checkpoint-{number}"
 
 
 def next_number(directory: Path) -> int:
@@ -259,7 +257,9 @@ def _create(directory: Path, name: str) -> Partial:
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
-        if _lock(manifest.fileno()) is not False and (path / MANIFEST_NAME).exists():
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(manifest, fcntl.LOCK_EX)  # waits for another run that deletes the directory right now
+        if (path / MANIFEST_NAME).exists():
             return Partial(path, manifest)
         manifest.close()
 
@@ -289,14 +289,16 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
     write_all(descriptor, manifest._replace(generation=generation).encode(), 0)
     os.fsync(descriptor)
     sync_directory(partial.path)
-    path = _rename_to_unused(partial.path, directory / checkpoint_name(manifest.number))
+    path = _rename_to_unused(partial.path, directory / f"checkpoint-{manifest.number}")
     partial.manifest.close()
     try:
         sync_directory(directory)
         own = [each.root for each in earlier if _NAME.fullmatch(each.root.name) and not each.root.is_symlink()]
         for old in own[: max(len(own) + 1 - keep, 0)] if keep is not None else ():
             if os.stat(old).st_mode & stat.S_IWUSR:
-                _delete(old)
+                gone = old.with_name(f"{old.name}.{secrets.token_hex(4)}{PARTIAL}")
+                os.rename(old, gone)  # first: what a kill leaves is no checkpoint, and the next save deletes it
+                shutil.rmtree(gone)
                 log.info("deleted %s: keep=%d", old, keep)
     except OSError as error:
         log.warning("%s is saved; older ones could not be deleted: %s", path, error)
@@ -316,33 +318,16 @@ def _rename_to_unused(partial: Path, path: Path) -> Path:
     raise AssertionError("not reached")
 
 
-def _delete(path: Path) -> None:
-    """Rename first, so that a kill leaves no half-deleted checkpoint: the next save deletes the partial directory."""
-    gone = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    os.rename(path, gone)
-    shutil.rmtree(gone)
-
-
 def _delete_unless_locked(left: Path) -> bool:
     """Delete what a killed run has left. False if its lock is held. See [Note: two runs in one directory]."""
     try:
         with open(left / MANIFEST_NAME, "r+b") as manifest:
-            if not _lock(manifest.fileno()):
-                return False
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
     except FileNotFoundError:  # a killed run had begun to delete it
         shutil.rmtree(left, ignore_errors=True)
-    except OSError as error:
-        log.warning("%s stays, because its manifest cannot be locked: %s", left, error)
-    return True
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Whether this process has the lock now; None: the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        return None
+    except OSError as error:
+        log.warning("%s stays, because its manifest cannot be locked: %s", left, error)
     return True

@@ -168,7 +168,7 @@ class Piece(NamedTuple):
         """What other ranks hear of the piece, which `rank` has."""
         stop = self.start + self.data.numel()
         pieces = (PieceRecord(rank, self.start, stop),) if self.start < stop else ()
-        return TensorRecord(self.shape, str(self.data.dtype).removeprefix("torch."), pieces)
+        return TensorRecord(self.shape, self.data.dtype, pieces)
 
 
 def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str]:
@@ -195,9 +195,7 @@ def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str
 
 
 def plan_disk(
-    model: nn.Module,
-    shards: Sequence[ParamShard],
-    dtype: torch.dtype | None,
+    model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None
 ) -> dict[TensorSpec, tuple[Run, ...]]:
     """The tensors of `model` on disk as `save_pretrained` stores them, in the order in which files are filled.
 

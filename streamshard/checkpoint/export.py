@@ -29,7 +29,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from streamshard.checkpoint.directory import Partial, remove_partial, write_together
-from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk, saved_names
+from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk
 from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
     INDEX_NAME,
@@ -67,7 +66,7 @@ def export_shards(
     model: nn.Module,
     shards: Sequence[ParamShard],
     group: RankGroup,
-    directory: str | os.PathLike[str],
+    root: Path,
     dtype: torch.dtype | str | None,
     max_shard_size: int | str,
 ) -> list[str]:
@@ -77,7 +76,7 @@ def export_shards(
         model: the model.
         shards: its parameters, all of them. Together the ranks' pieces cover each, and do not overlap.
         group: the ranks that call this, all of them.
-        directory: on storage that all ranks share; made if it is not there.
+        root: the directory, on storage that all ranks share; made if it is not there.
         dtype, max_shard_size: see `streamshard.export_safetensors`.
 
     Returns:
@@ -87,8 +86,7 @@ def export_shards(
         CheckpointError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
             before is still there then, or the new export is, whole.
     """
-    began, root, wanted = time.perf_counter(), Path(directory), floating_dtype(dtype)
-    max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
+    wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
 
     def plan() -> tuple[list[FileLayout], Held]:
         huggingface.check_exportable(model)
@@ -102,7 +100,8 @@ def export_shards(
     def prepare(partial: Path) -> list[FileLayout]:
         named = _create(root, partial, files)
         if huggingface.is_transformers_model(model):
-            huggingface.write_config(model, partial, _model_dtype(model, shards, wanted))
+            first = next((dtype for dtype, _ in held.values() if dtype.is_floating_point), None)
+            huggingface.write_config(model, partial, first)
         return named
 
     def write(partial: Path, named: list[FileLayout]) -> int:
@@ -117,16 +116,8 @@ def export_shards(
     files, held = run_on_all_ranks(group, "plan the export", plan)
     doing = f"export to {root}"
     names = write_together(group, doing, root, "model", prepare=prepare, write=write, publish=publish, alone=True)
-    log.info("exported %s in %.1f s", directory, time.perf_counter() - began)
+    log.info("exported %s", root)
     return names
-
-
-def _model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> torch.dtype | None:
-    """``model.dtype`` of the exported model: the dtype of its first floating-point parameter."""
-    by_name = {shard.name: shard.dtype for shard in shards}
-    own = (by_name[source] for source in saved_names(model, shards).values() if source in by_name)
-    first = next((each for each in own if each.is_floating_point), None)
-    return first if dtype is None or first is None else dtype
 
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -135,10 +126,8 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     Raises:
         ConfigError: `dtype` is no floating-point dtype.
     """
-    if dtype is None:
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ConfigError(f'dtype={dtype!r}: wanted a floating-point torch.dtype, its name such as "bfloat16", or None')
     return found
 

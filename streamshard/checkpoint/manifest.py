@@ -51,18 +51,13 @@ class TensorRecord(NamedTuple):
 
     Attributes:
         shape: of the whole.
-        dtype: name of a torch.dtype.
+        dtype: of the tensor.
         pieces: in the order of their elements; none is empty.
     """
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
     pieces: tuple[PieceRecord, ...]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype with that name."""
-        return dtype_named(self.dtype)
 
     def ordered(self, name: str) -> TensorRecord:
         """The same, with its pieces in order. It may come from anybody.
@@ -103,7 +98,6 @@ class Manifest(NamedTuple):
     Attributes:
         number: of the checkpoint among those of its directory; users give the step.
         world_size: ranks that have saved, replicas included.
-        replicas: how many copies of the model they held.
         versions: versions of streamshard and torch, and the time of the save; for people.
         files: all files except the manifest. Pieces refer to them by their place in this list.
         tensors: by name.
@@ -114,7 +108,6 @@ class Manifest(NamedTuple):
 
     number: int
     world_size: int
-    replicas: int
     versions: Mapping[str, str]
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, TensorRecord]
@@ -124,7 +117,7 @@ class Manifest(NamedTuple):
     def encode(self) -> bytes:
         """The file's content."""
         files = [record._asdict() for record in self.files]
-        tensors = {name: record._asdict() for name, record in self.tensors.items()}
+        tensors = {name: {**each._asdict(), "dtype": name_of(each.dtype)} for name, each in self.tensors.items()}
         content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
         return sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
 
@@ -165,9 +158,8 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
     found = {}
     for name, each in tensors.items():
         pieces = tuple(PieceRecord(*piece) for piece in each["pieces"])
-        found[name] = record = TensorRecord(tuple(each["shape"]), each["dtype"], pieces).ordered(name)
-        itemsize = record.torch_dtype.itemsize
-        if any(piece.stop - piece.start > records[piece.file].size_bytes // itemsize for piece in pieces):
+        found[name] = record = TensorRecord(tuple(each["shape"]), dtype_named(each["dtype"]), pieces).ordered(name)
+        if any(stop - start > records[file].size_bytes // record.dtype.itemsize for file, start, stop in pieces):
             raise CheckpointError(f"tensor {name!r:.80} exceeds its files")
     return Manifest(files=records, tensors=found, **others)
 
@@ -212,14 +204,14 @@ class CheckpointFiles(OpenFiles):
             if first < last:
                 file = self.manifest.files[piece.file].name
                 stored = self.stored(file, name)
-                if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.torch_dtype:
+                if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.dtype:
                     raise CheckpointError(f"{self.root / file} does not hold what it should of {name!r}")
                 yield stored, first - piece.start, target[first - start : last - start]
 
     def read_whole(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
         """A tensor, in new memory."""
         record = self.manifest.tensors[name]
-        whole = torch.empty(record.shape, dtype=record.torch_dtype, device=device)
+        whole = torch.empty(record.shape, dtype=record.dtype, device=device)
         for each in self.find(name, 0, whole.view(-1)):
             copy_range(*each)
         return whole
@@ -243,15 +235,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors: by name; gains those of `value`.
 
     Raises:
-        CheckpointError: names the path of any other value, or of one that contains itself.
+        CheckpointError: names the path of any other value.
     """
-    try:
-        return _encode(value, path, tensors)
-    except RecursionError as error:
-        raise CheckpointError(f"{path} is nested too deeply, or contains itself: it cannot be saved") from error
-
-
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -261,13 +246,13 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return _encode_dict(value, path, tensors)
     if type(value) in (list, tuple, torch.Size):
-        items = [_encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
-        return items if type(value) is list else {_KIND: "tuple", "items": items}
+        items = [encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
+        return items if type(value) is list else {_KIND: "tuple", "value": items}
     if isinstance(value, torch.dtype):
-        return {_KIND: "dtype", "value": str(value).removeprefix("torch.")}
+        return {_KIND: "dtype", "value": name_of(value)}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
-        return _encode(value.item(), path, tensors)
+        return encode(value.item(), path, tensors)
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, strings, lists, "
         "tuples, dicts and tensors. Give an object with state_dict() and load_state_dict() by itself, "
@@ -293,29 +278,29 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     data = value.detach().as_subclass(torch.Tensor)
     where = {} if data.device.type == "cpu" else {"device": data.device.type}
     if not data.shape and not data.dtype.is_complex:
-        number = _encode(data.item(), path, tensors)
-        return {_KIND: "number", "dtype": str(data.dtype).removeprefix("torch."), "value": number, **where}
-    return {_KIND: "tensor", "tensor": _keep(data, path, tensors), **where}
-
-
-def _keep(data: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Put `data` into `tensors`. Returns its name: the path, made unique (a key may have a dot in it)."""
-    while path in tensors:
+        number = encode(data.item(), path, tensors)
+        return {_KIND: "number", "dtype": name_of(data.dtype), "value": number, **where}
+    while path in tensors:  # a key may have a dot in it
         path += "'"
     tensors[path] = data
-    return path
+    return {_KIND: "tensor", "tensor": path, **where}
 
 
 def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """An OrderedDict or a defaultdict comes back as a dict."""
     kind = "Counter" if isinstance(value, Counter) else "dict"
     if kind == "dict" and all(type(key) is str and key != _KIND for key in value):
-        return {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
+        return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
     items = [
-        [_encode(key, f"a key of {path}", tensors), _encode(each, f"{path}[{key!r}]", tensors)]
+        [encode(key, f"a key of {path}", tensors), encode(each, f"{path}[{key!r}]", tensors)]
         for key, each in value.items()
     ]
-    return {_KIND: kind, "items": items}
+    return {_KIND: kind, "value": items}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: object) -> torch.dtype:
@@ -351,22 +336,21 @@ def _decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], 
         return [_decode(each, tensor_of, device) for each in saved]
     if not isinstance(saved, dict):
         return saved
-    kind = saved.get(_KIND)
-    if kind is None:
+    if _KIND not in saved:
         return {key: _decode(each, tensor_of, device) for key, each in saved.items()}
     where = device if "device" in saved else _CPU
-    if kind == "float":
-        return float(saved["value"])
-    if kind == "number":
-        value = _decode(saved["value"], tensor_of, device)
-        return torch.tensor(value, dtype=dtype_named(saved["dtype"]), device=where)
-    if kind == "tensor":
+    if saved[_KIND] == "tensor":
         return tensor_of(saved["tensor"], where)
-    if kind == "dtype":
-        return dtype_named(saved["value"])
-    items = _decode(saved["items"], tensor_of, device)
-    if kind == "tuple":
-        return tuple(items)
-    if kind in ("dict", "Counter"):
-        return (Counter if kind == "Counter" else dict)(dict(items))
-    raise CheckpointError(f"a value of kind {kind!r:.80}, which this version of streamshard does not know")
+    value = _decode(saved["value"], tensor_of, device)
+    if saved[_KIND] == "number":
+        return torch.tensor(value, dtype=dtype_named(saved["dtype"]), device=where)
+    return _MADE_OF[saved[_KIND]](value)
+
+
+_MADE_OF: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "dtype": dtype_named,
+    "tuple": tuple,
+    "dict": dict,
+    "Counter": lambda items: Counter(dict(items)),
+}

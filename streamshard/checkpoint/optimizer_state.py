@@ -22,7 +22,6 @@ from streamshard.errors import ShardingError
 from streamshard.torch_private import is_traceable_wrapper_subclass
 from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_tensor import ShardedTensor
 
 State = dict[str, dict[str, Any]]
 """JSON of what an optimizer keeps for each parameter, by the parameter's name."""
@@ -39,13 +38,10 @@ def owner_of(optimizer: Optimizer, param: nn.Parameter) -> int | None:
     return None if ask is None else ask(param)
 
 
-def own_part(
-    optimizer: Optimizer, engine: Engine, shard: ParamShard, values: Mapping[str, Any] | None
-) -> Mapping[str, Any]:
-    """What this rank keeps of the state `values` of a sharded parameter: all, or nothing if it does not step it."""
+def steps_here(optimizer: Optimizer, engine: Engine, shard: ParamShard) -> bool:
+    """Whether this rank steps the parameter, or its piece of it, and so keeps state."""
     owner = owner_of(optimizer, shard.param)
-    has_piece = shard.local.numel > 0 or not shard.layout.numel
-    return values or {} if (has_piece if owner is None else owner == engine.ranks.rank) else {}
+    return owner == engine.ranks.rank if owner is not None else shard.local.numel > 0 or not shard.layout.numel
 
 
 def settle(optimizer: Optimizer, ranks: Communicator) -> None:
@@ -59,13 +55,15 @@ def params_in(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _moment_of(shard: ParamShard, value: Any) -> torch.Tensor | None:
-    """State of a parameter, as this rank's piece, [n]; None if it does not have the parameter's shape."""
-    if isinstance(value, ShardedTensor):  # made by the optimizer's constructor
-        value = value.as_subclass(torch.Tensor)
-    if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
-        return None
-    return value.detach().as_subclass(torch.Tensor).reshape(-1) if value.shape == shard.piece.shape else None
+def _moments_in(values: Mapping[str, Any], path: str, shard: ParamShard) -> dict[str, Piece]:
+    """This rank's pieces of what has the parameter's shape, by key."""
+    moments = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
+            data = value.as_subclass(torch.Tensor).detach()
+            if data.shape == shard.piece.shape:
+                moments[key] = Piece(f"{path}/{key}", shard.layout.shape, shard.local.start, data.reshape(-1))
+    return moments
 
 
 def of_replica(pieces: Iterable[Piece], engine: Engine) -> list[Piece]:
@@ -102,30 +100,24 @@ def local_state(
     state: State = {}
     pieces: list[Piece] = []
     for param in params_in(optimizer):
-        values, path = dict(optimizer.state.get(param, {})), f"{name}/{names[param]}"
-        tensors: dict[str, torch.Tensor] = {}
+        values: Mapping[str, Any] = optimizer.state.get(param, {})
+        path, tensors, moments = f"{name}/{names[param]}", dict[str, torch.Tensor](), dict[str, Piece]()
+        if param in sharded:
+            engine, shard = sharded[param]
+            values = values if steps_here(optimizer, engine, shard) else {}
+            if owner_of(optimizer, param) is None:
+                moments = _moments_in(values, path, shard)
+        saved = encode({key: each for key, each in values.items() if key not in moments}, path, tensors)
+        state[names[param]] = saved | {key: {"$": "tensor", "tensor": each.name} for key, each in moments.items()}
+        found = [*moments.values(), *(Piece.whole(*each) for each in tensors.items())]
         if param not in sharded:
-            state[names[param]] = encode(values, path, tensors)
-            pieces.extend(Piece.whole(each, tensor) for each, tensor in tensors.items() if ranks.is_first)
+            pieces.extend(found if ranks.is_first else ())
             continue
-        engine, shard = sharded[param]
-        own = own_part(optimizer, engine, shard, values)
-        if owner_of(optimizer, param) is None:
-            moments = {key: moment for key, each in own.items() if (moment := _moment_of(shard, each)) is not None}
-            others = {key: each for key, each in own.items() if key not in moments}
-            saved = encode(others, f"{type(optimizer).__name__}'s state of {shard.name!r}", tensors)
-            if tensors:
-                raise ShardingError(
-                    f"{', '.join(tensors)}: tensors without one number for each element of the parameter. Ranks "
-                    "cannot put them together. Leave this optimizer out (save the weights alone), or use one of "
-                    "torch.optim"
-                )
-            state[names[param]] = saved | {key: {"$": "tensor", "tensor": f"{path}/{key}"} for key in moments}
-            shape, start = shard.layout.shape, shard.local.start
-            found = [Piece(f"{path}/{key}", shape, start, data) for key, data in moments.items()]
-        else:
-            state[names[param]] = encode(own, path, tensors)
-            found = [Piece.whole(each, tensor) for each, tensor in tensors.items()]
+        if tensors and owner_of(optimizer, param) is None:
+            raise ShardingError(
+                f"{', '.join(tensors)}: tensors without one number for each element of the parameter. Ranks cannot put "
+                "them together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
+            )
         pieces.extend(of_replica(found, engine))
     return state, pieces
 
@@ -149,6 +141,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     settle(optimizer, ranks)
     names = {param: str(number) for number, param in enumerate(params_in(optimizer))}
     sharded = {shard.param: (engine, shard) for shard in engine.param_shards if shard.param in names}
+    names |= {param: shard.name for param, (_, shard) in sharded.items()}
     mine: list[Piece] = []
 
     def outline() -> tuple[State, dict[str, TensorRecord]]:
@@ -161,10 +154,14 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     if rank0_only and not ranks.is_first:
         return {}
     joined = join_states([state for state, _ in told])
-    state = {int(name): decode(own, lambda name, _: wholes[name], _CPU) for name, own in joined.items() if own}
+    state = {
+        number: decode(own, lambda name, _: wholes[name], _CPU)
+        for number, param in enumerate(params_in(optimizer))
+        if (own := joined[names[param]])
+    }
     packed = optimizer.state_dict()
     others = {key: value for key, value in packed["state"].items() if isinstance(key, str)}  # of no parameter
-    return {**packed, "state": {**dict(sorted(state.items())), **others}}
+    return {**packed, "state": {**state, **others}}
 
 
 def _gather_pieces(
@@ -181,18 +178,12 @@ def _gather_pieces(
     own, wholes = {piece.name: piece.data for piece in pieces}, {}
     for name, record in records.items():
         if to_all or ranks.is_first:
-            wholes[name] = torch.empty(record.shape, dtype=record.torch_dtype)
+            wholes[name] = torch.empty(record.shape, dtype=record.dtype)
         for source, start, stop in record.pieces:
-            is_mine = ranks.number == source
-            if not (to_all or ranks.is_first or is_mine):
-                continue
-            part = own[name].to("cpu") if is_mine else torch.empty(stop - start, dtype=record.torch_dtype)
-            if to_all:
-                moved = part.to(ranks.streams.device)
-                ranks.broadcast(moved, source)
-                part = moved.cpu()
-            elif source:
-                ranks.send_to_first(part, source)
+            part = torch.empty(stop - start, dtype=record.dtype, device=ranks.streams.device)
+            if source == ranks.number:
+                part.copy_(own[name])
+            ranks.broadcast(part, source)
             if name in wholes:
                 wholes[name].view(-1)[start:stop] = part
     return wholes
@@ -225,8 +216,6 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         raise ShardingError(f"the optimizer state is of {count} parameters, the optimizer has {len(params)}")
     state: dict[Any, Any] = {}
     for key, (values, metas) in saved.items():
-        if isinstance(key, int) and key >= len(params):
-            continue
         got = {}
         for name, (shape, dtype) in metas.items():
             got[name] = torch.empty(shape, dtype=dtype, device=device)
@@ -240,8 +229,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         own = decode(values, lambda name, where: got[name].to(where), device)  # noqa: B023  # called at once
         if shard is not None and owner is None:
             own = {name: _cut(name, value, shard) for name, value in own.items()}
-        if own or not isinstance(key, int):
-            state[key] = own
+        state[key] = own
     optimizer.load_state_dict({**others, "state": state})
 
 

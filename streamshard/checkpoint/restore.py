@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.background import finish_running
 from streamshard.checkpoint.directory import find_checkpoint, open_checkpoint, whole_checkpoints
 from streamshard.checkpoint.disk_layout import local_pieces, saved_names
 from streamshard.checkpoint.load import put_back_buffers
 from streamshard.checkpoint.manifest import CheckpointFiles, decode
-from streamshard.checkpoint.optimizer_state import own_part, owner_of, params_in
+from streamshard.checkpoint.optimizer_state import owner_of, params_in, steps_here
 from streamshard.checkpoint.run_parts import (
     RANDOM,
     Models,
@@ -30,11 +28,11 @@ from streamshard.checkpoint.run_parts import (
     Parts,
     class_name,
     has_state,
-    is_given,
     name_parts,
     param_names,
 )
 from streamshard.checkpoint.safetensors_file import copy_range
+from streamshard.checkpoint.save import finish_running
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.objects import gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_path
@@ -82,7 +80,7 @@ def load_checkpoint(
         ConfigError: an argument that cannot work.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
-    began, root = time.perf_counter(), parse_path("directory", directory)
+    root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
     files = _open(root, ranks)
@@ -91,11 +89,11 @@ def load_checkpoint(
     run_on_all_ranks(ranks, f"load {path}", lambda: _carry_out(plan.loads))
     # From here on only the storage itself can fail.
     half = f"finish loading {path}, and half of it is loaded now: load again before going on"
-    run_on_all_ranks(ranks, half, lambda: _carry_out([*plan.reads, *plan.finish]))
+    run_on_all_ranks(ranks, half, lambda: _carry_out(plan.steps))
     for name, (each, engine) in parts.models.items():
         engine.fill(plan.filled.get(name, ()))
         compute_buffers(engine, each)
-    log.info("loaded %s in %.1f s", path, time.perf_counter() - began)
+    log.info("loaded %s", path)
     return Loaded(plan.values, path)
 
 
@@ -154,8 +152,7 @@ class Plan:
 
     Attributes:
         loads: calls of ``load_state_dict`` of users' objects, which may raise.
-        reads: copies parts of tensors from the files, which stay mapped.
-        finish: functions to call when all tensors are read.
+        steps: what is done then, in order: copies from the files, which stay mapped, and what needs these copies.
         filled: by model, the parameters and buffers that are read.
         values: saved plain values, by the user's key.
 
@@ -165,8 +162,7 @@ class Plan:
 
     def __init__(self, parts: Parts, files: CheckpointFiles) -> None:
         self.loads: list[Callable[[], object]] = []
-        self.reads: list[Callable[[], object]] = []
-        self.finish: list[Callable[[], object]] = []
+        self.steps: list[Callable[[], object]] = []
         self.filled: dict[str, set[str]] = {}
         self.values: dict[str, Any] = {}
         self._parts, self._files, self._tensors = parts, files, files.manifest.tensors
@@ -195,7 +191,7 @@ class Plan:
         if (found := self._tensors[tensor].shape) != shape:
             self._wrong.append(f"{what} has shape {list(found)}, wanted {list(shape)}")
         else:
-            self.reads.extend(partial(copy_range, *each) for each in self._files.find(tensor, start, target))
+            self.steps.extend(partial(copy_range, *each) for each in self._files.find(tensor, start, target))
 
     def _name_there(self, tensor: str, suffix: str) -> str:
         """The name of a tensor of which ranks or replicas may have saved their own."""
@@ -213,7 +209,7 @@ class Plan:
             tensor, piece = self._name_there(f"{name}/{there}", _of_replica(engine)), pieces[here]
             self._read(f"{name}: {here!r}", tensor, piece.shape, piece.start, piece.data)
         self.filled[name] = set(found)
-        self.finish.append(partial(put_back_buffers, model, pieces))
+        self.steps.append(partial(put_back_buffers, model, pieces))
         if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):
             kind = saved["class"] or "a model"
             self._wrong.append(f"{name} is {kind} and does not fit {type(model).__name__}: {told}")
@@ -233,7 +229,7 @@ class Plan:
                 own = self._decode(values)
             else:
                 engine, shard = sharded[param]
-                values = own_part(optimizer, engine, shard, values)
+                values = values if steps_here(optimizer, engine, shard) else {}
                 if owner_of(optimizer, param) is None:
                     own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
                 else:
@@ -241,35 +237,33 @@ class Plan:
             if own:
                 state[number] = own
         groups = zip(rest["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
-        kept = ("params", "param_names")
-        rest["param_groups"] = [{**options, **{key: own[key] for key in kept if key in own}} for options, own in groups]
-        self.finish.append(partial(optimizer.load_state_dict, {**rest, "state": state}))
+        rest["param_groups"] = [{**options, "params": own["params"]} for options, own in groups]
+        self.steps.append(partial(optimizer.load_state_dict, {**rest, "state": state}))
 
     def _plan_moment(self, name: str, engine: Engine, shard: ParamShard, saved: str, where: object) -> torch.Tensor:
         """This rank's piece of a tensor of an optimizer's state, which is read later."""
         tensor = self._name_there(saved, _of_replica(engine))
-        piece = torch.empty(shard.piece.shape, dtype=self._tensors[tensor].torch_dtype, device=self._device)
+        piece = torch.empty(shard.piece.shape, dtype=self._tensors[tensor].dtype, device=self._device)
         self._read(f"{name}: {saved!r}", tensor, shard.layout.shape, shard.local.start, piece.view(-1))
         return piece
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:
         mine, ranks = self._parts.trees, self._parts.engine.ranks
-        self._wrong += [f"it has no {name!r}" for name in mine if name not in trees and is_given(name)]
+        self._wrong += [
+            f"it has no {name!r}" for name in mine if name not in trees and name.startswith(("model", "extra."))
+        ]
         for name in sorted(trees, key=lambda name: name == RANDOM):  # other objects may draw random numbers
             saved = trees[name]
             if name not in mine and not name.startswith("extra."):
                 continue  # not asked for
-            if "all" not in saved and len(saved["ranks"]) != ranks.total_size:
+            if len(saved) not in (1, ranks.total_size):
                 if name != RANDOM:
                     self._wrong.append(
-                        f"{name!r} differs between the {len(saved['ranks'])} ranks that saved it: load it on as many, "
+                        f"{name!r} differs between the {len(saved)} ranks that saved it: load it on as many, "
                         f"not on {ranks.total_size}"
                     )
                 continue
-            number = ranks.number
-            value = (
-                self._decode(saved["all"]) if "all" in saved else self._decode(saved["ranks"][number], f"@rank{number}")
-            )
+            value = self._decode(saved[ranks.number % len(saved)], f"@rank{ranks.number}")
             if has_state(mine.get(name)):
                 self.loads.append(partial(mine[name].load_state_dict, value))
                 value = mine[name]

@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +37,10 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import engine_at_rest, handle_of, is_compiled
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.plan.structure import params_of
+from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import piece_of
 
 RANDOM = "random"
-_EXTRA_STATE = "extra_state."
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = Optimizer | Mapping[str, Optimizer]
@@ -88,7 +89,7 @@ def name_parts(
         else:
             parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
             parts.trees.update(
-                (f"{_EXTRA_STATE}{name}/{inner}", ExtraState(module))
+                (f"extra_state.{name}/{inner}", _extra_state_of(module))
                 for inner, module in each.named_modules()
                 if type(module).get_extra_state is not nn.Module.get_extra_state
             )
@@ -113,11 +114,6 @@ def has_state(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def is_given(tree: str) -> bool:
-    """Whether the user has named what is saved under this name."""
-    return tree != RANDOM and not tree.startswith(_EXTRA_STATE)
-
-
 def class_name(value: object) -> str:
     """The full name of a value's class; of an optimizer of whole parameters, the classes that it runs too."""
     if (described := getattr(value, "described_class", None)) is not None:
@@ -127,22 +123,20 @@ def class_name(value: object) -> str:
 
 
 def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, str], Sharded]:
-    """Names of all models' parameters, which begin with the model's name, and the sharded ones of an optimizer.
+    """Names of all models' parameters, which begin with the model's name, and the sharded ones.
 
     Raises:
-        ConfigError: a parameter is of no model that was given.
+        ConfigError: a parameter of the optimizer is of no model that was given.
     """
-    owners = {
-        shard.param: (f"{key}/{shard.name}", engine, shard)
-        for key, (_, engine) in parts.models.items()
-        for shard in engine.param_shards
-    }
-    names = {param: name for param, (name, _, _) in owners.items()}
+    names: dict[nn.Parameter, str] = {}
+    sharded: dict[nn.Parameter, tuple[Engine, ParamShard]] = {}
+    for key, (_, engine) in parts.models.items():
+        for shard in engine.param_shards:
+            names[shard.param], sharded[shard.param] = f"{key}/{shard.name}", (engine, shard)
     for key, each in parts.trees.items():
         if isinstance(each, nn.Module):
             names.update((param, f"{key}/{name}") for name, param in params_of(each).items())
-    inside = params_in(optimizer)
-    for param in inside:
+    for param in params_in(optimizer):
         if param not in names:
             piece = piece_of(param)
             what = f"a parameter of shape {tuple(param.shape)}" if piece is None else repr(piece.name)
@@ -150,15 +144,12 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
                 f"{type(optimizer).__name__} steps {what}, which is of no model that was given: give all modules whose "
                 'parameters it steps, model={"model": model, "head": head}; some may be plain modules'
             )
-    return names, {param: owners[param][1:] for param in inside if param in owners}
+    return names, sharded
 
 
-class ExtraState:
-    """What a module has beside parameters and buffers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.state_dict = module.get_extra_state
-        self.load_state_dict = module.set_extra_state
+def _extra_state_of(module: nn.Module) -> SimpleNamespace:
+    """What a module has beside parameters and buffers, as an object with ``state_dict()``."""
+    return SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state)
 
 
 class RandomState:
@@ -169,9 +160,7 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """The generators' state."""
-        version, numbers, gauss = random.getstate()
-        python = version, torch.tensor(numbers, dtype=torch.int64), gauss
-        state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if self._device.type != "cpu":
             state[self._device.type] = module_of(self._device).get_rng_state(self._device)
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -181,8 +170,7 @@ class RandomState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the generators into this state."""
-        version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(numbers.tolist()), gauss))
+        random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if self._device.type in state and self._device.type != "cpu":
             module_of(self._device).set_rng_state(state[self._device.type], self._device)
@@ -233,10 +221,10 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     by_rank = gather_from_all_ranks(ranks, "save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
         if name in differing:
-            saved["trees"][name] = {"ranks": [theirs[name] for theirs in by_rank]}
+            saved["trees"][name] = [theirs[name] for theirs in by_rank]
             pieces.extend(Piece.whole(f"{each}@rank{ranks.number}", tensor) for each, tensor in tensors.items())
         else:
-            saved["trees"][name] = {"all": tree}
+            saved["trees"][name] = [tree]
             pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
     return saved, pieces
 
@@ -245,10 +233,7 @@ def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> d
     """An optimizer's state dict without the state of parameters, and with their names."""
     rest = dict(optimizer.state_dict())
     groups = [
-        {
-            **{key: each for key, each in saved.items() if key != "param_names"},
-            "params": [names[p] for p in own["params"]],
-        }
+        {**saved, "params": [names[param] for param in own["params"]]}
         for own, saved in zip(optimizer.param_groups, rest.pop("param_groups"), strict=True)
     ]
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}

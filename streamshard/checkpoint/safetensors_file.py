@@ -114,9 +114,8 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     contents: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     position = 0
-    for spec in specs:
-        if spec.dtype not in _DTYPE_NAMES:
-            raise CheckpointError(f"{spec.name!r} is {spec.dtype}, which safetensors cannot hold")
+    if strange := [spec for spec in specs if spec.dtype not in _DTYPE_NAMES]:
+        raise CheckpointError(f"{strange[0].name!r} is {strange[0].dtype}, which safetensors cannot hold")
     for spec in sorted(specs, key=lambda spec: (_DTYPE_ORDER[spec.dtype], spec.name)):
         if spec.name in starts:
             raise CheckpointError(f"several tensors are named {spec.name!r}")
@@ -271,33 +270,19 @@ class OpenFiles:
 
 def contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
     """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
-    block, end = _contiguous_numel(view), start + numel
+    dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
+    block, end = 1, start + numel  # so many elements in row-major order are neighbours in storage
+    while dims and dims[-1][1] == block:
+        block *= dims.pop()[0]
     while start < end:
-        within = start % block
+        row, within = divmod(start, block)
+        position = int(view.storage_offset()) + within
+        for size, stride in reversed(dims):
+            row, along = divmod(row, size)
+            position += along * stride
         length = min(block - within, end - start)
-        yield int(view.storage_offset()) + _storage_position(view, start - within) + within, length
+        yield position, length
         start += length
-
-
-def _contiguous_numel(view: torch.Tensor) -> int:
-    """How many elements in row-major order are neighbours in storage, counted from any multiple of that number."""
-    numel = 1
-    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-        if size == 1:
-            continue
-        if stride != numel:
-            break
-        numel *= size
-    return numel
-
-
-def _storage_position(view: torch.Tensor, index: int) -> int:
-    """Where the element with row-major number `index` lies, relative to the view's first."""
-    position = 0
-    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-        index, along = divmod(index, size)
-        position += along * stride
-    return position
 
 
 def copy_range(stored: torch.Tensor, start: int, target: torch.Tensor) -> None:
@@ -321,20 +306,14 @@ def verify_files(root: Path, records: Sequence[FileRecord], part: int, parts: in
     Raises:
         CheckpointError: names the file that is not as it was written.
     """
-    counts = [len(record.crc32) for record in records]
-    first, last = sum(counts) * part // parts, sum(counts) * (part + 1) // parts
-    before = 0  # chunks of earlier files
-    for record, count in zip(records, counts, strict=True):
-        chunks = range(max(first - before, 0), min(last - before, count))
-        before += count
-        if not chunks:
-            continue
+    chunks = [(record, number) for record in records for number in range(len(record.crc32))]
+    for record, number in chunks[len(chunks) * part // parts : len(chunks) * (part + 1) // parts]:
         path = root / record.name
         try:
             with open(path, "rb") as file:
-                file.seek(chunks.start * CHUNK_BYTES)
-                found = [f"{zlib.crc32(file.read(CHUNK_BYTES)):08x}" for _ in chunks]
+                file.seek(number * CHUNK_BYTES)
+                found = f"{zlib.crc32(file.read(CHUNK_BYTES)):08x}"
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        if found != record.crc32[chunks.start : chunks.stop]:
+        if found != record.crc32[number]:
             raise CheckpointError(f"{path} is damaged: its checksums differ from those in the manifest")

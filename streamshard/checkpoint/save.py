@@ -1,4 +1,6 @@
-"""`save_checkpoint`: write a training run to disk.
+"""`save_checkpoint`: write a training run to disk, in the background if wanted.
+
+Owns the save that runs in the background, at most one per process, and the process groups of such saves.
 
 collect -> copy to the host, if training goes on meanwhile -> make a partial directory (rank 0) ->
 write and fsync one file (every rank) -> publish by renaming (rank 0)
@@ -8,35 +10,38 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from streamshard.checkpoint.background import (
-    Saving,
-    background_ranks,
-    copy_to_host,
-    finish_running,
-    run_in_background,
-)
-from streamshard.checkpoint.directory import (
-    Partial,
-    checkpoint_name,
-    next_number,
-    publish_checkpoint,
-    write_together,
-)
+from streamshard.checkpoint.directory import Partial, next_number, publish_checkpoint, write_together
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
 from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect, name_parts
 from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.groups import is_closed, make_host_group
 from streamshard.comm.objects import RankGroup, describe, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import __version__, parse_path
-from streamshard.errors import ConfigError, RankMismatchError, StreamShardError, log, warn_user
+from streamshard.device import has_streams, module_of
+from streamshard.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    RankMismatchError,
+    StreamShardError,
+    log,
+    warn_user,
+)
 from streamshard.unit.sharded_parameter import is_unreduced
+
+MADE_WITHIN = datetime.timedelta(seconds=20)  # timeout for making a group, after ranks have met
+WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
 
 
 def save_checkpoint(
@@ -84,7 +89,7 @@ def save_checkpoint(
             between ranks.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
-    began, root = time.perf_counter(), parse_path("directory", directory)
+    root = parse_path("directory", directory)
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
@@ -93,7 +98,6 @@ def save_checkpoint(
     if not wait:
         return _save_in_background(root, number, keep, parts)
     path = write_checkpoint(root, number, keep, parts.engine.ranks, *collect(parts))
-    log.info("saved %s in %.1f s", path, time.perf_counter() - began)
     return Saving(path)
 
 
@@ -116,33 +120,6 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
     return number
 
 
-def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts) -> Saving:
-    """Copy what is saved, and let a thread write the copies."""
-    ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
-    group = background_ranks(ranks)
-    state, pieces = collect(parts)
-    finish = run_on_all_ranks(ranks, f"save to {root}", lambda: copy_to_host(pieces, parts.engine.streams.device))
-    pieces.clear()  # the run's own go as soon as they are copied
-
-    def write() -> Path:
-        began = time.perf_counter()
-        try:
-            path = write_checkpoint(root, number, keep, group, state, finish())
-        except StreamShardError:  # on all ranks
-            raise
-        except BaseException as error:
-            group.fail(describe(error))
-            raise
-        log.info("saved %s in the background in %.1f s", path, time.perf_counter() - began)
-        return path
-
-    try:
-        return run_in_background(root / checkpoint_name(number), write)
-    except BaseException as error:  # other ranks have begun to write, and wait for this one
-        group.fail(describe(error))
-        raise
-
-
 def _say_what_is_lost(parts: Parts) -> None:
     """Warn if unreduced gradients wait inside ``no_sync()``. Elsewhere gradients may be those of the last step."""
     for name, (_, engine) in parts.models.items():
@@ -152,6 +129,136 @@ def _say_what_is_lost(parts: Parts) -> None:
                 f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "
                 "a run that goes on from it begins that step's micro-batches with none; save after optimizer.step()"
             )
+
+
+# ------------------------------------------------------------------------------------------------ in the background
+
+
+def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts) -> Saving:
+    """Copy what is saved, and let a thread write the copies."""
+    ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
+    group = background_ranks(ranks)
+    state, pieces = collect(parts)
+    copies = run_on_all_ranks(ranks, f"save to {root}", lambda: copy_to_host(pieces, parts.engine.streams.device))
+    pieces.clear()  # the run's own go as soon as they are copied
+
+    def write() -> Path:
+        try:
+            return write_checkpoint(root, number, keep, group, state, copies)
+        except StreamShardError:  # on all ranks
+            raise
+        except BaseException as error:
+            group.fail(describe(error))
+            raise
+
+    global _running
+    try:
+        _running = Saving(root / f"checkpoint-{number}", write)
+    except BaseException as error:  # other ranks have begun to write, and wait for this one
+        group.fail(describe(error))
+        raise
+    return _running
+
+
+def copy_to_host(pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
+    """Copy `pieces` into new host memory. Waits for the current stream."""
+    copies = []
+    for piece in pieces:
+        copy = torch.empty(piece.data.shape, dtype=piece.data.dtype, pin_memory=device.type != "cpu")
+        copies.append(piece._replace(data=copy.copy_(piece.data, non_blocking=True)))
+    if has_streams(device):
+        module_of(device).current_stream(device).synchronize()
+    return copies
+
+
+class Saving:
+    """What `save_checkpoint` returns. With ``wait=False`` the save runs in the background.
+
+    The checkpoint holds the state at the call: everything was copied before the call returned.
+
+    When Python exits, after an error or Ctrl-C too, it waits for the save. SIGTERM ends the process at once: the
+    checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers. To finish the
+    save, call ``wait()`` in a SIGTERM handler of your own, then exit. Python calls handlers only while the main thread
+    is not in a collective.
+
+    Attributes:
+        path: the checkpoint's path. It may change until the save is done, if another run saves the same number.
+    """
+
+    def __init__(self, path: Path, write: Callable[[], Path] | None = None) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if write is not None:  # not a daemon: Python waits for it at exit
+            self._thread = threading.Thread(target=self._run, args=(write,), name=f"save {path}")
+            self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, in success or failure."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Return the checkpoint's path, once the checkpoint is there.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; names the rank and the cause. If a rank has died or
+                was interrupted, the others raise as soon as they notice, after 30 minutes at the latest.
+        """
+        global _running
+        if self._thread is not None:
+            self._thread.join()
+        if _running is self:
+            _running = None
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            self.path = write()
+        except BaseException as error:
+            self._error = error
+            if isinstance(error, CommunicationError):
+                self._error = CheckpointError(f"{self.path} was not saved: {error}")
+                self._error.__cause__ = error
+            log.error("%s", self._error)
+
+
+_running: Saving | None = None
+
+
+def finish_running() -> None:
+    """Wait for the save in the background, if there is one.
+
+    Raises:
+        Exception: the save's error, unless ``wait()`` has raised it on this rank. The caller tells the other ranks.
+    """
+    if _running is not None:
+        _running.wait()
+
+
+# Groups that only saves in the background use, by the group of all ranks. Weak: destroy_process_group() has to end
+# gloo's threads, which must not outlive Python (they take its lock).
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def background_ranks(ranks: Communicator) -> RankGroup:
+    """The ranks, for one save in the background. They have a process group that nothing else uses. Collective.
+
+    Making the group waits at the store, which does not notice that a rank has died: so all ranks meet right before.
+
+    Raises:
+        CommunicationError: another rank did not come.
+    """
+    if ranks.total_size == 1:
+        return RankGroup()
+    group = _groups.get(ranks.users_group, lambda: None)()
+    if not all(ranks.gather_objects(group is not None and not is_closed(group))):
+        with ranks.guard("making a group for saves in the background"):
+            group = make_host_group(ranks.users_group, MADE_WITHIN)
+            _groups[ranks.users_group] = weakref.ref(group)
+    return RankGroup(group, meeting="saving in the background", timeout=WRITTEN_WITHIN)
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -173,7 +280,7 @@ def write_checkpoint(
     Returns:
         The checkpoint's path.
     """
-    name = checkpoint_name(number)
+    name = f"checkpoint-{number}"
     file = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
     data_of = {piece.name: piece.data for piece in pieces}
 
@@ -185,10 +292,11 @@ def write_checkpoint(
     def publish(partial: Partial, _: None, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
         versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": saved_at}
-        files, replicas = tuple(file for file, _ in written), group.total_size // group.world_size
-        tensors = join_records(records for _, records in written)
-        manifest = Manifest(number, group.total_size, replicas, versions, files, tensors, state)
+        files, tensors = tuple(file for file, _ in written), join_records(records for _, records in written)
+        manifest = Manifest(number, group.total_size, versions, files, tensors, state)
         return publish_checkpoint(partial, manifest, keep)
 
     doing = f"save {root / name}"
-    return write_together(group, doing, root, name, prepare=lambda _: None, write=write, publish=publish)
+    path = write_together(group, doing, root, name, prepare=lambda _: None, write=write, publish=publish)
+    log.info("saved %s", path)
+    return path

@@ -39,7 +39,7 @@ from streamshard import (
     load_safetensors,
     save_checkpoint,
 )
-from streamshard.checkpoint import background, run_parts, save
+from streamshard.checkpoint import run_parts, save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.checkpoint.manifest import decode, encode
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
@@ -230,10 +230,10 @@ def _refused(case: str, run: Run) -> tuple[dict[str, Any], str]:
             return {}, r"param_groups\[0\]\.ema\[0\] is one rank's piece"
         case "state in a list":
             run.optimizer.state[first]["history"] = [first.detach().clone()]
-            return {}, r"AdamW's state of '.*'\.history\[0\] is one rank's piece"
+            return {}, r"optimizer/model/.*\.history\[0\] is one rank's piece"
         case _:
             run.optimizer.state[first]["history"] = deque([first.detach().clone()])
-            return {}, rf"AdamW's state of '.*'\.history is a collections\.deque: {plain}"
+            return {}, rf"optimizer/model/.*\.history is a collections\.deque: {plain}"
 
 
 REFUSED = [
@@ -387,9 +387,9 @@ def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
         raise SystemExit
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background, "MADE_WITHIN", datetime.timedelta(seconds=0.5))
+        patch.setattr(save, "MADE_WITHIN", datetime.timedelta(seconds=0.5))
         if context.rank == 1:
-            patch.setattr(background, "make_host_group", die)
+            patch.setattr(save, "make_host_group", die)
         error, words = (SystemExit, None) if context.rank == 1 else (CommunicationError, "making a group .* on rank 0")
         with pytest.raises(error, match=words):
             _save(tmp_path, run, wait=False)
@@ -414,7 +414,7 @@ def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(contex
             _save(tmp_path, run, wait=False)
         if context.rank == 1:
             patch.undo()
-            patch.setattr(save, "run_in_background", interrupt)
+            patch.setattr(save, "Saving", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 _save(tmp_path, run, wait=False)
         else:
