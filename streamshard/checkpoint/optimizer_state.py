@@ -175,14 +175,14 @@ def _gather_pieces(
         records: of all tensors; the numbers of files are those of ranks.
         to_all: give them to every rank; False: to the first rank only.
     """
-    own, wholes = {piece.name: piece.data for piece in pieces}, {}
+    own, device = {piece.name: piece.data for piece in pieces}, ranks.streams.device
+    wholes: dict[str, torch.Tensor] = {}
     for name, record in records.items():
         if to_all or ranks.is_first:
             wholes[name] = torch.empty(record.shape, dtype=record.dtype)
         for source, start, stop in record.pieces:
-            part = torch.empty(stop - start, dtype=record.dtype, device=ranks.streams.device)
-            if source == ranks.number:
-                part.copy_(own[name])
+            mine = own[name] if source == ranks.number else None
+            part = torch.empty(stop - start, dtype=record.dtype, device=device) if mine is None else mine.to(device)
             ranks.broadcast(part, source)
             if name in wholes:
                 wholes[name].view(-1)[start:stop] = part
