@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint.dcp import to_dcp
-from streamshard.checkpoint.manifest import read_manifest
+from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, join_records, read_manifest
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import rewrite, split, write_body
 from tests.checkpoint.runs import start, steps, weights_of
@@ -136,6 +136,31 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_read(ranks: RankPool, sa
     split(many, 150)
     _with_few_files(lambda: to_dcp(many, tmp_path / "dcp"))
     ranks(1).run(_load, saved, many)
+
+
+# ------------------------------------------------------------------------------------------------ pieces
+
+
+def _record(rank: int, start: int, stop: int, dtype: torch.dtype = torch.float32) -> dict[str, TensorRecord]:
+    """What a rank says of a tensor of six elements."""
+    return {"w": TensorRecord((2, 3), dtype, (PieceRecord(rank, start, stop),))}
+
+
+def test_pieces_of_ranks_become_one_record_in_the_order_of_their_elements() -> None:
+    empty = {"w": TensorRecord((2, 3), torch.float32, ())}
+    found = join_records([_record(0, 4, 6), empty, _record(2, 0, 4)])
+    assert found == {"w": TensorRecord((2, 3), torch.float32, (PieceRecord(2, 0, 4), PieceRecord(0, 4, 6)))}
+
+
+@pytest.mark.parametrize("other", [(1, 5, 6), (1, 3, 6), (1, 4, 5), (1, 4, 7)])
+def test_pieces_of_ranks_with_a_gap_or_an_overlap_are_refused(other: tuple[int, int, int]) -> None:
+    with pytest.raises(CheckpointError, match=f"each element of 'w' once, but 0:4 in file 0, {other[1]}:{other[2]}"):
+        join_records([_record(0, 0, 4), _record(*other)])
+
+
+def test_ranks_that_have_a_tensor_in_two_dtypes_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"the same 'w', but .*float32.* and .*float16"):
+        join_records([_record(0, 0, 4), _record(1, 4, 6, torch.float16)])
 
 
 # ------------------------------------------------------------------------------------------------ strangers
