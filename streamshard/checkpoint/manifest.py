@@ -14,12 +14,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.safetensors_file import FileRecord, OpenFiles, copy_range, verify_files
+from streamshard.checkpoint.safetensors_file import FileRecord, OpenFiles, contiguous_runs, copy_range, verify_files
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 from streamshard.torch_private import is_traceable_wrapper_subclass
@@ -38,21 +39,36 @@ Found = tuple[torch.Tensor, int, torch.Tensor]
 """A view of a mapped file, the place in it of the first element, and what is filled from there."""
 
 
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: start and size in each dimension."""
+
+
 class PieceRecord(NamedTuple):
-    """Elements [start, stop) of the flattened tensor, in file number `file`, under the tensor's name, 1-D."""
+    """A piece of a tensor, in file number `file`, under the tensor's name, 1-D.
+
+    The piece holds elements [start, stop) of the flattened box. For example, columns 4 to 7 of a tensor of shape [6, 8]
+    are the box ((0, 6), (4, 4)), and elements [4, 12) of this box are rows 1 and 2 of these columns.
+
+    Attributes:
+        file: its place in the manifest's list of files.
+        start: first element.
+        stop: after the last element.
+        box: the part of the tensor; () is the whole tensor.
+    """
 
     file: int
     start: int
     stop: int
+    box: Box = ()
 
 
 class TensorRecord(NamedTuple):
-    """A tensor, in pieces that together hold each of its elements once.
+    """A tensor, in pieces that together hold each of its elements once: pieces fill their box, boxes the tensor.
 
     Attributes:
         shape: of the whole.
         dtype: of the tensor.
-        pieces: in the order of their elements; none is empty.
+        pieces: those of each box in the order of their elements.
     """
 
     shape: tuple[int, ...]
@@ -64,16 +80,39 @@ class TensorRecord(NamedTuple):
 
         Raises:
             CheckpointError: pieces leave gaps, overlap, or lie outside of the shape.
-            TypeError: something else than integers cannot be ordered.
+            TypeError, ValueError: starts cannot be ordered, or a box does not have two numbers for each dimension.
         """
-        pieces = tuple(sorted(self.pieces, key=lambda piece: piece.start))
-        edges = [0, *(edge for piece in pieces for edge in piece[1:]), math.prod(self.shape)]
-        are_numbers = all(type(each) is int and each >= 0 for each in (*self.shape, *edges))
-        if not are_numbers or edges[::2] != edges[1::2] or edges != sorted(edges):
-            told = ", ".join(f"{start}:{stop} in file {file}" for file, start, stop in pieces)
-            have = f"{told} of {self.shape!r:.80}"
-            raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have}")
+        pieces = tuple(sorted(self.pieces, key=lambda piece: piece[1:3]))
+        if not _hold_each_element_once(self.shape, pieces):
+            have = ", ".join(f"{each[1]}:{each[2]} of {each.box or self.shape} in file {each.file}" for each in pieces)
+            raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have or 'none'}")
         return self._replace(pieces=pieces)
+
+
+def _hold_each_element_once(shape: tuple[int, ...], pieces: Iterable[PieceRecord]) -> bool:
+    """Whether pieces, ordered by `start`, fill their boxes one after another, and the boxes fill the tensor."""
+    edges_of: dict[Box, list[int]] = {}
+    for piece in pieces:
+        edges_of.setdefault(piece.box or tuple((0, size) for size in shape), [0]).extend(piece[1:3])
+    numbers = chain(shape, *edges_of.values(), *chain(*edges_of))
+    if not all(type(each) is int and each >= 0 for each in numbers):
+        return False
+    for box, edges in edges_of.items():
+        edges.append(_numel_of(box))
+        is_inside = all(start + size <= end for (start, size), end in zip(box, shape, strict=True))
+        if not is_inside or edges[::2] != edges[1::2] or edges != sorted(edges):
+            return False
+    has_enough = sum(map(_numel_of, edges_of)) == math.prod(shape)
+    return has_enough and not any(_overlap(*two) for two in combinations(edges_of, 2))
+
+
+def _numel_of(box: Box) -> int:
+    return math.prod(size for _, size in box)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    """Whether the two have an element in common; neither is empty."""
+    return all(a < b + b_size and b < a + a_size for (a, a_size), (b, b_size) in zip(one, other, strict=True))
 
 
 def join_records(by_rank: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
@@ -117,7 +156,10 @@ class Manifest(NamedTuple):
     def encode(self) -> bytes:
         """The file's content."""
         files = [record._asdict() for record in self.files]
-        tensors = {name: {**each._asdict(), "dtype": name_of(each.dtype)} for name, each in self.tensors.items()}
+        tensors = {}
+        for name, (shape, dtype, pieces) in self.tensors.items():
+            places = [piece if piece.box else piece[:3] for piece in pieces]
+            tensors[name] = {"shape": shape, "dtype": name_of(dtype), "pieces": places}
         content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
         return sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
 
@@ -156,12 +198,17 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
     if strange := [record.name for record in records if not _FILE_NAME.fullmatch(record.name)]:
         raise CheckpointError(f"files have the names {strange!r:.80}, wanted some in the directory")
     found = {}
-    for name, each in tensors.items():
-        pieces = tuple(PieceRecord(*piece) for piece in each["pieces"])
-        found[name] = record = TensorRecord(tuple(each["shape"]), dtype_named(each["dtype"]), pieces).ordered(name)
-        if any(stop - start > records[file].size_bytes // record.dtype.itemsize for file, start, stop in pieces):
+    for name, told in tensors.items():
+        pieces = tuple(_piece_of(*piece) for piece in told["pieces"])
+        found[name] = record = TensorRecord(tuple(told["shape"]), dtype_named(told["dtype"]), pieces).ordered(name)
+        if any(each.stop - each.start > records[each.file].size_bytes // record.dtype.itemsize for each in pieces):
             raise CheckpointError(f"tensor {name!r:.80} exceeds its files")
     return Manifest(files=records, tensors=found, **others)
+
+
+def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] = ()) -> PieceRecord:
+    """The piece. JSON has lists in the place of tuples."""
+    return PieceRecord(file, start, stop, tuple((first, size) for first, size in box))
 
 
 class CheckpointFiles(OpenFiles):
@@ -199,14 +246,21 @@ class CheckpointFiles(OpenFiles):
             CheckpointError: names what is not where the manifest says.
         """
         record, stop = self.manifest.tensors[name], start + target.numel()
+        whole = torch.empty(record.shape, device="meta")
         for piece in record.pieces:
-            first, last = max(piece.start, start), min(piece.stop, stop)
-            if first < last:
+            box = whole[tuple(slice(first, first + size) for first, size in piece.box)] if piece.box else whole
+            place, wanted = 0, []
+            for run, numel in contiguous_runs(box, piece.start, piece.stop - piece.start):
+                first, last = max(run, start), min(run + numel, stop)
+                if first < last:
+                    wanted.append((place + first - run, target[first - start : last - start]))
+                place += numel
+            if wanted:
                 file = self.manifest.files[piece.file].name
                 stored = self.stored(file, name)
                 if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.dtype:
                     raise CheckpointError(f"{self.root / file} does not hold what it should of {name!r}")
-                yield stored, first - piece.start, target[first - start : last - start]
+                yield from ((stored, *each) for each in wanted)
 
     def read_whole(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
         """A tensor, in new memory."""

@@ -180,7 +180,7 @@ def _gather_pieces(
     for name, record in records.items():
         if to_all or ranks.is_first:
             wholes[name] = torch.empty(record.shape, dtype=record.dtype)
-        for source, start, stop in record.pieces:
+        for source, start, stop, _ in record.pieces:
             mine = own[name] if source == ranks.number else None
             part = torch.empty(stop - start, dtype=record.dtype, device=device) if mine is None else mine.to(device)
             ranks.broadcast(part, source)
