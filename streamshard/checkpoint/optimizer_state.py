@@ -137,7 +137,7 @@ def join_states(states: Sequence[State]) -> State:
 def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
     """See `streamshard.full_optimizer_state_dict`."""
     engine.recover()
-    ranks = engine.ranks
+    ranks, device = engine.ranks, engine.streams.device
     settle(optimizer, ranks)
     names = {param: str(number) for number, param in enumerate(params_in(optimizer))}
     sharded = {shard.param: (engine, shard) for shard in engine.param_shards if shard.param in names}
@@ -150,43 +150,28 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
         return state, {piece.name: piece.record(ranks.number) for piece in mine}
 
     told = ranks.gather_results("collect the optimizer's state", outline)
-    wholes = _gather_pieces(ranks, mine, join_records(records for _, records in told), to_all=not rank0_only)
+    own = {piece.name: piece.data for piece in mine}
+    wholes: dict[str, torch.Tensor] = {}
+    for name, record in join_records(records for _, records in told).items():
+        if ranks.is_first or not rank0_only:
+            wholes[name] = torch.empty(record.shape, dtype=record.dtype)
+        for source, start, stop, _ in record.pieces:
+            is_mine = source == ranks.number
+            part = own[name].to(device) if is_mine else torch.empty(stop - start, dtype=record.dtype, device=device)
+            ranks.broadcast(part, source)
+            if name in wholes:
+                wholes[name].view(-1)[start:stop] = part
     if rank0_only and not ranks.is_first:
         return {}
     joined = join_states([state for state, _ in told])
     state = {
-        number: decode(own, lambda name, _: wholes[name], _CPU)
+        number: decode(values, lambda name, _: wholes[name], _CPU)
         for number, param in enumerate(params_in(optimizer))
-        if (own := joined[names[param]])
+        if (values := joined[names[param]])
     }
     packed = optimizer.state_dict()
     others = {key: value for key, value in packed["state"].items() if isinstance(key, str)}  # of no parameter
     return {**packed, "state": {**state, **others}}
-
-
-def _gather_pieces(
-    ranks: Communicator, pieces: Sequence[Piece], records: Mapping[str, TensorRecord], *, to_all: bool
-) -> dict[str, torch.Tensor]:
-    """Full tensors, in CPU memory, from all ranks' pieces. Collective.
-
-    Args:
-        ranks: all ranks.
-        pieces: this rank's pieces.
-        records: of all tensors; the numbers of files are those of ranks.
-        to_all: give them to every rank; False: to the first rank only.
-    """
-    own, device = {piece.name: piece.data for piece in pieces}, ranks.streams.device
-    wholes: dict[str, torch.Tensor] = {}
-    for name, record in records.items():
-        if to_all or ranks.is_first:
-            wholes[name] = torch.empty(record.shape, dtype=record.dtype)
-        for source, start, stop, _ in record.pieces:
-            mine = own[name] if source == ranks.number else None
-            part = torch.empty(stop - start, dtype=record.dtype, device=device) if mine is None else mine.to(device)
-            ranks.broadcast(part, source)
-            if name in wholes:
-                wholes[name].view(-1)[start:stop] = part
-    return wholes
 
 
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
