@@ -116,7 +116,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("publish_checkpoint", Swap("len(own) + 1 - keep", "len(own) + 2 - keep"), "directory"),
     ],
     "checkpoint/export": [
-        ("_create", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
+        ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
     ],
     "comm/gloo": [
         ("Exchange._abandon", Drop("_abandoned.setdefault(self._group, []).extend(self._messages)"), "transport"),

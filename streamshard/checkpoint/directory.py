@@ -28,7 +28,7 @@ import stat
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
@@ -42,7 +42,6 @@ PARTIAL = ".partial"
 _NAME = re.compile(r"checkpoint-(\d+)(-\d+)?")
 _LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")
 
-_Prepared = TypeVar("_Prepared")
 _Written = TypeVar("_Written")
 _Published = TypeVar("_Published")
 
@@ -59,15 +58,21 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         ConfigError: `directory` is not a path.
     """
-    whole, others = _look_into(parse_path("directory", directory))
+    whole, others = look_into(parse_path("directory", directory))
     for why in others:
         log.warning("passed over: %s", printable(why))
     return whole[-1].root if whole else None
 
 
-def whole_checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoints in `directory`, newest first. Their contents have not been verified."""
-    return [found.root for found in reversed(_look_into(directory)[0])]
+def look_into(directory: Path) -> tuple[list[CheckpointFiles], list[str]]:
+    """Whole checkpoints, newest last, whose contents are not verified; and why each other one is not whole."""
+    whole, others = [], []
+    for path in checkpoints_in(directory):
+        try:
+            whole.append(_open_whole(path))
+        except CheckpointError as error:
+            others.append(str(error))
+    return sorted(whole, key=_newest_last), others
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -78,8 +83,7 @@ def find_checkpoint(directory: Path) -> Path:
     """
     if os.path.exists(directory / MANIFEST_NAME):
         return directory
-    found = latest(directory)
-    if found is None:
+    if (found := latest(directory)) is None:
         raise no_checkpoint(directory)
     return found
 
@@ -95,7 +99,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointFiles:
 
 def no_checkpoint(directory: Path) -> CheckpointError:
     """The error to raise for a directory without a whole checkpoint."""
-    reasons = "; ".join(_look_into(directory)[1]) or "wanted a directory that save_checkpoint has written to"
+    reasons = "; ".join(look_into(directory)[1]) or "wanted a directory that save_checkpoint has written to"
     return CheckpointError(
         f"{directory} holds no whole checkpoint: {reasons}. `streamshard convert DIR OUT --from dcp` makes one of a "
         "directory of torch.distributed.checkpoint; load_safetensors reads a Hugging Face directory"
@@ -112,17 +116,6 @@ def next_number(directory: Path) -> int:
     """One more than the largest number in the names of checkpoints in `directory`."""
     numbers = [int(match[1]) for path in _children(directory) if (match := _NAME.match(path.name))]
     return max(numbers, default=0) + 1
-
-
-def _look_into(directory: Path) -> tuple[list[CheckpointFiles], list[str]]:
-    """Whole checkpoints, newest last; and for each other one the reason why it is not whole."""
-    whole, others = [], []
-    for path in checkpoints_in(directory):
-        try:
-            whole.append(_open_whole(path))
-        except CheckpointError as error:
-            others.append(str(error))
-    return sorted(whole, key=_newest_last), others
 
 
 def _newest_last(files: CheckpointFiles) -> tuple[int, int, bool]:
@@ -162,9 +155,9 @@ def write_together(
     root: Path,
     name: str,
     *,
-    prepare: Callable[[Path], _Prepared],
-    write: Callable[[Path, _Prepared], _Written],
-    publish: Callable[[Partial, _Prepared, list[_Written]], _Published],
+    prepare: Callable[[Path], object] = lambda _: None,
+    write: Callable[[Path], _Written],
+    publish: Callable[[Partial, list[_Written]], _Published],
     alone: bool = False,
 ) -> _Published:
     """Write files from all ranks into a partial directory, which the first rank publishes. Collective.
@@ -174,10 +167,9 @@ def write_together(
         doing: what is done, for messages.
         root: gets the partial directory.
         name, alone: see `create_partial`.
-        prepare: called with the partial directory, on the first rank. All ranks get its result.
-        write: called with the partial directory and that result, on every rank.
-        publish: called with the partial directory, that result, and what `write` has returned on each rank; on the
-            first rank.
+        prepare: called with the partial directory, on the first rank.
+        write: called with the partial directory, on every rank.
+        publish: called with the partial directory and what `write` has returned on each rank; on the first rank.
 
     Returns:
         What `publish` has returned, on every rank.
@@ -187,25 +179,24 @@ def write_together(
     """
     mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
 
-    def start() -> Any:
+    def start() -> str:
         if not group.is_first:
-            return None
+            return ""
         mine.append(create_partial(root, name, alone=alone))
-        return mine[0].path.name, prepare(mine[0].path)
+        prepare(mine[0].path)
+        return mine[0].path.name
 
     try:
-        own, prepared = gather_from_all_ranks(group, doing, start)[0]
-        written = gather_from_all_ranks(group, doing, lambda: write(root / own, prepared))
-        result: Any = gather_from_all_ranks(
-            group, doing, lambda: publish(mine[0], prepared, written) if mine else None
-        )[0]
+        path = root / gather_from_all_ranks(group, doing, start)[0]
+        written = gather_from_all_ranks(group, doing, lambda: write(path))
+        published = gather_from_all_ranks(group, doing, lambda: publish(mine[0], written) if mine else None)[0]
     except BaseException:
         for partial in mine:
             remove_partial(partial)
         with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
             run_on_all_ranks(group, doing, lambda: None)  # no rank returns before the directory is gone
         raise
-    return cast(_Published, result)
+    return cast(_Published, published)
 
 
 class Partial(NamedTuple):
@@ -283,7 +274,7 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
     """
     check_sizes(partial.path, manifest)
     directory = partial.path.parent
-    earlier = _look_into(directory)[0]
+    earlier = look_into(directory)[0]
     generation = 1 + max((found.manifest.generation for found in earlier), default=0)
     descriptor = partial.manifest.fileno()
     write_all(descriptor, manifest._replace(generation=generation).encode(), 0)

@@ -97,19 +97,23 @@ def export_shards(
         held = {spec.name: (spec.dtype, list(overlaps(runs, pieces))) for spec, runs in runs_of.items()}
         return plan_files(list(runs_of), max_file_bytes), held
 
-    def prepare(partial: Path) -> list[FileLayout]:
-        named = _create(root, partial, files)
+    def prepare(partial: Path) -> None:
+        _sweep(root)
+        for file in files:
+            with opened(partial / file.name, os.O_CREAT | os.O_EXCL) as descriptor:
+                write_all(descriptor, file.header, 0)
+                os.ftruncate(descriptor, file.size_bytes)
         if huggingface.is_transformers_model(model):
             first = next((dtype for dtype, _ in held.values() if dtype.is_floating_point), None)
             huggingface.write_config(model, partial, first)
-        return named
 
-    def write(partial: Path, named: list[FileLayout]) -> int:
-        return sum(_write(partial / file.name, file, held) for file in named)
+    def write(partial: Path) -> int:
+        return sum(_write(partial / file.name, file, held) for file in files)
 
-    def publish(partial: Partial, named: list[FileLayout], written: list[int]) -> list[str]:
-        if sum(written) != sum(file.size_bytes - len(file.header) for file in named):
+    def publish(partial: Partial, written: list[int]) -> list[str]:
+        if sum(written) != sum(file.size_bytes - len(file.header) for file in files):
             raise CheckpointError(f"ranks did not write every byte of {root} once")
+        named = _name(root, partial.path, files)
         _publish(partial, root, encode_index(named, sum(shard.layout.numel for shard in shards)))
         return [file.name for file in named] + ([INDEX_NAME] if len(named) > 1 else [])
 
@@ -169,20 +173,13 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _create(root: Path, partial: Path, files: Sequence[FileLayout]) -> list[FileLayout]:
-    """Make every file at its full size with its header in place; ranks fill in the rest.
-
-    Returns:
-        The files, under their names in `root`. See [Note: publishing an export].
-    """
+def _name(root: Path, partial: Path, files: Sequence[FileLayout]) -> list[FileLayout]:
+    """Give the files in `partial` the names that they will have in `root`. See [Note: publishing an export]."""
     has_weights = any(each in (SINGLE_NAME, INDEX_NAME) or _NUMBERED.fullmatch(each) for each in os.listdir(root))
     token = f"model-{partial.suffixes[-2][1:]}-" if has_weights else "model-"
     named = [file._replace(name=file.name.replace("model-", token, 1)) for file in files]
-    _sweep(root)
-    for file in named:
-        with opened(partial / file.name, os.O_CREAT | os.O_EXCL) as descriptor:
-            write_all(descriptor, file.header, 0)
-            os.ftruncate(descriptor, file.size_bytes)
+    for old, new in zip(files, named, strict=True):
+        os.rename(partial / old.name, partial / new.name)
     return named
 
 

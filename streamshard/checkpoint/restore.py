@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.directory import find_checkpoint, open_checkpoint, whole_checkpoints
+from streamshard.checkpoint.directory import find_checkpoint, look_into, open_checkpoint
 from streamshard.checkpoint.disk_layout import local_pieces, saved_names
 from streamshard.checkpoint.load import put_back_buffers
 from streamshard.checkpoint.manifest import CheckpointFiles, decode
@@ -117,9 +117,9 @@ def _newest_intact(path: Path, ranks: Communicator) -> Path | None:
     """The newest checkpoint beside `path` whose files are as they were written. Collective."""
 
     def find() -> list[Path]:
-        return [each for each in whole_checkpoints(path.parent) if each != path] if ranks.is_first else []
+        return [each.root for each in look_into(path.parent)[0] if each.root != path] if ranks.is_first else []
 
-    for other in gather_from_all_ranks(ranks, f"find checkpoints beside {path}", find)[0]:
+    for other in reversed(gather_from_all_ranks(ranks, f"find checkpoints beside {path}", find)[0]):
         with contextlib.suppress(CheckpointError):
             return _verified(other, ranks).root
     return None

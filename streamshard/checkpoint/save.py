@@ -284,19 +284,18 @@ def write_checkpoint(
     file = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
     data_of = {piece.name: piece.data for piece in pieces}
 
-    def write(partial: Path, _: None) -> tuple[FileRecord, dict[str, TensorRecord]]:
+    def write(partial: Path) -> tuple[FileRecord, dict[str, TensorRecord]]:
         specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in pieces if each.data.numel()]
         written = write_file(partial, lay_out(file, specs), data_of)
         return written, {piece.name: piece.record(group.number) for piece in pieces}
 
-    def publish(partial: Partial, _: None, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
+    def publish(partial: Partial, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
         versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": saved_at}
         files, tensors = tuple(file for file, _ in written), join_records(records for _, records in written)
         manifest = Manifest(number, group.total_size, versions, files, tensors, state)
         return publish_checkpoint(partial, manifest, keep)
 
-    doing = f"save {root / name}"
-    path = write_together(group, doing, root, name, prepare=lambda _: None, write=write, publish=publish)
+    path = write_together(group, f"save {root / name}", root, name, write=write, publish=publish)
     log.info("saved %s", path)
     return path
