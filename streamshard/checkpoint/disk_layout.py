@@ -103,7 +103,7 @@ class Rearrangement(TorchDispatchMode):
         parts = [part for part in parts if part.numel()]
         if not result.is_contiguous() or any(part.dtype is not result.dtype for part in parts):
             return  # not recorded: `runs` raises for this storage
-        row_numels = tuple(_row_numel(part, dim) for part in parts)
+        row_numels = tuple(math.prod(part.shape[dim:]) for part in parts)
         self._origins[_storage(result)] = _Joined(tuple(parts), row_numels)
         self._alive.append(result)
 
@@ -137,11 +137,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _dim(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int:
     return int(args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0))
-
-
-def _row_numel(part: torch.Tensor, dim: int) -> int:
-    """Elements of `part` that lie together when it is joined along `dim`: its size from that dim on."""
-    return math.prod(part.shape[dim % part.dim() :]) if part.dim() else 1
 
 
 class Piece(NamedTuple):

@@ -127,12 +127,11 @@ class Difference(NamedTuple):
 
     def error(self, root: Path, model: nn.Module) -> CheckpointError:
         """The error to raise. Its message shows some of the names, its attributes have all of them."""
-        parts = [
+        what = "; ".join(
             f"{kind} {', '.join(names[:_NAMES_SHOWN])}{' and more' if len(names) > _NAMES_SHOWN else ''}"
             for kind, names in self._asdict().items()
             if names
-        ]
-        what = "; ".join(parts)
+        )
         return CheckpointError(
             f"{root} does not fit {type(model).__name__}: {what}. The error's attributes have all names",
             **self._asdict(),
