@@ -81,8 +81,11 @@ def accelerator() -> str | None:
 
 
 def _own_index(current: int, count: int) -> int:
-    """This rank's device, of `count`: the current device if the user set one (not 0), else number LOCAL_RANK."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    """This rank's device, of `count`: the current device if the user set one (not 0), else number LOCAL_RANK.
+
+    Without LOCAL_RANK, as under `srun python`, Slurm's own SLURM_LOCALID counts.
+    """
+    local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
     return local if current == 0 and local < count else current
 
 

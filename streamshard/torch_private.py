@@ -10,6 +10,7 @@ Imported under torch's own names:
 - ``OpOverload``: the type of the operations that a ``TorchDispatchMode`` sees.
 - ``TorchDispatchMode``: sees every operation on tensors. torch's notes on extending PyTorch describe it.
 - ``is_traceable_wrapper_subclass``: finds tensors that consist of other tensors, such as DTensor.
+- ``set_timeout``: changes the timeout of a process group that exists.
 - ``skip``: torch.compile breaks its graph at this function, runs it uncompiled, and compiles the functions that it
   calls. ``torch.compiler.disable`` would leave those uncompiled too.
 - ``tree_leaves``, ``tree_map_only``: tensors inside nested lists and dicts.
@@ -28,6 +29,7 @@ from torch._dynamo.decorators import skip
 from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # not in stubs
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -45,6 +47,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_traced",
     "saved_tensors_hooks",
+    "set_timeout",
     "skip",
     "swap_tensor",
     "tree_leaves",

@@ -14,6 +14,7 @@ from tests.ranks import RankPool, open_pool
 # Examples are the same on every run, and none fails because a machine was slow.
 settings.register_profile("streamshard", derandomize=True, deadline=None, database=None, max_examples=20)
 settings.load_profile("streamshard")
+os.fsync = lambda descriptor: None  # as in ranks: see tests/fork_origin.py
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,24 @@ class Launched:
         world_size: how many ranks; 0 is one process that was not launched.
         directory: of what they print.
         target, args: what each of them calls.
+        start: what starts them. "fork" in a process that was started so: its server would import everything anew.
     """
 
-    def __init__(self, world_size: int, directory: Path, target: Callable[..., None], *args: Any) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        directory: Path,
+        target: Callable[..., None],
+        *args: Any,
+        start: BaseContext | None = None,
+    ) -> None:
         port = free_port()
         self._outputs = [directory / f"output of rank {rank}" for rank in range(max(world_size, 1))]
         self.processes: list[BaseProcess] = []
         for rank, output in enumerate(self._outputs):
             environment = launched_environment(rank, world_size, port) if world_size else {}
-            start = forkserver()
-            self.processes.append(start.Process(target=_run, args=(environment, output, target, *args)))
+            process = (start or forkserver()).Process  # type: ignore[attr-defined]  # each context has one
+            self.processes.append(process(target=_run, args=(environment, output, target, *args)))
             self.processes[-1].start()
 
     def end(self, awaited: Iterable[int] | None = None, timeout_s: float = 60.0) -> list[tuple[int | None, str]]:

@@ -13,22 +13,9 @@ from torch import nn
 
 from streamshard import StreamShard, export_safetensors, load_safetensors
 from streamshard.errors import ShardingError
-from tests.models import DIM, Stack, TinyConfig, TinyLM, vector_batch
+from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, assert_same, stack_step
-
-
-@on_ranks(2)
-def test_a_state_dict_inside_is_full_and_can_be_saved_and_loaded(context: RankContext, tmp_path: Path) -> None:
-    model = StreamShard(TinyLM(TinyConfig(tied=True)), precision=FP32)
-    full = model.full_state_dict(rank0_only=False)
-    path = tmp_path / f"{context.rank}.pt"
-    with model.summon_full_params():
-        torch.save(model.state_dict(), path)
-    assert_same(torch.load(path), full, "saved")
-    with model.summon_full_params(writeback=True):
-        model.load_state_dict({name: value + 1 for name, value in full.items()})
-    assert_same(model.full_state_dict(rank0_only=False), {n: v + 1 for n, v in full.items()}, "loaded")
 
 
 @on_ranks(1, 2)

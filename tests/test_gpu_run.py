@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -81,7 +82,8 @@ def _run_file(arguments: list[str], environment: dict[str, str]) -> None:
 def _launch(log: Path, _: str, command: list[str]) -> None:
     """In the place of torchrun: ranks that are forked as well."""
     count = command.index("--nproc-per-node") + 1
-    ranks = Launched(int(command[count]), log.parent, _run_file, command[count + 1 :], dict(os.environ))
+    arguments, start = command[count + 1 :], multiprocessing.get_context("fork")
+    ranks = Launched(int(command[count]), log.parent, _run_file, arguments, dict(os.environ), start=start)
     for code, told in ranks.end():
         print(told, flush=True)
         assert code == 0
@@ -121,7 +123,7 @@ def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
 
 def test_a_job_that_is_out_of_time_is_ended_and_what_it_found_is_kept(jobs: Any, tmp_path: Path) -> None:
     """The next one runs; results say what happened."""
-    slow = _job(jobs, tmp_path, "a.slow", 'found.write_text(\'{"told": "half"}\'); time.sleep(600)', limit_s=3.0)
+    slow = _job(jobs, tmp_path, "a.slow", 'found.write_text(\'{"told": "half"}\'); time.sleep(600)', limit_s=1.0)
     quick = _job(jobs, tmp_path, "a.quick", "print('words'); found.write_text('{\"told\": \"all\"}')")
     silent = _job(jobs, tmp_path, "a.silent", "sys.exit(3)")
     assert not jobs.run_jobs([slow, quick, silent], tmp_path / "out", {"benchmark": "test"}, 100.0)

@@ -115,7 +115,7 @@ def _assert_even(model: nn.Module) -> None:
     assert "_join_config" not in vars(model)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize(
     ("lengths", "kind", "after", "build"),
     [

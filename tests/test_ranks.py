@@ -42,8 +42,9 @@ def _never_returns() -> None:
     time.sleep(3600)
 
 
-def test_an_exception_on_a_rank_comes_back_with_its_traceback(ranks: RankPool) -> None:
+def test_an_exception_on_a_rank_comes_back_with_its_traceback(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure names the rank, the error and the line, and the pool works afterwards."""
+    monkeypatch.setattr("tests.ranks.GRACE_S", 0.2)
     with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2.*_raise_on.*ValueError: the culprit says this"):
         ranks(2).run(_raise_on, 1)
     assert ranks(2).run(_sum_of_ranks, 0) == [1, 1]
@@ -61,7 +62,7 @@ def test_a_rank_that_hangs_is_killed_and_its_place_named() -> None:
     """The failure shows the function the rank was in, and the pool works afterwards."""
     with open_pool() as pool:
         pool(2).run(_sum_of_ranks, 0)
-        timeout_s, pool.run_timeout_s = pool.run_timeout_s, 2.0
+        timeout_s, pool.run_timeout_s = pool.run_timeout_s, 0.5
         with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 ----\nno answer; it was at.*_never_returns"):
             pool(2).run(_hang_on, 1)
         pool.run_timeout_s = timeout_s

@@ -111,15 +111,6 @@ class Communicator(Peers):
                 group = self.all_ranks if with_replicas else self.group
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
 
-    def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
-        if self.total_size == 1:
-            return value
-        found = torch.tensor(int(value))
-        with self.talk("a vote of all ranks", RecordKind.VOTE):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host_group)
-        return bool(found)
-
     def talk(self, action: str, kind: RecordKind) -> Guard:
         """See `RankGroup.talk`."""
         self.transport.before_talk()

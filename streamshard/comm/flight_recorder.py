@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
+from streamshard.comm.groups import MOST_CONNECTED, NETWORK_ADVICE, base_store
 from streamshard.errors import log
 from streamshard.torch_private import count_collectives
 
@@ -166,7 +167,7 @@ class FlightRecorder:
     Attributes:
         log: this rank's log.
         names: names of units, by tag; for messages.
-        wait: what this rank's host waits for, in words, and Unix time of its start; None: it does not wait.
+        wait: what this rank's host waits for, whose text says it, and Unix time of its start; None: it does not wait.
         difference: why the wait can never succeed; None: the watchdog has found no reason.
     """
 
@@ -175,13 +176,14 @@ class FlightRecorder:
     ) -> None:
         self.log = Log()
         self.names: Sequence[str] = ()
-        self.wait: tuple[str, float] | None = None
+        self.wait: tuple[object, float] | None = None
         self.difference: str | None = None
         self._rank, self._world_size = (0, 1) if group is None else (group.rank(), group.size())
         others = range(1, min(self._world_size, _MOST_PEERS + 1))
         self._peers = [(self._rank + step) % self._world_size for step in others]
         self._store: Any = None
         self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
+        self._has_lost_store = False  # the rank or launcher that hosts it has ended
         self._has_streams = has_streams
         self._since = 0.0  # the start of the wait that the watchdog has seen last
         self._report_at_s = _REPORT_AFTER_S
@@ -220,12 +222,16 @@ class FlightRecorder:
     def _read(self) -> dict[int, _Shown]:
         """The logs in the store, by rank, and this rank's own."""
         logs = {self._rank: self.log.show()}
-        with contextlib.suppress(RuntimeError):  # the rank that hosts the store may have ended
+        if self._has_lost_store:
+            return logs
+        try:
             self._show()
             for peer in self._peers:
                 if self._store.check([key := self._key + str(peer)]) and (text := self._store.get(key)):
                     *entries, total, time_s, others = json.loads(text)
                     logs[peer] = _Shown({entry[0]: tuple(entry) for entry in entries}, total, time_s, others)
+        except RuntimeError:
+            self._has_lost_store = True
         return logs
 
     def _find_difference(self, logs: Mapping[int, _Shown]) -> str | None:
@@ -268,7 +274,7 @@ class FlightRecorder:
 
     def _read_failure(self) -> str | None:
         """Which other rank has failed, and how; None if the store says of none."""
-        if self._store.check([_FAILURE_KEY]):
+        if not self._has_lost_store and self._store.check([_FAILURE_KEY]):
             rank, _, text = self._store.get(_FAILURE_KEY).decode().partition(":")
             return f"rank {rank} has failed: {text}" if int(rank) != self._rank else None
         return None
@@ -289,14 +295,19 @@ class FlightRecorder:
                     break
                 time.sleep(0.05)
         details = f"{error}. {missing}" if missing else str(error)
+        if "connecting" in details:
+            return f"{details}. {NETWORK_ADVICE}"
         return f"{details}. Either another rank has died, or ranks do not do the same. {_ADVICE}"
 
     # -- the watchdog -----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Compare logs if the wait has taken long enough; end the wait or log a warning. The thread calls this."""
-        with contextlib.suppress(RuntimeError):  # the rank that hosts the store may have ended
-            self._show_if_idle()
+        if not self._has_lost_store:
+            try:
+                self._show_if_idle()
+            except RuntimeError:  # the rank or launcher that hosts the store has ended
+                self._has_lost_store = True
         wait = self.wait
         if wait is None and not self._has_streams:
             return
@@ -310,7 +321,9 @@ class FlightRecorder:
         if reports:
             self._report_at_s = 2 * waited_s
         logs = self._read()
-        self.difference = self._find_difference(logs)
+        self.difference = self._find_difference(logs) or self._read_failure()
+        if self._has_lost_store and reports and wait is not None:
+            self.difference = "rank 0, or the launcher, which hosts the store of the process group, has ended"
         if self.difference is not None:
             self.post_failure(f"{what}: {self.difference}")
             if reports:  # nothing can end a wait on a device, so at least log the reason
@@ -320,7 +333,7 @@ class FlightRecorder:
         elif reports:
             missing = self._describe_missing(logs, among_shown=wait is None)
             if missing is not None or wait is not None:  # else this rank computes, or runs code of the user's
-                missing = missing or "all ranks have come, so a rank or the network is slow"
+                missing = missing or f"all ranks have come, so a rank or the network is slow. {NETWORK_ADVICE}"
                 last = logs[self._rank].last(self.names)
                 log.warning("%s has waited for %.0f s in %s (last: it %s): %s", self, waited_s, what, last, missing)
 
@@ -333,14 +346,14 @@ def _connect(group: dist.ProcessGroup) -> tuple[Any, Any]:
     """The store under the group's, and keys of the group in it that go through a second connection.
 
     Making a group blocks the first connection. A process has one second connection to a store while the store's object
-    lives: a connection takes seconds if the network's name server does not answer.
+    lives: a connection takes seconds if the network's name server does not answer. Ranks of a large group have none.
     """
     store: Any = group.get_group_store()
-    base = store
-    while isinstance(base, PrefixStore):
-        base = base.underlying_store
+    base = base_store(group)
     try:
-        if (connection := _connections.get(base)) is None:
+        if group.size() > MOST_CONNECTED:  # the host of the store would hold two sockets of each rank
+            connection = base
+        elif (connection := _connections.get(base)) is None:
             connection = _connections[base] = base.clone()
         name = store.compare_set("streamshard", "", uuid.uuid4().hex).decode()  # the same on all ranks
     except RuntimeError:  # not every store can do this

@@ -5,19 +5,36 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import fcntl
+import ipaddress
 import os
+import socket
+import struct
+import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.device import has_streams, serves
+from streamshard.device import accelerator, has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError
-from streamshard.torch_private import backend_of
+from streamshard.torch_private import backend_of, set_timeout
 
+NETWORK_ADVICE = (
+    "If ranks are on several machines: set GLOO_SOCKET_IFNAME on each to the name of its network interface that the "
+    "others reach, such as eth0 (`ip address` lists them)"
+)
+_ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): somewhere in the network
+_SIOCGIFADDR = 0x8915  # asks Linux for an interface's IPv4 address, see netdevice(7)
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
+# Of control messages. One rank may write files for hours while the others wait; the watchdog looks after what hangs.
+CONTROL_TIMEOUT = datetime.timedelta(hours=24)
+_CONNECTED_WITHIN = datetime.timedelta(minutes=1)
+MOST_CONNECTED = 32  # ranks of a group that connects at once
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
@@ -99,7 +116,10 @@ def make_default_group(device: torch.device, **rendezvous: Any) -> None:
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
     several = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
     timeout = datetime.timedelta(minutes=10)
-    dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **rendezvous)
+    world_size = int(rendezvous.get("world_size", os.environ.get("WORLD_SIZE", "1")))
+    with gloo_settings(os.environ.get("MASTER_ADDR"), world_size):
+        dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **rendezvous)
+        dist.all_reduce(torch.zeros(1))
     if has_streams(device):
         atexit.register(_end, weakref.ref(_default()))
 
@@ -112,8 +132,15 @@ def _default() -> dist.ProcessGroup:
 
 
 def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
-    """Destroy the default group at exit: NCCL warns otherwise."""
-    if dist.is_initialized() and group_of() is dist.group.WORLD:
+    """Destroy the default group at exit: NCCL warns otherwise.
+
+    After an uncaught exception, Ctrl-C too, other ranks may never issue what this rank has issued: NCCL would wait for
+    it until its timeout. So the group is aborted first.
+    """
+    if dist.is_initialized() and (group := group_of()) is not None and group is dist.group.WORLD:
+        if getattr(sys, "last_value", None) is not None:
+            with contextlib.suppress(RuntimeError):  # gloo cannot abort
+                group.abort()
         dist.destroy_process_group()
 
 
@@ -137,7 +164,9 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if serves(group, "cpu") and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
         return group
     if group not in _host_groups:
-        timeout = timeout_of(group) if serves(group, "cpu") else _DEFAULT_TIMEOUT
+        device = accelerator()
+        has_device = not serves(group, "cpu") or (device is not None and serves(group, device))
+        timeout = CONTROL_TIMEOUT if has_device else timeout_of(group)  # on CPUs steps use the group too
         _host_groups[group] = weakref.ref(make_host_group(group, timeout))
     return alive(_host_groups[group])
 
@@ -148,9 +177,81 @@ def make_host_group(group: dist.ProcessGroup, timeout: datetime.timedelta) -> di
     # With use_local_synchronization torch names a group by the number of groups that this rank is in. That number
     # may differ between ranks, so a group of all ranks does without.
     is_of_some = len(ranks) < dist.get_world_size()
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=is_of_some)
+    host = getattr(base_store(group), "host", os.environ.get("MASTER_ADDR"))
+    with gloo_settings(host, len(ranks)):
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, _CONNECTED_WITHIN, backend="gloo", use_local_synchronization=is_of_some
+        )
+        dist.all_reduce(torch.zeros(1), group=made)
+    set_timeout(timeout, made)
     _host_groups[made] = weakref.ref(made)
     return made
+
+
+def base_store(group: dist.ProcessGroup) -> Any:
+    """The store through which the ranks of `group` have found each other, such as a TCPStore."""
+    store: Any = group.get_group_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+@contextlib.contextmanager
+def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
+    """Settings for a gloo group that is made inside, unless the user has set the environment variables.
+
+    In a large group a rank connects to another one when it first sends to it: N - 1 sockets for each group would pass
+    `ulimit -n`. `close_connections` needs the connections of a ring, so a first exchange makes them. Small groups
+    connect at once, because gloo then says which connection was refused.
+
+    gloo would listen where this machine's host name leads. On Debian that is 127.0.1.1, which no other machine reaches.
+
+    Args:
+        host: the machine of rank 0, by name or address; None: not known.
+        ranks: the number of ranks.
+
+    Raises:
+        CommunicationError: the ranks cannot connect.
+    """
+    is_lazy = "1" if ranks > MOST_CONNECTED else None
+    wanted = {"TORCH_GLOO_LAZY_INIT": is_lazy, "GLOO_SOCKET_IFNAME": _interface_to(host)}
+    added = {name: value for name, value in wanted.items() if value is not None and name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(f"the ranks' hosts cannot connect: {error}. {NETWORK_ADVICE}") from error
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _interface_to(host: str | None) -> str | None:
+    """The network interface on the way to `host`, such as "eth0"; None if it is not known.
+
+    If `host` leads back to this machine while ranks are on several, the interface on the way out counts.
+    """
+    if host is None:
+        return None
+    address = _own_address(host)
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if address is not None and ipaddress.ip_address(address).is_loopback and not is_one_machine:
+        address = _own_address(_ELSEWHERE)
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _own_address(host: str) -> str | None:
+    """This machine's IPv4 address on the way to `host`. Sends nothing."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, 1))
+        address: str = way.getsockname()[0]
+        return address
+    return None
 
 
 def alive(group_of: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
-from streamshard.comm.groups import alive, close_connections, host_group_of
+from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of
 from streamshard.errors import CheckpointError, CommunicationError, ShardingError, StreamShardError
 from streamshard.torch_private import AllgatherOptions
 
@@ -45,24 +45,26 @@ class Guard:
         action: what happens inside, such as "the gather of".
         subject: what `action` is about, such as a unit's name; "" if nothing.
 
-    Attributes:
-        what: the wait, in words.
-
     Raises:
         CommunicationError: on entry, if `ranks` has failed before.
     """
 
-    __slots__ = ("_outer", "_ranks", "what")
+    __slots__ = ("_action", "_outer", "_ranks", "_subject")
 
     def __init__(self, ranks: RankGroup, action: str, subject: str = "") -> None:
         self._ranks = ranks
-        self.what = f"{action} {subject!r}" if subject else action
+        self._action = action
+        self._subject = subject
+
+    def __str__(self) -> str:
+        """The wait, in words. Made when somebody asks: each layer has several waits."""
+        return f"{self._action} {self._subject!r}" if self._subject else self._action
 
     def __enter__(self) -> None:
         ranks = self._ranks
         if ranks.failure is not None:
-            raise CommunicationError(f"{self.what} is not possible any more: {ranks.failure}")
-        self._outer, ranks.recorder.wait = ranks.recorder.wait, (self.what, time.time())
+            raise CommunicationError(f"{self} is not possible any more: {ranks.failure}")
+        self._outer, ranks.recorder.wait = ranks.recorder.wait, (self, time.time())
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ranks = self._ranks
@@ -70,10 +72,10 @@ class Guard:
         if error is None or (ranks.failure is not None and isinstance(error, StreamShardError)):
             return
         if not isinstance(error, RuntimeError) or isinstance(error, (StreamShardError, *_OWN)):
-            ranks.fail(f"{self.what} ended with {type(error).__name__}: {error}")
+            ranks.fail(f"{self} ended with {type(error).__name__}: {error}")
             return
         ranks.abort()  # so that the others show their logs
-        message = f"{self.what} failed on {ranks.recorder}: {ranks.recorder.explain(error)}"
+        message = f"{self} failed on {ranks.recorder}: {ranks.recorder.explain(error)}"
         ranks.fail(message)
         raise CommunicationError(message) from error
 
@@ -87,7 +89,7 @@ class RankGroup:
         replica: number of this rank's replica of the model.
         has_streams: the ranks are on devices.
         meeting: what an exchange is, in errors.
-        timeout: of an exchange; None: the group's own. With a timeout no watchdog looks: a disk may be slow.
+        timeout: of an exchange; None: `CONTROL_TIMEOUT`. With a timeout no watchdog looks: a disk may be slow.
 
     Attributes:
         number: this rank's number, from 0.
@@ -217,10 +219,20 @@ class RankGroup:
     def _all_gather(self, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
         results = tensor.new_empty(group.size(), tensor.numel())
         options = AllgatherOptions()
-        if self._timeout is not None:
-            options.timeout = self._timeout
+        options.timeout = self._timeout or CONTROL_TIMEOUT
         group.allgather([list(results.unbind())], [tensor], options).wait()
         return results
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
+        if self.total_size == 1:
+            return value
+        with self.talk("a vote of all ranks", RecordKind.VOTE):
+            found, options = torch.tensor([int(value)]), dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            options.timeout = self._timeout or CONTROL_TIMEOUT
+            self.host_group.allreduce([found], options).wait()
+            return bool(found)
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, pickled. Blocks; for set-up."""

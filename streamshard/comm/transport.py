@@ -137,6 +137,20 @@ class Transport(abc.ABC):
             tag: index of the flat parameter whose main grads `tensor` holds; None: it holds something else.
         """
 
+    def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
+        """Start to let each rank know the flags of all ranks.
+
+        Args:
+            flags: [F] uint8, this rank's.
+            gathered: [`flags_numel`] uint8; the maximum over its rows of F is that of all ranks.
+            tag: of the message.
+        """
+        return self.start_gather(flags, gathered, tag)
+
+    def flags_numel(self, count: int) -> int:
+        """The length of `gathered` in `start_flags`, for `count` flags."""
+        return count * self.ranks.world_size
+
     @abc.abstractmethod
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """Start an all-to-all. Several may be pending."""

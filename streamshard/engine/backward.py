@@ -202,7 +202,6 @@ class Backward(Phase):
             self._advance(unit)
         scale = engine.inputs.grad_scale
         engine.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)
-        engine.observe(StepEvent.GRAD_WRITTEN, unit.index)
 
     def _reduce(self, unit: StreamedUnit) -> None:
         if not self._leaves_unreduced:
@@ -355,10 +354,14 @@ def _take(
 
 
 def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
-    name = unit.params[param_index].name
-    if grad.requires_grad:
-        raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
-    if engine.phase is not None and engine.phase.is_forward:
+    phase = engine.phase
+    if type(phase) is Backward and not (grad.requires_grad or phase.has_ended):
+        phase.take(unit, param_index, grad)
+        return
+    if grad.requires_grad or phase is not None and phase.is_forward:
+        name = unit.params[param_index].name
+        if grad.requires_grad:
+            raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
         raise ShardingError(
             f"backward() inside the model's forward has made a gradient of {name!r}, which is reduced over ranks only "
             "in a backward after it: use torch.autograd.grad(..., inputs) for what the forward needs"

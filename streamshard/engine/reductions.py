@@ -2,7 +2,8 @@
 
 `Reductions` owns the reductions under way. `UsedParams` lets ranks agree on which parameters had a gradient. A
 parameter that no rank used keeps ``grad = None``, so the optimizer skips it, as under DistributedDataParallel. On CUDA
-the host of a rank that used all parameters does not wait for this exchange: its own flags are the answer.
+neither the host nor the compute stream of a rank that used all parameters waits for this exchange: its own flags are
+the answer.
 """
 
 from __future__ import annotations
@@ -118,9 +119,8 @@ class Reductions:
             The parameters that have a new gradient.
         """
         reduced = [unit for unit in self._units if unit.grads.reductions]
-        self.used.start()
-        self.complete()
-        used = self.used.finish()
+        self.complete()  # before the exchange, which the compute stream may not have to wait for
+        used = self.used.exchange()
         return [param for unit in reduced for param in unit.grads.finish(used[unit.index])]
 
     def complete(self) -> None:
@@ -169,7 +169,7 @@ class UsedParams:
     Args:
         units: all units; each knows which of its parameters were used here.
         ranks: the shard group, the first stage.
-        ledger: allocates [F] and [N * F] uint8, F the number of parameters; with R replicas [R * N * F] too.
+        ledger: allocates uint8, see `Transport.start_flags`.
         replicas: the replicate axis, the second stage; None on a 1-D mesh.
     """
 
@@ -182,7 +182,7 @@ class UsedParams:
         count = sum(len(unit.layout.params) for unit in units) if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
         for stage in self._stages:
-            count *= stage.world_size
+            count = stage.transport.flags_numel(count)
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
         self._tag = sum(len(unit.flat_params) for unit in units)  # behind those of the flat parameters
@@ -199,39 +199,28 @@ class UsedParams:
         """The communicators of the exchanges, in order; those of one rank are left out."""
         return [stage for stage in (self._ranks, self._replicas) if stage is not None and stage.world_size > 1]
 
-    def start(self) -> None:
-        """Send this rank's flags: copied on the compute stream, exchanged on the stream of the first stage."""
-        if not self._stages:
-            return
-        with self._ranks.guard("the exchange of which parameters were used"):
-            flags = [grad.is_used for unit in self._units for grad in unit.grads.params]
-            if flags != self._sent:
-                self._sent = flags
-                is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
-                told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
-                self._flags[0].copy_(told, non_blocking=is_remote)
-            self._start(0)
+    def exchange(self) -> list[list[bool]]:
+        """Tell the other ranks which parameters were used here.
 
-    def _start(self, stage: int) -> None:
-        here, everywhere = self._flags[stage : stage + 2]
-        self._written[stage].record()
-        self._written[stage].wait()  # rule 5: the exchange does not read what is being written
-        self._arrived[stage].record(self._stages[stage].transport.start_gather(here, everywhere, self._tag))
-
-    def finish(self) -> list[list[bool]]:
-        """By unit, which parameters any rank used. On CUDA the host waits only if this rank left a parameter out."""
+        Returns:
+            By unit, which parameters any rank used. On a device the host waits only if this rank left a parameter out.
+        """
         here = [[grad.is_used for grad in unit.grads.params] for unit in self._units]
         if not self._stages:
             return here
-        with self._ranks.guard("the exchange of which parameters were used"):
-            # rule 7. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
-            self._arrived[0].wait()
-            for stage in range(1, len(self._stages)):
-                self._start(stage)
-                self._arrived[stage].wait()
         is_complete = all(
             grad.is_used or not unit.grads.counts(grad) for unit in self._units for grad in unit.grads.params
         )
+        with self._ranks.guard("the exchange of which parameters were used"):
+            self._write([is_used for unit in here for is_used in unit])
+            for stage, ranks in enumerate(self._stages):
+                self._written[stage].record()
+                self._written[stage].wait()  # rule 5: the exchange does not read what is being written
+                own, gathered = self._flags[stage : stage + 2]
+                self._arrived[stage].record(ranks.transport.start_flags(own, gathered, self._tag))
+                # On the CPU not left for later: gloo's work objects must not outlive a profiler that saw them made.
+                if not is_complete or not self._ranks.streams.has_streams or stage + 1 < len(self._stages):
+                    self._arrived[stage].wait()  # rule 7
         if is_complete:
             return here
         anywhere = self._flags[-1].view(-1, self._flags[0].numel()).amax(0).tolist()
@@ -241,3 +230,12 @@ class UsedParams:
             result.append([bool(flag) for flag in anywhere[start:stop]])
             start = stop
         return result
+
+    def _write(self, flags: list[bool]) -> None:
+        """Copy `flags` to the device, unless the last exchange has sent the same. Compute stream."""
+        if flags != self._sent:
+            self._sent = flags
+            self._arrived[0].wait()  # rule 7: by then the last exchange has read the old ones
+            is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
+            told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
+            self._flags[0].copy_(told, non_blocking=is_remote)

@@ -96,6 +96,17 @@ class AdversarialTransport(Transport):
         self._declare(Collective.ALL_REDUCE, tag, writes=(tensor,))
         return self._start(lambda: self.inner.start_average(tensor, tag))
 
+    def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_flags`. Until it is waited for `gathered` holds 255s."""
+        self._declare(Collective.ALL_GATHER, tag, reads=(flags,), writes=(gathered,))
+        with self.streams.on(self.stream):
+            _spoil(gathered)
+        return self._start(lambda: self.inner.start_flags(flags, gathered, tag))
+
+    def flags_numel(self, count: int) -> int:
+        """See `Transport.flags_numel`."""
+        return self.inner.flags_numel(count)
+
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`. What is received holds NaN until then, what was sent afterwards."""
         written = (exchange.send, exchange.received)

@@ -160,9 +160,11 @@ def refuse_marks(name: str, param: nn.Parameter) -> None:
     Raises:
         ShardingError: names the parameter and the library.
     """
-    if marks := param.__dict__.keys() & {"_in_backward_optimizers", "grad_sample"}:
+    attributes = param.__dict__
+    if "_in_backward_optimizers" in attributes or "grad_sample" in attributes:
+        mark = "grad_sample" if "grad_sample" in attributes else "_in_backward_optimizers"
         raise ShardingError(
-            f"parameter {name!r} has {marks.pop()}: _apply_optimizer_in_backward or opacus takes its gradient before "
+            f"parameter {name!r} has {mark}: _apply_optimizer_in_backward or opacus takes its gradient before "
             "ranks average it. Leave that out; param.register_post_accumulate_grad_hook gets the sharded gradient"
         )
 

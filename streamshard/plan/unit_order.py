@@ -1,8 +1,8 @@
 """The order in which a pass all-gathers units, learnt from the first training passes.
 
-After each pass with gradients the ranks agree on the order in which they have used units. Once every streamed unit was
-used, or the orders of ranks contradict each other, ranks stop exchanging orders. See [Note: one program] in
-`streamshard.plan.program`.
+After each pass with gradients the ranks agree on the order in which they have used units. Each exchange lets hosts wait
+for each other, so ranks stop it once every streamed unit was used, after `_QUIET_PASSES` passes in a row without news,
+or when the orders of ranks contradict each other. See [Note: one program] in `streamshard.plan.program`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from streamshard.plan.program import Schedule
+
+_QUIET_PASSES = 10
 
 
 class Communicator(Protocol):
@@ -42,6 +44,7 @@ class UnitOrder:
         self.order = first_order(streamed)
         self._known: tuple[int, ...] = ()  # of the units that training passes have used so far
         self.is_settled = False
+        self._quiet_passes = 0  # in a row, that have brought no news
 
     def learn(self, schedule: Schedule, ranks: Communicator, *, has_failed: bool) -> None:
         """A pass with gradients is over: learn the order of units from its use, here and on other ranks. Collective.
@@ -55,7 +58,9 @@ class UnitOrder:
         """
         used = None if has_failed else tuple(schedule.used)
         has_news = schedule.has_requests or used is None or not is_part_of(used, self._known)
+        self._quiet_passes += 1
         if ranks.any_rank(has_news):
+            self._quiet_passes = 0
             everywhere = dict.fromkeys(ranks.gather_objects(used))
             if None in everywhere:
                 return
@@ -68,7 +73,8 @@ class UnitOrder:
             if (order := join_orders(everywhere, self.order)) is not None:
                 schedule.take_order(merge_order(order, self._streamed))
         if not self.is_settled:
-            self.is_settled = all(unit in self._known for unit, streamed in enumerate(self._streamed) if streamed)
+            is_known = all(unit in self._known for unit, streamed in enumerate(self._streamed) if streamed)
+            self.is_settled = is_known or self._quiet_passes == _QUIET_PASSES
 
 
 def first_order(turns: Sequence[bool]) -> tuple[int, ...]:

@@ -2,19 +2,22 @@
 
     autograd -write-> grad slot -start_reduce-> main grads -finish-> ``.grad`` of the sharded parameters
 
-If another unit needs the slot in between, gradients are *spilled*: copied to memory of their own. If a backward does
-not reduce (``no_sync()`` with a grad slot for each unit), gradients wait in the slot, and using ``.grad`` raises.
+`UnitGrads.write` keeps small gradients until they amount to `_STAGED_BYTES`, and copies them together, since the host's
+time for a call is what small copies cost. If another unit needs the slot in between, gradients are *spilled*: copied to
+memory of their own. If a backward does not reduce (``no_sync()`` with a grad slot for each unit), gradients wait in the
+slot, and using ``.grad`` raises.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Work, as_one
+from streamshard.comm.streams import StepEvent, Work, as_one
 from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
 from streamshard.plan.flat_params import FlatParam
@@ -28,6 +31,8 @@ _WHY_EARLIER = (
     "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
     "needed behind zero_grad()"
 )
+
+_STAGED_BYTES = 1 << 20
 
 
 class FlatParamGrads:
@@ -101,7 +106,7 @@ class ParamGrad:
         has_room: there is memory for the gradient.
         in_slot: [shape of `view`] grad_dtype, the place in the grad slot; with one rank, fp32 in the main grads.
         in_main: [local shape] fp32, this rank's piece of the main grads. Becomes ``.grad``.
-        is_written: this backward has written `in_slot`.
+        is_written: this backward has written `in_slot`, or is about to, see `UnitGrads.write`.
         is_used: this rank's graphs have made a gradient; the other ranks are told.
         is_kept: `in_main` holds the ``.grad`` from before this backward, to which the reduction is added.
         waits: the gradient stays in the slot, or in main grads that replicas have not averaged, until a later backward.
@@ -111,6 +116,7 @@ class ParamGrad:
     in_slot: torch.Tensor
     in_main: ShardedTensor
     _local: torch.Tensor  # `in_main` as a plain tensor
+    _piece: Piece  # what it is a piece of
 
     def __init__(self, shard: ParamShard, view: nn.Parameter, memory: FlatParamGrads | None) -> None:
         self.shard = shard
@@ -121,38 +127,35 @@ class ParamGrad:
         self.is_kept = False
         self.waits = False
         self.spilled: torch.Tensor | None = None
-        self._life = Life()
         if memory is not None:
             layout = shard.layout
             self.in_slot = memory.all.narrow(0, layout.offset, layout.numel).view(layout.shape)
-            self._renew(shard.shaped(memory.main), shard.what(memory.ranks).of_grad())
+            self._local, self._piece = shard.shaped(memory.main), shard.what(memory.ranks).of_grad()
+
+    def renew(self, life: Life) -> None:
+        """Make `in_main` anew. Inside `AsTensors`."""
+        self.in_main = ShardedTensor.wrap(self._local.detach(), self._piece, life)
 
     def move(self, memory: FlatParamGrads) -> None:
-        """The main grads have moved to `memory.main`. A gradient that the user still holds raises from now on."""
-        self._renew(self.shard.shaped(memory.main), self.in_main.piece)
+        """The main grads have moved to `memory.main`. `renew` follows."""
+        self._local = self.shard.shaped(memory.main)
 
-    def _renew(self, local: torch.Tensor, piece: Piece) -> None:
-        """Make `in_main` anew. Earlier ones, which the user may still hold, raise from now on."""
-        self._life.why_over = _WHY_EARLIER
-        self._life, self._local = Life(), local
-        self.in_main = ShardedTensor.wrap(local.detach(), piece.with_life(self._life))
+    def take(self) -> bool:
+        """Move ``.grad`` into the main grads. Inside `AsTensors`.
 
-    def take(self) -> None:
-        """Move ``.grad`` into the main grads. Earlier gradients that the user still holds raise from now on.
-
-        Inside `AsTensors`.
+        Returns:
+            Whether ``.grad`` is `in_main`, as the last backward has left it.
         """
-        param = self.shard.param
-        grad = None if grad_attribute.__get__(param) is None else param.grad
+        grad = grad_attribute.__get__(self.shard.param)
         self.is_kept = grad is not None
-        if grad is not self.in_main:
-            self._renew(self._local, self.in_main.piece)
-            if grad is not None:
-                self.in_main.copy_(grad)
+        is_same: bool = grad is self.in_main
         if grad is not None:
-            put_grad(param, None)
+            if not is_same:
+                self._local.copy_(grad)
+            put_grad(self.shard.param, None)
+        return is_same
 
-    def give(self) -> nn.Parameter:
+    def give(self) -> None:
         """Make the piece of the main grads ``.grad``, plus what autograd has put there meanwhile (of a penalty).
 
         Inside `AsTensors`.
@@ -162,7 +165,6 @@ class ParamGrad:
             self.in_main.add_(own)
         drop_unreduced(param)
         grad_attribute.__set__(param, self.in_main)
-        return param
 
     def forget(self, *, is_in_slot: bool) -> None:
         """Zero the gradient in the main grads, and in the slot if it waits there."""
@@ -200,7 +202,10 @@ class UnitGrads:
         self.has_unreduced = False
         self.waits = False
         self._index = index
+        self._life = Life()  # of the gradients that parameters have now
         self._trained: list[ParamGrad] = []  # those of `params` that have room
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # places in the slot, and gradients to copy there
+        self._staged_bytes = 0
         self._has_taken = False  # whether this backward has moved ``.grad`` into main grads
         self._adds = False  # main grads hold something that the next reduction adds to
 
@@ -210,12 +215,14 @@ class UnitGrads:
         self.params.append(ParamGrad(shard, view, memory))
         if memory is not None:
             self._trained.append(self.params[-1])
+            with AsTensors():
+                self._trained[-1].renew(self._life)
 
     @property
     def is_open(self) -> bool:
         """Whether gradients can be written: the slot is this unit's."""
         if self.slot is None:
-            return any(grad.is_used for grad in self.params)
+            return self._has_taken
         return self.slot.content == self._index
 
     def open(self) -> None:
@@ -247,12 +254,22 @@ class UnitGrads:
                 for grad in self._trained:
                     if grad.shard.flat_param is flat_param.layout:
                         grad.move(flat_param)
+                self._renew()
+
+    def _renew(self) -> None:
+        """Gradients of the unit that the user still holds raise from now on."""
+        self._life.why_over = _WHY_EARLIER
+        self._life = Life()
+        with AsTensors():
+            for grad in self._trained:
+                grad.renew(self._life)
 
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `finish`: what autograd puts there meanwhile is its own."""
         with AsTensors():
-            for grad in self._trained:
-                grad.take()
+            are_same = [grad.take() for grad in self._trained]
+        if not all(are_same):
+            self._renew()
         self._adds = any(grad.is_kept for grad in self._trained)
         if self._adds:
             for grad in self._trained:
@@ -261,6 +278,8 @@ class UnitGrads:
 
     def write(self, param_index: int, value: torch.Tensor) -> None:
         """Copy gradient `value` [shape of the unsharded parameter] into the slot. Its only copy. Compute stream.
+
+        A small one is kept, and copied together with the next ones, at the latest when the reduction starts.
 
         Raises:
             ShardingError: the parameter was frozen when the model was sharded.
@@ -274,13 +293,34 @@ class UnitGrads:
         grad.is_used = self.has_unreduced = True
         if value.is_sparse:
             value = value.to_dense()
-        if self.slot is not None and self.slot.has_streams:
-            self.slot.join()
+        is_on_first_stream = self.slot is None or not self.slot.has_streams or self.slot.join()
         if grad.is_written:
+            self._copy_staged()
             grad.in_slot.add_(value)
-        else:
+            self._tell_of_write()
+        elif not is_on_first_stream:
             grad.in_slot.copy_(value)
+            self._tell_of_write()
+        else:
+            self._staged.append((grad.in_slot, value))
+            self._staged_bytes += value.nbytes
+            if self._staged_bytes >= _STAGED_BYTES:
+                self._copy_staged()
         grad.is_written = True
+
+    def _copy_staged(self) -> None:
+        """Copy the gradients that `write` has kept. On the stream on which the slot was opened, which made them."""
+        if self._staged:
+            places, values = zip(*self._staged, strict=True)
+            with self.slot.on_first_stream() if self.slot is not None else contextlib.nullcontext():
+                torch._foreach_copy_(places, values)
+            self._staged.clear()
+            self._staged_bytes = 0
+            self._tell_of_write()
+
+    def _tell_of_write(self) -> None:
+        for observer in self.flat_params[0].ranks.streams.observers:
+            observer.on_event(StepEvent.GRAD_WRITTEN, self._index)
 
     def spill(self) -> None:
         """Copy gradients out of the slot, which another unit needs, until this unit opens it again. Compute stream.
@@ -288,6 +328,7 @@ class UnitGrads:
         Happens only if a unit's layers run before and after those of another unit in the same slot.
         """
         assert self.slot is not None
+        self._copy_staged()
         self.slot.content = None
         for grad in self.params:
             if grad.is_written:
@@ -297,6 +338,7 @@ class UnitGrads:
         """Start the reduction from slot to main grads (rule 4). Parameters without a gradient contribute zeros."""
         self.reductions += 1
         self.has_unreduced = False
+        self._copy_staged()
         slot = self.slot
         if slot is not None and slot.has_streams:
             slot.join()
@@ -322,11 +364,11 @@ class UnitGrads:
         given = []
         with AsTensors():
             for grad, is_used in zip(self.params, used, strict=True):
-                is_new = is_used and self.counts(grad)
+                is_new = is_used and grad.has_room and (grad.view.requires_grad or self.waits)
                 if self._has_taken and (grad.is_kept or is_new):
-                    param = grad.give()
+                    grad.give()
                     if is_new:
-                        given.append(param)
+                        given.append(grad.shard.param)
                 grad.is_used = False
         self._has_taken = self.waits = False
         return given
@@ -340,6 +382,8 @@ class UnitGrads:
 
     def give_up(self) -> None:
         """The backward has failed: discard all gradients of the unit, and free the slot."""
+        self._staged.clear()
+        self._staged_bytes = 0
         for grad in self.params:
             grad.is_written = grad.is_used = grad.is_kept = False
             grad.spilled = None
@@ -358,6 +402,7 @@ class UnitGrads:
         Args:
             has_trained: whether the unit was trainable in this backward.
         """
+        self._copy_staged()
         self.waits = self.waits or has_trained
         if not self._has_taken:
             return

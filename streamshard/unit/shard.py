@@ -8,9 +8,11 @@ optimizer built before sharding keeps working; their data become pieces of the m
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from streamshard.plan.layout import FlatParamLayout, LocalRange, ParamLayout
 from streamshard.plan.memory import Category
 from streamshard.plan.structure import is_meta, leave_inference_mode
 from streamshard.torch_private import AsTensors, swap_tensor
-from streamshard.unit.sharded_parameter import be_piece, data_of
+from streamshard.unit.sharded_parameter import be_piece
 from streamshard.unit.sharded_tensor import Piece
 
 
@@ -175,8 +177,11 @@ class GradSlot:
             self._writers.append(self._streams.device_stream(StreamName.COMPUTE))
         self.content = unit
 
-    def join(self) -> None:
+    def join(self) -> bool:
         """The current stream of the device is about to write: it waits as the first one has.
+
+        Returns:
+            Whether the current stream is the first one.
 
         autograd makes a gradient on the stream of the forward, which a layer may change (shared experts, say), and
         lets that of the caller wait for all of them at the end of backward only.
@@ -185,6 +190,14 @@ class GradSlot:
         if stream not in self._writers:
             self.drained.wait()  # rule 3
             self._writers.append(stream)
+        return bool(stream == self._writers[0])
+
+    def on_first_stream(self) -> AbstractContextManager[object]:
+        """Run the body on the stream on which the slot was opened."""
+        if self._writers and self._streams.device_stream(StreamName.COMPUTE) != self._writers[0]:
+            context: AbstractContextManager[object] = self._streams.module.stream(self._writers[0])
+            return context
+        return contextlib.nullcontext()
 
     def finish_writing(self) -> None:
         """Nothing is written any more: the comm stream goes on after what was, on whatever stream (rule 4)."""
@@ -320,11 +333,13 @@ class FlatParamShard:
     def to_wire(self) -> None:
         """Cast main weights to the all-gather input, for all all-gathers of the next pass. Compute stream.
 
+        Inside `AsTensors`.
+
         Raises:
             ShardingError: a parameter was given other memory, which its collectives would not see.
         """
         for shard in self.params:
-            if shard.local.numel and data_of(shard.param).data_ptr() != shard.piece.data_ptr():
+            if shard.local.numel and shard.param.data_ptr() != shard.piece.data_ptr():
                 raise ShardingError(
                     f"parameter {shard.name!r} was given other memory (param.data = ..., .half(), .to()), and layers "
                     "compute with the memory that StreamShard has given it: copy into that (param.data.copy_). Instead "

@@ -80,7 +80,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         """Raise unless `value` is a piece of the same elements."""
         with AsTensors():
             if isinstance(value, ShardedTensor):
-                fits = value.piece.is_like(self.piece) and not value.piece.why_unusable
+                fits = value.piece.is_like(self.piece) and not value.why_unusable
             else:
                 fits = self.piece.takes(value)
         if not fits:
@@ -136,8 +136,7 @@ def keep_unreduced(param: nn.Parameter) -> None:
     """The gradient of `param` waits in its grad slot until `drop_unreduced`, which setting ``.grad`` calls too."""
     piece = piece_of(param)
     assert piece is not None
-    marker = piece.of_grad()._replace(life=Life(_WHY_UNREDUCED))
-    _unreduced[param] = ShardedTensor.wrap(torch.empty(0), marker)
+    _unreduced[param] = ShardedTensor.wrap(torch.empty(0), piece.of_grad(), Life(_WHY_UNREDUCED))
 
 
 def drop_unreduced(param: torch.Tensor) -> bool:
@@ -154,4 +153,4 @@ def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
     """Raise if the gradient of one of `params` waits: `what` needs the reduced gradient."""
     for param in params if _unreduced.data else ():
         if (unreduced := _unreduced.get(param)) is not None:
-            raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.piece.why_unusable}")
+            raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.why_unusable}")

@@ -38,7 +38,7 @@ _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mappin
 
 
 class Life:
-    """Whether the memory of a gradient still holds that gradient. Shared by all tensors on that memory.
+    """Whether the memory of a unit's gradients still holds them. Shared by all tensors on that memory.
 
     Attributes:
         why_over: why no operation may use the values; empty if operations may.
@@ -60,7 +60,6 @@ class Piece(NamedTuple):
         flat_param, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
         ledger_of: returns the model's `Ledger` (see `streamshard.unit.shard`), None once the model is gone.
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
-        life: of the memory of a gradient; None: the memory is the tensor's own.
     """
 
     name: str
@@ -73,12 +72,6 @@ class Piece(NamedTuple):
     place: ParamLayout
     ledger_of: Callable[[], Any]
     is_weight: bool = True
-    life: Life | None = None
-
-    @property
-    def why_unusable(self) -> str:
-        """Why no operation may use the values; empty if operations may."""
-        return "" if self.life is None else self.life.why_over
 
     @property
     def full(self) -> torch.Tensor:
@@ -96,10 +89,6 @@ class Piece(NamedTuple):
     def of_grad(self) -> Piece:
         """The same elements of the gradient."""
         return self._replace(is_weight=False)
-
-    def with_life(self, life: Life) -> Piece:
-        """The same elements, in memory of that life. `_replace` takes four times as long, for each gradient."""
-        return Piece._make((*self[:-1], life))
 
     def range_of(self, rank: int) -> LocalRange:
         """Which elements of the flattened parameter `rank` of the shard group has."""
@@ -129,12 +118,14 @@ class ShardedTensor(torch.Tensor):
 
     Attributes:
         piece: what the tensor is a piece of.
+        life: of the memory of a gradient; None: the memory is the tensor's own.
     """
 
     piece: Piece
+    life: Life | None = None
 
     @classmethod
-    def wrap(cls, local: torch.Tensor, piece: Piece) -> ShardedTensor:
+    def wrap(cls, local: torch.Tensor, piece: Piece, life: Life | None = None) -> ShardedTensor:
         """Make `local`, the same object, a ShardedTensor.
 
         Another object would be another node of the graph, where that of ``p.expand_as(p)`` is expected.
@@ -144,7 +135,14 @@ class ShardedTensor(torch.Tensor):
         local.__class__ = ShardedTensor
         tensor = cast(ShardedTensor, local)
         tensor.piece = piece
+        if life is not None:
+            tensor.life = life
         return tensor
+
+    @property
+    def why_unusable(self) -> str:
+        """Why no operation may use the values; empty if operations may."""
+        return "" if self.life is None else self.life.why_over
 
     @classmethod
     @skip  # compiled functions break here: what other ranks have is not in their graphs
@@ -172,7 +170,7 @@ class ShardedTensor(torch.Tensor):
         """A piece of the same. People copy averages of weights and optimizer state."""
         with AsTensors():
             copied = self.as_subclass(torch.Tensor).detach().clone().requires_grad_(self.requires_grad)
-        memo[id(self)] = ShardedTensor.wrap(copied, self.piece._replace(life=None))
+        memo[id(self)] = ShardedTensor.wrap(copied, self.piece)
         return cast(ShardedTensor, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -197,13 +195,14 @@ def is_piece(tensor: torch.Tensor) -> bool:
 def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """All that this calls runs without __torch_function__."""
     tensors = [value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor)]
-    for piece in (tensor.piece for tensor in tensors if tensor.piece.why_unusable and answer is not _shape):
-        raise ShardingError(f"{name_of(func)}: {piece.what} {piece.why_unusable}")
+    for tensor in (each for each in tensors if each.why_unusable and answer is not _shape):
+        raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
     with AsTensors():
         if tensors[0].piece.ranks.world_size == 1:
             result = func(*args, **kwargs)
             is_alias = isinstance(result, torch.Tensor) and result.shape == tensors[0].shape
-            return _wrapped(result, tensors[0].piece, args) if is_alias and _lies_on(result, args) else result
+            is_on_grad = is_alias and _life_under(result, args) is not None
+            return _wrapped(result, tensors[0].piece, args) if is_on_grad else result
         return answer(func, tensors[0], full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
 
 
@@ -230,13 +229,14 @@ def _wrapped(result: Any, piece: Piece | None, values: Iterable[Any]) -> Any:
     is_new = isinstance(result, torch.Tensor) and not any(result is value for value in flat(values))
     if piece is None or not is_new or isinstance(result, ShardedTensor):
         return result
-    return ShardedTensor.wrap(result, piece if _lies_on(result, values) else piece._replace(life=None))
+    return ShardedTensor.wrap(result, piece, _life_under(result, values))
 
 
-def _lies_on(result: torch.Tensor, values: Iterable[Any]) -> bool:
-    """Whether `result` is on the memory of a gradient in `values`."""
-    lives = [value for value in flat(values) if isinstance(value, ShardedTensor) and value.piece.life is not None]
-    return any(value.untyped_storage().data_ptr() == result.untyped_storage().data_ptr() for value in lives)
+def _life_under(result: torch.Tensor, values: Iterable[Any]) -> Life | None:
+    """The life of the gradient in `values` whose memory `result` is on; None if there is none."""
+    grads = (value for value in flat(values) if isinstance(value, ShardedTensor) and value.life is not None)
+    storage = result.untyped_storage().data_ptr()
+    return next((grad.life for grad in grads if grad.untyped_storage().data_ptr() == storage), None)
 
 
 def _common(func: Callable[..., Any], values: Iterable[Any]) -> Piece | None:

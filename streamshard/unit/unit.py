@@ -138,21 +138,20 @@ class StreamedUnit:
 
         Called in forward and in backward: in torch a parameter gets a gradient if it required one in both.
         """
-        trainable = False
         with AsTensors():  # an AbsentWeight would answer for the sharded parameter
-            for param, view in zip(self._sharded, self.views, strict=True):
-                wanted = param.requires_grad
-                trainable = trainable or wanted
-                if view.requires_grad is not wanted:
-                    view.requires_grad_(wanted)
-        self.is_trainable = trainable and bool(self.grads.flat_params)
+            wanted = [param.requires_grad for param in self._sharded]
+            if wanted != [view.requires_grad for view in self.views]:
+                for view, trains in zip(self.views, wanted, strict=True):
+                    view.requires_grad_(trains)
+        self.is_trainable = any(wanted) and bool(self.grads.flat_params)
 
     def give_trainability(self) -> None:
         """Set ``requires_grad`` of the sharded parameters to what a forward has set on the unsharded ones."""
         with AsTensors():
-            for param, view in zip(self._sharded, self.views, strict=True):
-                if param.requires_grad is not view.requires_grad:
-                    param.requires_grad_(view.requires_grad)
+            trains = [view.requires_grad for view in self.views]
+            if trains != [param.requires_grad for param in self._sharded]:
+                for param, wanted in zip(self._sharded, trains, strict=True):
+                    param.requires_grad_(wanted)
 
     def versions(self) -> list[int]:
         """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
+from streamshard.comm import flight_recorder
 from streamshard.errors import StreamShardError
 from streamshard.optim import elementwise
 from tests.models import DIM, Stack
@@ -132,6 +133,7 @@ def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix:
     store = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False))
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size, timeout=timeout)
+    flight_recorder._LOGS_WITHIN_S = 0.2
     model, optimizer = _state(-1)
     count = 0
     if latest(directory) is not None:

@@ -90,12 +90,6 @@ def _export_alone(model: nn.Module, directory: Path, size: int | str) -> None:
     export_shards(model, shards_for(model, 0, 1), group, directory, None, size)
 
 
-@pytest.fixture(autouse=True)
-def disks_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of syncs would be all that these tests do."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 class Killed(BaseException):
     """The process is no more."""
 

@@ -171,20 +171,6 @@ def test_pieces_of_parts_are_not_saved_as_if_they_were_whole(context: RankContex
 
 
 @on_ranks(2)
-def test_parameters_are_not_pickled_as_if_they_were_whole(context: RankContext) -> None:
-    """A list of them; inside `summon_full_params` they are whole."""
-    model, plain = _model()
-    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' is one rank's piece of \(16, 16\)"):
-        pickle.dumps(list(model.parameters()))
-    with model.summon_full_params():
-        loaded = pickle.loads(pickle.dumps(list(model.parameters())))
-        assert {type(param) for param in loaded} == {nn.Parameter}
-    assert_same(dict(enumerate(loaded)), dict(enumerate(plain.parameters())), "loaded")
-    with pytest.raises(ShardingError, match="one rank's piece"):
-        pickle.dumps(model.head.bias)
-
-
-@on_ranks(2)
 def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
     """They would take pieces for whole tensors; with one rank they are."""
     from torch.distributed.checkpoint.state_dict import (
@@ -256,10 +242,16 @@ MEMORY_OF: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("precision", [FP32, Precision(param_dtype=torch.bfloat16)])
-@pytest.mark.parametrize("slots", [2, "all"])
-@pytest.mark.parametrize("name", list(MEMORY_OF))
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "name", "slots", "precision"),
+    [
+        (1, "data", 2, FP32),
+        (2, "data", 2, FP32),
+        (2, "detached", "all", FP32),
+        (2, "in a dictionary", "all", Precision()),
+    ],
+)
 def test_views_of_main_weights_are_not_pickled(
     context: RankContext, name: str, slots: Any, precision: Precision
 ) -> None:

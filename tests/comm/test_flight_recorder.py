@@ -87,9 +87,10 @@ WAYS: dict[str, Callable[[Any, int], None]] = {
 
 def _caught(context: RankContext, over: str, way: str) -> str:
     """What this rank was told."""
-    model = _model(over)
-    with mock.patch.object(recorder, "_PATIENCE_S", 0.2), pytest.raises(CommunicationError, match="Join") as caught:
-        WAYS[way](model, context.rank)
+    with mock.patch.object(recorder, "_PATIENCE_S", 0.1):
+        model = _model(over)
+        with pytest.raises(CommunicationError, match="Join") as caught:
+            WAYS[way](model, context.rank)
     with pytest.raises(CommunicationError, match="is not possible any more: .*ranks do not do the same"):
         model(vector_batch(0, context.rank))
     return str(caught.value).partition("ranks do not do the same: ")[2].partition(". All of them")[0]
@@ -116,10 +117,10 @@ def test_four_ranks_of_which_one_does_something_else_all_end(ranks: Any, over: s
 @pytest.mark.parametrize("over", TRANSPORTS)
 def test_a_rank_that_is_only_late_is_waited_for(context: RankContext, over: str) -> None:
     """However long: it may write a checkpoint. Looked at many times here, in the middle of everything."""
-    model = _model(over)
     with mock.patch.object(recorder, "_PATIENCE_S", 0.02):
-        model.layers[1].register_forward_hook(lambda *_: time.sleep(0.3 * context.rank))
-        for step in range(3):
+        model = _model(over)
+        model.layers[1].register_forward_hook(lambda *_: time.sleep(0.2 * context.rank))
+        for step in range(2):
             model(vector_batch(step, context.rank)).sum().backward()
     assert engine_inside(model).ranks.recorder.difference is None
 
@@ -149,7 +150,7 @@ def _warnings() -> Iterator[queue.Queue[str]]:
     told: queue.Queue[str] = queue.Queue()
     handler = logging.Handler()
     handler.emit = lambda record: told.put(record.getMessage())  # type: ignore[method-assign]
-    constants = {"_PATIENCE_S": 0.05, "_REPORT_AFTER_S": 0.3, "_SHOW_AFTER_S": 0.1}
+    constants = {"_PATIENCE_S": 0.05, "_REPORT_AFTER_S": 0.15, "_SHOW_AFTER_S": 0.1}
     log.addHandler(handler)
     try:
         with mock.patch.multiple(recorder, **constants):
@@ -179,11 +180,11 @@ def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
     context: RankContext, over: str, operation: str
 ) -> None:
     """Rank 1 is in a barrier of torch's own. The log says what rank 0 waits for, and what rank 1 did last."""
-    model = _model(over)
-    _end_of_step(model, context)
     call, what = _OPERATIONS[operation]
     apart = dist.new_group()
     with _warnings() as heard:
+        model = _model(over)
+        _end_of_step(model, context)
         if context.rank == 0:
             thread = threading.Thread(target=call, args=(model,))
             thread.start()
@@ -237,8 +238,8 @@ def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> 
 @on_ranks(2)
 def test_a_rank_on_a_device_that_issues_nothing_more_reports_those_that_have_issued_less(context: RankContext) -> None:
     """No host waits there. A rank that is behind, or has company, is silent."""
-    ranks = RankGroup(_world(), has_streams=True)
     with _warnings() as told:
+        ranks = RankGroup(_world(), has_streams=True)
         ranks.recorder.names = ("the root unit",)
         ranks.recorder.log.add(RecordKind.END_OF_STEP)
         if context.rank == 0:
@@ -260,13 +261,13 @@ def _world() -> dist.ProcessGroup:
 
 def test_the_error_after_the_groups_timeout_names_the_operation_and_the_missing_rank(ranks: Any) -> None:
     """Also through sockets, whose own error names neither."""
-    ranks(2, group_timeout_s=2.0).run(_times_out)
+    ranks(2, group_timeout_s=1.5).run(_times_out)
 
 
 def _times_out(context: RankContext) -> None:
-    model = _model("sockets")
     apart = dist.new_group(timeout=datetime.timedelta(seconds=60))
-    with mock.patch.multiple(recorder, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1):
+    with mock.patch.multiple(recorder, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1, _LOGS_WITHIN_S=0.3):
+        model = _model("sockets")
         _end_of_step(model, context)
         if context.rank == 0:
             with pytest.raises(CommunicationError) as caught:
@@ -356,8 +357,9 @@ def test_entries_that_a_log_has_dropped_are_not_compared() -> None:
 def test_the_thread_ends_with_its_ranks(context: RankContext) -> None:
     """And before the interpreter does: Python aborts where it ends a daemon thread in a C++ call."""
     before = threading.enumerate()
-    ranks = RankGroup(_world())
-    (thread,) = [thread for thread in threading.enumerate() if thread not in before]
-    del ranks
-    thread.join(60)
+    with mock.patch.object(recorder, "_PATIENCE_S", 0.02):
+        ranks = RankGroup(_world())
+        (thread,) = [thread for thread in threading.enumerate() if thread not in before]
+        del ranks
+        thread.join(60)
     assert not thread.is_alive()

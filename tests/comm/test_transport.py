@@ -209,7 +209,7 @@ def _check_talk(ranks: Communicator) -> None:
     assert not ranks.has_failed
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("through", TRANSPORTS)
 def test_every_transport_gathers_averages_and_exchanges_objects(context: RankContext, through: str, dtype: str) -> None:
@@ -220,7 +220,7 @@ def test_every_transport_gathers_averages_and_exchanges_objects(context: RankCon
     _check_talk(ranks)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("mode", list(ReductionMode), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("through", TRANSPORTS)
 def test_every_transport_has_every_reduction(context: RankContext, through: str, mode: ReductionMode) -> None:

@@ -13,25 +13,8 @@ from streamshard.inspect.adversary import AdversarialTransport, make_adversarial
 from streamshard.inspect.races import detect_races
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, assert_same, full_weights
+from tests.reference import FP32, full_weights
 from tests.scenarios import BF16, dropping, reference, sharded, train
-
-WIRE16 = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-
-
-@on_ranks(1, 3)
-@pytest.mark.parametrize("precision", [FP32, WIRE16], ids=["fp32", "bf16 wire"])
-def test_training_is_the_same_at_other_precisions_and_numbers_of_ranks(
-    context: RankContext, precision: Precision
-) -> None:
-    """Also where the all-gather inputs are the main weights themselves. All ways of training are test_matrix's."""
-    for scenario in ("plain", "layers unused on some ranks"):
-        wanted = reference(context, scenario, precision)
-        model = sharded(scenario, precision)
-        with make_adversarial(model):
-            train(model, scenario, context)
-            found = full_weights(model)
-        assert_same(found, wanted, scenario, EXACT)
 
 
 def _has_nan(weights: dict[str, Tensor]) -> bool:

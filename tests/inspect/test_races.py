@@ -23,23 +23,11 @@ PRECISIONS = {"fp32": FP32, "bf16": BF16}
 COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
 
 
-# -- the engine as it is ------------------------------------------------------------------------------------------
-
-
-@on_ranks(1, 3)
-def test_the_engine_is_free_of_races_at_other_numbers_of_ranks(context: RankContext) -> None:
-    """One rank has no collectives; more than two exchange with several peers. Two, and all ways: test_matrix."""
-    for scenario in ("plain", "layers unused on some ranks"):
-        model = sharded(scenario, BF16)
-        with detect_races(model):
-            train(model, scenario, context)
-
-
 # -- the engine with a wait taken away ----------------------------------------------------------------------------
 
 
 _TAKEN_AWAY = {
-    **{rule: [("plain", "fp32"), ("no_sync", "bf16"), ("checkpointing", "bf16")] for rule in Rule},
+    **{rule: [("plain", "fp32"), ("no_sync", "bf16")] for rule in Rule},
     # Where every gather is waited for before the next cast, the wait for readers has nothing to order.
     Rule.SHARDS_READ: [("evaluation between steps", "bf16")],
 }
@@ -129,8 +117,8 @@ def test_a_race_names_buffer_bytes_operations_and_units(context: RankContext) ->
     numel = 16 * 16 + 16
     assert (race.start, race.stop) in {(0, 1024), (1024, 4 * numel)}  # weight or bias of the layer
     assert str(race) == (
-        f"grad slot 0, bytes {race.start} to {race.stop}: aten.copy_.default of 'layers.0' writes on the compute "
-        "stream, then reduce_scatter of 'layers.0' reads on the comm stream; missing: rule 4 (GRADS_WRITTEN)"
+        f"grad slot 0, bytes {race.start} to {race.stop}: aten._foreach_copy_.default of 'layers.0' writes on the "
+        "compute stream, then reduce_scatter of 'layers.0' reads on the comm stream; missing: rule 4 (GRADS_WRITTEN)"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -126,7 +125,7 @@ def test_one_rank_alone_has_a_trace_without_communication(context: RankContext) 
 def test_instruments_work_together_and_leave_nothing_behind(context: RankContext) -> None:
     """In any order, all hear the same step, and its numbers are those of a step without them."""
     make: dict[str, Any] = {"trace": trace_step, "races": detect_races, "late": make_adversarial}
-    for order in itertools.permutations(make):
+    for order in (list(make), list(make)[::-1], ["late", "trace", "races"]):
         plain, model = sharded("plain", BF16), sharded("plain", BF16)
         streams = engine_inside(model).streams
         for _ in range(2):

@@ -78,9 +78,9 @@ def _train(model: nn.Module, optimizer: Optimizer, step: Step, context: RankCont
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])  # sharded replicas, and whole ones
 @pytest.mark.parametrize(
-    ("warmup_steps", "period", "kind"), [(4, 3, "sgd"), (0, 2, "adamw"), (0, 4, "sgd"), (20, 2, "adamw")]
+    ("world_size", "shape", "warmup_steps", "period", "kind"),  # sharded replicas, and whole ones
+    [(4, (2, 2), 4, 3, "sgd"), (4, (2, 2), 0, 2, "adamw"), (2, (2, 1), 0, 4, "sgd"), (2, (2, 1), 20, 2, "adamw")],
 )
 def test_training_equals_post_local_sgd(
     context: RankContext, kind: str, warmup_steps: int, period: int, shape: tuple[int, int]

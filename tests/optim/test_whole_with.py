@@ -176,8 +176,10 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(1, "closures"), (1, "groups added"), *((2, name) for name in PROGRAMS)]
+)
 def test_programs_train_as_on_the_unsharded_model(context: RankContext, name: str) -> None:
     """With one rank as well, where parameters are stepped in place."""
     _assert_like_plain(context, *PROGRAMS[name])

@@ -186,7 +186,7 @@ def test_torchscript_is_refused_where_it_has_parameters(context: RankContext) ->
 def test_layers_of_a_sharded_model_cannot_be_cast_or_emptied(context: RankContext) -> None:
     """The layer's own ``.half()`` is refused as the model's is."""
     model = StreamShard(Stack(), precision=FP32)
-    for change in (lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.to("meta")):
+    for change in (lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16), lambda m: m.to("meta")):
         for module in (model, model.layers[0]):
             with pytest.raises(ShardingError, match=f"{type(module).__name__} is sharded by StreamShard"):
                 change(module)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from streamshard import StreamShard
-from streamshard.errors import StreamShardError
-from tests.models import Stack, TinyConfig, TinyLM, vector_batch
+from tests.models import Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, counted_collectives, full_grads, lm_step, piece_of, sgd, stack_step
+from tests.reference import FP32, Call, assert_same, lm_step, stack_step
 
 
 @on_ranks(1, 2)
@@ -56,41 +52,6 @@ def test_names_attributes_and_parameters_stay(context: RankContext, tied: bool) 
             assert param is before[name]
             assert isinstance(param, nn.Parameter) and param.is_leaf and param.requires_grad
         lm_step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-@on_ranks(2, 3)
-def test_outside_forward_parameters_are_fp32_shards_with_as_many_dims(context: RankContext) -> None:
-    """`p.ndim >= 2` still tells matrices from biases, and the shards of all ranks make up the whole."""
-    model, plain = TinyLM(), TinyLM()
-    StreamShard(model)
-    for _ in range(2):
-        for (name, shard), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert shard.dtype == torch.float32, name
-            assert shard.ndim == whole.ndim, name
-            assert shard.grad is None or shard.grad.shape == shard.shape, name
-            total = torch.tensor(piece_of(shard).numel())
-            dist.all_reduce(total)
-            assert int(total) == whole.numel(), name
-        lm_step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-@on_ranks(2)
-def test_the_type_of_a_sharded_model_builds_an_ordinary_one(context: RankContext) -> None:
-    """`type(model)(config)` is what libraries do to make another one like it. It can be copied, and sharded in turn."""
-    model = StreamShard(TinyLM(), precision=FP32)
-    fresh = type(model)(model.config)
-    assert isinstance(fresh, TinyLM) and not isinstance(fresh, StreamShard)
-    call = Call(0, context.rank, 2, 1.0)
-    with counted_collectives(model) as counts:
-        lm_step(fresh, call)
-    assert counts == {}
-    assert all(p.grad is not None for p in fresh.parameters())
-    fresh.zero_grad()
-    assert_same(copy.deepcopy(fresh).state_dict(), fresh.state_dict(), "copy of the ordinary model")
-    second = StreamShard(fresh, precision=FP32)
-    second.load_state_dict(model.full_state_dict(rank0_only=False))
-    assert torch.equal(lm_step(model, call), lm_step(second, call))
-    assert_same(full_grads(model), full_grads(second), "gradients")
 
 
 @on_ranks(2)
@@ -139,22 +100,3 @@ def test_full_parameters_can_be_summoned_and_written_back(context: RankContext) 
         model.load_state_dict(other.state_dict())
     assert_same(model.full_state_dict(rank0_only=False), other.state_dict(), "weights")
     stack_step(model, Call(0, context.rank, 2, 1.0))
-
-
-@on_ranks(2)
-def test_casting_or_copying_a_sharded_model_raises(context: RankContext) -> None:
-    """Main weights are fp32, and stay so: a step still changes them."""
-    model = StreamShard(Stack(), precision=FP32)
-    casts: list[Callable[[], Any]] = [model.bfloat16, model.half, model.double, lambda: model.to(torch.bfloat16)]
-    for cast in casts:
-        with pytest.raises(StreamShardError):
-            cast()
-    with pytest.raises(RuntimeError, match="full_state_dict|summon_full_params"):
-        torch.optim.swa_utils.AveragedModel(model)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    before = model.full_state_dict(rank0_only=False)
-    stack_step(model, Call(0, context.rank, 2, 1.0))
-    sgd(model).step()
-    after = model.full_state_dict(rank0_only=False)
-    assert any(not torch.equal(after[name], before[name]) for name in before)
-    assert model(vector_batch(0, 0)).dtype == torch.float32

@@ -143,7 +143,9 @@ def test_however_a_head_is_used_it_trains_like_plain_pytorch(context: RankContex
     """Called, read in chunks, recomputed, passed to a fused function, tied by reading the embedding."""
     for name, build in USES.items():
         with case(name):
-            assert_trains_like_plain(context, build, large_step, checked=(0, 2), **SETTINGS[settings])
+            assert_trains_like_plain(context, build, large_step, steps=2, checked=(1,), **SETTINGS[settings])
+    if (context.world_size, settings) != (2, "two slots"):
+        return
     let_dynamo_look()
     compiled = only_sharded(lambda model: model.compile(backend="eager"))  # the graph breaks where weights are read
     assert_trains_like_plain(context, TiedByReading, large_step, prepare=compiled, **SETTINGS[settings])

@@ -156,8 +156,7 @@ def test_layers_compute_in_param_dtype(context: RankContext) -> None:
             assert p.dtype == p.grad.dtype == SINGLE, name
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize(("ranks", "accumulate"), [(2, False), (3, True), (5, False)])
 def test_a_mean_of_16_bit_gradients_is_taken_in_fp32(ranks: int, accumulate: bool) -> None:
     """Also where 1/N is no power of two; more elements than are summed at a time."""
     chunks = [torch.randn(300_000).to(BF16) for _ in range(ranks)]

@@ -95,7 +95,7 @@ def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
 ALL = list(range(8))
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_ranks_may_drop_layers_of_units_that_are_interleaved(context: RankContext) -> None:
     """Where a rank has no second layer to come, the unit's gradients still wait for their place in the program."""
     order = ALL[::2] + ALL[1::2]
@@ -104,7 +104,7 @@ def test_ranks_may_drop_layers_of_units_that_are_interleaved(context: RankContex
     assert_trains_like_ddp(context, lambda: Planned(8), planned_step(plans), min_unit_size=PAIRS)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("size", [0, PAIRS])
 def test_a_layer_may_be_missing_in_one_of_two_forwards_on_one_rank(context: RankContext, size: int) -> None:
     """Its gradient is complete too early there, and waits for the one place that its unit's reduction has."""

