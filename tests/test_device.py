@@ -56,7 +56,9 @@ def both(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("local_rank", "current", "index"), [(None, 0, 0), ("2", 0, 2), ("2", 1, 1), ("7", 0, 0)])
+@pytest.mark.parametrize(
+    ("local_rank", "current", "index"), [(None, 0, 0), (None, 0, 3), ("2", 0, 2), ("2", 1, 1), ("7", 0, 0)]
+)
 def test_a_model_on_the_cpu_moves_to_the_accelerator_of_its_rank(
     gpus: types.SimpleNamespace,
     both: dist.ProcessGroup,
@@ -66,6 +68,7 @@ def test_a_model_on_the_cpu_moves_to_the_accelerator_of_its_rank(
     index: int,
 ) -> None:
     """The one that somebody has chosen, else the launcher's; the only one where a process sees one."""
+    monkeypatch.setenv("SLURM_LOCALID", "3" if local_rank is None and index == 3 else "0")
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     gpus.current_device = lambda: current

@@ -6,14 +6,17 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import ConfigError, Precision, StreamShard
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.inspect import engine_inside
@@ -101,8 +104,44 @@ def test_nothing_that_a_rank_does_grows_with_the_number_of_ranks(precision: Prec
     for size in SIZES[1:]:
         assert counts[size] == counts[SIZES[0]], size
     collectives = counts[SIZES[0]]["collectives"]
-    # Nine units are gathered in forward; in backward the last layers are still there; flags are gathered too.
-    assert collectives == {Collective.ALL_GATHER: 9 + 6 + 1, Collective.REDUCE_SCATTER: 9}
+    # Nine units are gathered in forward; in backward the last layers are still there. Flags are reduced.
+    assert collectives == {Collective.ALL_GATHER: 9 + 6, Collective.REDUCE_SCATTER: 9, Collective.ALL_REDUCE: 1}
+
+
+class _WithBuffers(nn.Module):
+    """A stack of layers of which the last never runs, a table that is not saved, and a batch norm if asked for."""
+
+    def __init__(self, *, has_statistics: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+        self.norm = nn.BatchNorm1d(64) if has_statistics else nn.Identity()
+        self.register_buffer("table", torch.ones(64), persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            hidden = layer(hidden * self.table)
+        return self.norm(hidden)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("has_statistics", [False, True])
+def test_no_host_waits_for_another_one_in_a_steady_step(size: int, has_statistics: bool) -> None:
+    """No objects, no votes. Batch norm's statistics take one broadcast, on the device. A layer is never used."""
+    with _one_of(size), simulated_device():
+        model: Any = StreamShard(_WithBuffers(has_statistics=has_statistics), precision=BF16)
+        recorder = engine_inside(model).ranks.recorder
+        sent: Counter[RecordKind] = Counter()
+        for step in range(14):
+            if step == 12:
+                sent.clear()
+            with mock.patch.object(recorder.log, "add", lambda kind, tag=0: sent.update([kind])):
+                model(torch.ones(2, 64)).float().sum().backward()
+            if step == 0:
+                assert sent[RecordKind.VOTE] > 0
+    control = {kind: sent[kind] for kind in (RecordKind.MEETING, RecordKind.VOTE, RecordKind.BROADCAST, RecordKind.SUM)}
+    assert {kind: count for kind, count in control.items() if count} == (
+        {RecordKind.BROADCAST: 2} if has_statistics else {}
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,4 +1,8 @@
-"""The cast of main weights to all-gather inputs, between the all-gathers of one pass and those of the next."""
+"""The cast of main weights to all-gather inputs, between the all-gathers of one pass and those of the next.
+
+The units that a pass begins with are cast first, with a fence of their own: on a device, the first all-gathers run
+while the rest of the model is cast.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,11 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName
 from streamshard.unit.unit import StreamedUnit
 
+_FIRST_UNITS = 3  # a forward begins with the root unit, the embedding, and a layer
+
 
 class Casts:
-    """Casts weights as the user has left them, if they may have changed. Owns the two fences between passes.
+    """Casts weights as the user has left them, if they may have changed. Owns the three fences between passes.
 
     Args:
         units: all units.
@@ -30,7 +36,11 @@ class Casts:
         self._ranks = ranks
         self._are_current = False
         self._versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
-        self._cast_done = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
+        self._first: frozenset[int] = frozenset()  # units that the pass begins with, by index
+        what = "all-gather inputs"
+        self._first_done = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what)
+        self._all_done = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what)
+        self._awaits_all = False  # comm has not waited for `_all_done` yet
         self._gathers_done = Fence(ranks.streams, Rule.SHARDS_READ, StreamName.COMM, "gathered shards")
 
     @property
@@ -49,10 +59,21 @@ class Casts:
         self.is_synced = is_synced
         self._are_current = not are_due
 
-    def begin_pass(self) -> None:
-        """A pass is about to all-gather: cast, if weights may have changed."""
+    def begin_pass(self, order: Sequence[int]) -> None:
+        """A pass is about to all-gather: cast, if weights may have changed.
+
+        Args:
+            order: of units, by index, in which the pass all-gathers them.
+        """
         if not self._are_current or self._versions != [unit.versions() for unit in self._units]:
+            self._first = frozenset(order[:_FIRST_UNITS])
             self.cast()
+
+    def before_gather(self, unit: StreamedUnit) -> None:
+        """`unit` is about to be all-gathered: let comm wait for the cast of its weights (rule 5)."""
+        if self._awaits_all and unit.index not in self._first:
+            self._awaits_all = False
+            self._all_done.wait()
 
     def end_pass(self) -> None:
         """A pass has issued its last all-gather. Wait for readers of the main weights: the user may write now."""
@@ -72,13 +93,18 @@ class Casts:
         self._await_readers()
         is_alone = self._ranks.world_size == 1
         with torch.no_grad():
-            for unit in self._units:
-                unit.refresh()
-                unit.weight_slot.content = unit.index if is_alone or not unit.views else None
+            for is_first in (True, False):
+                for unit in self._units:
+                    if (unit.index in self._first) is is_first:
+                        unit.refresh()
+                        unit.weight_slot.content = unit.index if is_alone or not unit.views else None
+                if is_first:
+                    self._first_done.record()
+                    self._first_done.wait()  # rule 5: no all-gather reads an input that is still being cast
+        self._all_done.record()
+        self._awaits_all = True
         if not self.is_synced:
             self._versions = [unit.versions() for unit in self._units]
-        self._cast_done.record()
-        self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
         with self._ranks.guard("the start of a forward"):
             self._ranks.transport.publish_shards()
         for observer in self._ranks.streams.observers:

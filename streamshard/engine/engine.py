@@ -316,6 +316,7 @@ class Engine:
             holder = self.units[slot.content]
             if holder.is_bound and self.phase is not None:
                 self.phase.evict(holder)
+        self.casts.before_gather(unit)
         with self.ranks.guard("the gather of", unit.name):
             unit.start_gather()
 

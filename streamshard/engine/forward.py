@@ -29,7 +29,7 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
         ShardingError: no pass can begin; says why.
     """
     engine.prepare_forward(is_whole_model=is_whole_model)
-    engine.casts.begin_pass()
+    engine.casts.begin_pass(engine.order.order)
     forward = Forward(engine, units)
     engine.enter(forward)
     try:

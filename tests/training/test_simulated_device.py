@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import LocalSGD, Precision
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.streams import Collective, Observer, Rule, StreamName
+from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
 from streamshard.engine.backward import Backward
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
@@ -184,6 +184,39 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict
         with counting_waits(device) as waits:
             model.clip_grad_norm_(1.0, skip_above=10.0)
         assert "item" in waits
+
+
+class _Order(Observer):
+    """Where comm waits for the cast, and the tags of all-gathers, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[object] = []
+
+    def on_wait(self, fence: Fence) -> None:
+        """See `Observer.on_wait`."""
+        if fence.what == "all-gather inputs":
+            self.lines.append("the cast")
+
+    def on_collective(
+        self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
+    ) -> None:
+        """See `Observer.on_collective`."""
+        if collective is Collective.ALL_GATHER:
+            self.lines.append(tag)
+
+
+@on_ranks(2)
+def test_the_first_gathers_do_not_wait_for_the_cast_of_the_whole_model(context: RankContext) -> None:
+    """Three units are cast first, and gathered. All-gathers wait for the other units' cast behind these."""
+    with simulated_device():
+        model: Any = sharded("unequal layers", BF16)
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+        engine, order = engine_inside(model), _Order()
+        first = list(engine.order.order[:3])
+        with engine.streams.observed_by(order):
+            stack_step(model, Call(1, context.rank, 2, 1.0))
+    assert order.lines[:5] == ["the cast", *first, "the cast"]
+    assert order.lines.count("the cast") == 2
 
 
 class _Watch(Observer):

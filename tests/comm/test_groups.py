@@ -1,0 +1,154 @@
+"""The groups over which hosts send control messages: which network they listen on, and how many sockets they take."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from streamshard.comm import groups
+from streamshard.comm.groups import CONTROL_TIMEOUT, MOST_CONNECTED, gloo_settings, make_host_group, timeout_of
+from streamshard.comm.objects import RankGroup
+from streamshard.errors import CommunicationError
+from tests.launched import Launched
+from tests.ranks import RankContext, on_ranks, warnings_are_errors
+
+_CLONE_NEWNET = 0x40000000
+_LARGE = """
+    import os, torch, torch.distributed as dist
+    from streamshard.comm.groups import host_group_of, make_default_group
+    from streamshard.comm.objects import RankGroup
+
+    make_default_group(torch.device("cpu"))
+    ranks = RankGroup(dist.group.WORLD)
+    assert ranks.any_rank(ranks.number == 3)
+    held = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdecimal() and
+            os.path.lexists(f"/proc/self/fd/{name}")]
+    print("sockets", sum(name.startswith("socket") for name in held), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_of_a_large_group_connect_when_they_first_send(tmp_path: Path) -> None:
+    """Two groups, StreamShard's own and the default one, of one rank more than a group has that connects at once."""
+    size = MOST_CONNECTED + 1
+    for code, output in Launched(size, tmp_path, _run, _LARGE).end()[1:]:  # the first hosts the store for all
+        assert code == 0, output
+        assert int(output.rpartition("sockets ")[2]) < size
+
+
+def _run(script: str) -> None:
+    from tests.launched import run_script
+
+    torch.set_num_threads(1)
+    run_script(script)
+
+
+@pytest.mark.parametrize("mine", ["", "chosen0"])
+def test_gloo_listens_where_rank_0_is_unless_the_user_has_chosen(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings hold while a group is made, and not afterwards."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    if mine:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", mine)
+    with gloo_settings("127.0.0.1", MOST_CONNECTED + 1):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == (mine or "lo")
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    assert os.environ.get("GLOO_SOCKET_IFNAME", "") == mine
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    with gloo_settings(None, MOST_CONNECTED):
+        assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
+def test_an_error_of_gloo_names_the_variable_to_set() -> None:
+    """Whatever gloo says when hosts cannot connect."""
+    says = r"refused\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"
+    with pytest.raises(CommunicationError, match=says), gloo_settings(None, 2):
+        raise RuntimeError("Connection refused")
+
+
+@on_ranks(2)
+def test_control_messages_wait_longer_than_the_groups_timeout(context: RankContext) -> None:
+    """One rank writes files while the other one waits."""
+    ranks = RankGroup(dist.new_group(timeout=timedelta(seconds=1)))
+    if context.rank == 1:
+        time.sleep(1.5)
+    assert ranks.gather_objects(context.rank) == [0, 1]
+
+
+@on_ranks(2)
+def test_beside_a_group_for_devices_the_control_group_has_a_long_timeout(context: RankContext) -> None:
+    """Under CPU ranks the user's timeout counts, because steps use the group too."""
+    users = dist.new_group(timeout=timedelta(minutes=7))
+    assert timeout_of(groups.host_group_of(users)) == timedelta(minutes=7)
+    beside = dist.new_group(timeout=timedelta(minutes=7))
+    with mock.patch.object(groups, "accelerator", lambda: "cpu"):  # "cpu" plays a device that the group serves
+        assert timeout_of(groups.host_group_of(beside)) == CONTROL_TIMEOUT
+    assert timeout_of(make_host_group(users, timedelta(seconds=20))) == timedelta(seconds=20)
+
+
+# -- two hosts ---------------------------------------------------------------------------------------------------------
+
+_TWO_HOSTS = """
+    import torch
+    from streamshard import StreamShard
+    from tests.models import Stack
+
+    model = StreamShard(Stack())
+    model(torch.ones(2, 16)).float().sum().backward()
+    print("trained", float(model.clip_grad_norm_(1.0)), flush=True)
+    torch.distributed.destroy_process_group()
+"""
+
+
+@contextlib.contextmanager
+def _two_namespaces() -> Iterator[list[str]]:
+    names = [f"shard{os.getpid()}{end}" for end in "ab"]
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip -n {names[0]} link add v0 type veth peer name v1 netns {names[1]}"]
+    for index, name in enumerate(names):
+        commands += [f"ip -n {name} addr add 10.77.0.{index + 1}/24 dev v{index}", f"ip -n {name} link set v{index} up"]
+        commands += [f"ip -n {name} link set lo up"]
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need iproute2 and root")
+    try:
+        for command in commands:
+            made = subprocess.run(command.split(), capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {command}: {made.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _run_on_host(script: str, names: list[str]) -> None:
+    rank = int(os.environ["RANK"])
+    with open(f"/run/netns/{names[rank]}") as namespace:
+        assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) == 0
+    os.environ.update(MASTER_ADDR="10.77.0.1", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    warnings_are_errors()
+    _run(script)
+
+
+@pytest.mark.ranks
+def test_ranks_on_two_hosts_connect_although_the_hosts_names_lead_to_themselves(tmp_path: Path) -> None:
+    """Each host is a network namespace. Its name leads to an address that the other one does not reach."""
+    with _two_namespaces() as names:
+        for code, output in Launched(2, tmp_path, _run_on_host, _TWO_HOSTS, names).end():
+            assert code == 0 and "trained" in output, output
