@@ -167,7 +167,7 @@ def _alone(model: nn.Module, blocks: Sequence[nn.Module]) -> MuonSystem:
 
     rank, size = dist.get_rank(), dist.get_world_size()
     matrices, others = matrices_of_layers(model)
-    owners = assign_owners([float(newton_schulz_flops(matrix.shape)) for matrix in matrices], size)
+    owners = assign_owners([float(newton_schulz_flops(matrix.shape)) for matrix in matrices], [0.0] * size)
     own = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank]
     shares = [nn.Parameter(other.detach().flatten().chunk(size)[rank].clone()) for other in others]
     for param in (*own, *shares):

@@ -36,7 +36,7 @@ from _models import PRESETS, Transformer, next_token_loss
 from _muon import SYSTEMS, Counts, MuonSystem, count_step, element_traffic, newton_schulz_flops
 
 from streamshard.plan.layout import ParamLayout, plan_flat_param
-from streamshard.plan.owners import assign_owners, rank_loads
+from streamshard.plan.owners import assign_owners
 
 OWN, PEERS = "streamshard", ("fsdp2", "all-gather")
 TARGET = 0.6  # of the better peer's step, with two ranks
@@ -288,7 +288,8 @@ def _plan_llama(ranks: int) -> dict[str, Any]:
     layout = plan_flat_param(sizes, ranks)
     matrices = [place for place in layout.params if len(place.shape) == 2] * LLAMA_3_8B["layers"]
     flops = [float(newton_schulz_flops(place.shape)) for place in matrices]
-    owners = assign_owners(flops, ranks)
+    loads = [0.0] * ranks
+    owners = assign_owners(flops, loads)
     total = sum(place.numel for place in matrices)
     sent, received = [0] * ranks, [0] * ranks
     for place, owner in zip(matrices, owners, strict=True):
@@ -299,7 +300,6 @@ def _plan_llama(ranks: int) -> dict[str, Any]:
                 received[owner] += 2 * numel
                 sent[owner] += numel
                 received[rank] += numel
-    loads = rank_loads(flops, owners, ranks)
     return {
         "ranks": ranks,
         "matrices": len(matrices),

@@ -20,7 +20,7 @@ from _models import Preset, Transformer, next_token_loss
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import StreamName
-from streamshard.inspect.trace import Activity, Trace, trace_step
+from streamshard.inspect.trace import Trace, trace_step
 
 
 def main() -> None:
@@ -94,15 +94,15 @@ def _length_us(trace: Trace) -> float:
 def _overlap(trace: Trace) -> dict[str, float]:
     """Milliseconds of the step, of computing, of communicating, and of communicating beside computing."""
     compute = [span for span in trace.spans if span.stream is StreamName.COMPUTE]
-    waits = _union((span.start_us, span.stop_us) for span in compute if span.activity is Activity.WAIT)
-    busy = _union((span.start_us, span.stop_us) for span in compute if span.activity is not Activity.WAIT)
+    waits = _union((span.start_us, span.stop_us) for span in compute if span.activity == "wait")
+    busy = _union((span.start_us, span.stop_us) for span in compute if span.activity != "wait")
     idle = _common(busy, waits)  # waits lie in what waits
     found = {"step_ms": _length_us(trace) / 1e3, "compute_ms": (_total(busy) - _total(idle)) / 1e3}
-    for activity in (Activity.GATHER, Activity.REDUCE):
-        spans = _union((span.start_us, span.stop_us) for span in trace.spans if span.activity is activity)
-        found[f"{activity.value}_ms"] = _total(spans) / 1e3
+    for name, activity in (("gather", "all_gather"), ("reduce", "reduce_scatter")):
+        spans = _union((span.start_us, span.stop_us) for span in trace.spans if span.activity == activity)
+        found[f"{name}_ms"] = _total(spans) / 1e3
         beside = _total(_common(spans, busy)) - _total(_common(spans, idle))
-        found[f"{activity.value}_beside_compute_ms"] = beside / 1e3
+        found[f"{name}_beside_compute_ms"] = beside / 1e3
     return found
 
 

@@ -23,7 +23,6 @@ from streamshard.engine.module_state import HANDLE, ShardedModule, engine_at_res
 from streamshard.errors import ShardingError
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
-from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
 from streamshard.integrations.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrappers import engine_of_both
@@ -46,9 +45,11 @@ class StreamShard(ShardedModule):
     often.
 
     Args:
-        module: the model, the same on every rank, on the CPU or one accelerator. From the CPU it moves to this rank's
-            accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
-            buffers on the meta device get memory there without values: `load_safetensors` or `init_weights` fills them.
+        module: the model, the same on every rank, on the CPU or one accelerator. Training starts from rank 0's weights
+            and buffers, which rank 0 sends to the others: their models may be on the meta device. From the CPU it
+            moves to this rank's accelerator if there is one that the process group can serve, unless `mesh` is one of
+            CPUs. Parameters and buffers on the meta device get memory there without values: `load_safetensors` or
+            `init_weights` fills them.
         units: the modules to all-gather and reduce as one unit each: classes, modules, or names of either
             (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several. None: repeated layers, and large modules beside
             them whose parameters are not tied. `streamshard.plan.discovery` says which. All other parameters form the
@@ -66,12 +67,8 @@ class StreamShard(ShardedModule):
             (ZeRO-1).
         min_unit_size: put consecutive units together until each has at least so many bytes in `param_dtype`, e.g.
             ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
-        pad_units_to: make each unit's size a multiple of this many elements, and of N: Megatron's
-            ``pad_buckets_for_high_nccl_busbw`` is ``2**16``, the message size that NCCL's rings like.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
-        broadcast_weights: start from rank 0's weights; the other ranks' models may be on the meta device. False: every
-            rank shards its own weights, which must be equal.
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
             One collective and one wait of the host per backward. Not for fp16 with a loss scaler.
 
@@ -96,9 +93,7 @@ class StreamShard(ShardedModule):
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
         min_unit_size: int | str = 0,
-        pad_units_to: int = 1,
         align_pieces_to: int = 1,
-        broadcast_weights: bool = True,
         check_grads: bool = False,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
@@ -131,22 +126,18 @@ class StreamShard(ShardedModule):
         """Enter (False) or leave (True) what `no_sync` does."""
         engine_of(self).casts.set_synced(requires_gradient_sync)
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, skip_above: float | None = None
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`. One collective.
 
         Args:
             max_norm: the largest norm allowed; ``inf`` scales nothing.
             norm_type: order of the norm, ``inf`` for the maximum.
-            skip_above: drop all gradients (``grad = None``) if the norm is above this or not finite, so that the
-                optimizer's step changes nothing. The host then waits for the norm.
 
         Returns:
             The norm before scaling: [] fp32, equal on all ranks.
         """
         engine = engine_at_rest(self, "clip_grad_norm_")
-        return clip_grads(engine, params_of(self).values(), max_norm, norm_type, skip_above)
+        return clip_grads(engine, params_of(self).values(), max_norm, norm_type)
 
     def join_hook(
         self,
@@ -213,16 +204,6 @@ class StreamShard(ShardedModule):
         rank's shard of the unit. Further names of tied parameters are left out.
         """
         return {shard.name: shard.local for shard in engine_of(self).param_shards}
-
-    def check_weights(self) -> None:
-        """Raise on all ranks unless all, replicas too, see the same weights and buffers, to the bit. Collective.
-
-        All-gathers all weights and hashes them on the CPU: for debugging, or every thousand steps.
-
-        Raises:
-            RankMismatchError: names the first parameter or buffer that differs, and the ranks.
-        """
-        compare_weights(engine_at_rest(self, "check_weights"))
 
     def memory_report(self) -> MemoryReport:
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""

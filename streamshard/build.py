@@ -105,7 +105,7 @@ def shard_model(
     ranks, replicas = _connect(who, checked.here, checked.device)
     with ranks.fails_if_alone("StreamShard(model)"):
         _check_ranks_agree(ranks, module, checked)
-        empty = _agree_on_empty(ranks, checked.on_meta, checked.settings.broadcast_weights)
+        empty = _agree_on_empty(ranks, checked.on_meta)
         engine = _make_engine(module, checked, ranks, replicas, empty)
         empty_buffers = _fill(engine, module, checked, empty)
     attach(base, module, checked.found, engine, checked.in_fp32)
@@ -129,7 +129,6 @@ def _make_engine(
             for parts in checked.parts
         ],
         ranks.world_size,
-        pad_numel=settings.pad_units_to,
         align_pieces_to=settings.align_pieces_to,
     )
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
@@ -152,7 +151,7 @@ def _make_engine(
 
     def take(unit: int, flat_params: Sequence[FlatParamShard]) -> None:
         for flat_param, (_, params) in zip(flat_params, checked.parts[unit], strict=True):
-            _take_weights(flat_param, params, ranks, settings.broadcast_weights, empty, room)
+            _take_weights(flat_param, params, ranks, empty, room)
         if ranks.streams.module is not None:  # give the memory of the full parameters back to the device
             ranks.streams.module.empty_cache()
 
@@ -268,28 +267,23 @@ def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: _Checked
                 raise RankMismatchError(f"ranks have different {what}: rank 0 has {first}, rank {rank} has {other}")
 
 
-def _agree_on_empty(ranks: Communicator, on_meta: list[str], broadcast: bool) -> set[str]:
-    """The parameters and buffers that will be empty: those on meta on rank 0, or on all ranks without a broadcast.
+def _agree_on_empty(ranks: Communicator, on_meta: list[str]) -> set[str]:
+    """The parameters and buffers that will be empty: those on meta on rank 0.
 
     Raises:
-        RankMismatchError: rank 0 has no values where another rank has some, or, without a broadcast, ranks differ.
+        RankMismatchError: rank 0 has no values where another rank has some.
     """
     if not ranks.any_rank(bool(on_meta)):
         return set()
-    if ranks.are_equal("\n".join(on_meta)):
-        return set(on_meta)
-    firsts: list[str] = ranks.of_first(on_meta)
-    lost = next((name for name in firsts if name not in set(on_meta)), None)
-    if lost is None and not broadcast:
-        lost = next((name for name in on_meta if name not in set(firsts)), None)
+    firsts: set[str] = set(ranks.of_first(on_meta))
+    lost = min(firsts.difference(on_meta), default=None)
     if ranks.any_rank(lost is not None):
-        name = next(name for name in ranks.gather_objects(lost) if name is not None)
-        which = "rank 0's weights count for all" if broadcast else "every rank's count (broadcast_weights=False)"
+        name = next(filter(None, ranks.gather_objects(lost)))
         raise RankMismatchError(
-            f"{name!r} is on the meta device on some ranks and has values on others, and {which}: let rank 0 have the "
-            "values and broadcast_weights=True, or none"
+            f"{name!r} is on the meta device on rank 0 and has values on another rank, and rank 0's weights count for "
+            "all: let rank 0 have the values, or none"
         )
-    return set(firsts)
+    return firsts
 
 
 # -- plan and allocate --------------------------------------------------------------------------------------------
@@ -395,8 +389,8 @@ def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str])
     """
     for unit in engine.units:
         unit.make_unsharded()
-    _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
-    sent = engine.buffers.start(send=checked.settings.broadcast_weights)
+    _place_buffers(module, engine.streams.device)
+    sent = engine.buffers.start()
     if engine.streams.module is not None:
         engine.streams.module.empty_cache()
     return {name for name in buffers_of(module) if name in empty or (name in checked.on_meta and name not in sent)}
@@ -406,11 +400,10 @@ def _take_weights(
     flat_param: FlatParamShard,
     params: Sequence[FoundParam],
     ranks: Communicator,
-    broadcast: bool,
     empty: set[str],
     room: torch.Tensor,
 ) -> None:
-    """Cut rank 0's weights (or this rank's own) into pieces, one parameter at a time.
+    """Cut rank 0's weights into pieces, one parameter at a time.
 
     `room` receives a parameter from rank 0 if it is on meta here.
     """
@@ -420,36 +413,26 @@ def _take_weights(
             if is_meta(param):
                 full = room[: param.nbytes].view(param.dtype)
             else:
-                full = _trainable(param).to(flat_param.main.device).contiguous().view(-1)
-            if broadcast:
-                ranks.broadcast(full)
+                full = param.to(flat_param.main.device).contiguous().view(-1)
+            ranks.broadcast(full)
         flat_param.add(layout, found.names[1:], found.param, full)
 
 
-def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device, floating-point ones in `dtype`. One buffer under two names stays one buffer."""
+def _place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to the device. One buffer under two names stays one buffer."""
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for owner in modules_inside(module):
         for name, buffer in owner._buffers.items():
             if buffer is None:
                 continue
             if buffer not in placed:
-                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-                with torch.no_grad():  # with autograd the copy would be no leaf
-                    placed[buffer] = _room_for(_trainable(buffer), device, cast)
-                if buffer.requires_grad:
-                    placed[buffer].requires_grad_()
+                placed[buffer] = _room_for(buffer, device)
             owner._buffers[name] = placed[buffer]
 
 
-def _room_for(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _room_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` on `device`; for a tensor on meta a new tensor of its shape, filled with NaN."""
     if not is_meta(tensor):
-        return tensor.to(device=device, dtype=dtype)
-    room = torch.zeros_like(tensor, device=device, dtype=dtype)
+        return tensor.to(device)
+    room = torch.zeros_like(tensor, device=device)
     return room.fill_(math.nan) if room.is_floating_point() else room
-
-
-def _trainable(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy if it was made inside ``torch.inference_mode()`` and could never be written again."""
-    return tensor.clone() if tensor.is_inference() else tensor

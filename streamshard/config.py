@@ -72,7 +72,6 @@ class Precision:
         reduce_dtype: dtype of the sum of gradients over ranks. fp32, or `param_dtype`.
         grad_dtype: dtype of grad slots and of the gradients that are sent; None means `reduce_dtype`.
         output_dtype: floating-point outputs of the model are cast to it; None leaves them.
-        buffer_dtype: floating-point buffers are cast to it once, at construction; None leaves them.
         cast_inputs: cast floating-point inputs of the model and of each unit to `param_dtype`.
         fp32_modules: modules and parameters that stay in fp32: module classes, or names that contain these whole
             words (``"router"``, ``"model.norm"``). Their all-gathers, compute and reductions are in fp32. Their
@@ -90,7 +89,6 @@ class Precision:
     reduce_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
     cast_inputs: bool = True
     fp32_modules: Sequence[str | type[nn.Module]] = ()
 
@@ -100,11 +98,9 @@ class Precision:
         _want("wire_dtype", self.wire_dtype, (None, self.param_dtype, *narrower))
         _want("reduce_dtype", self.reduce_dtype, (torch.float32, self.param_dtype))
         _want("grad_dtype", self.grad_dtype, (None, self.reduce_dtype, self.param_dtype))
-        for name in ("output_dtype", "buffer_dtype"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-                raise ConfigError(f"{name}={value!r}: wanted a floating-point torch.dtype or None")
-
+        output = self.output_dtype
+        if output is not None and not (isinstance(output, torch.dtype) and output.is_floating_point):
+            raise ConfigError(f"output_dtype={output!r}: wanted a floating-point torch.dtype or None")
         entries = self.fp32_modules
         if not isinstance(entries, list | tuple) or not all(map(_is_name_or_class, entries)):
             raise ConfigError(f"fp32_modules={entries!r}: wanted a list or tuple of names and of module classes")
@@ -144,9 +140,7 @@ class Settings:
     weight_slots: SlotCount = 2
     grad_slots: SlotCount = 2
     min_unit_size: int | str = 0
-    pad_units_to: int = 1
     align_pieces_to: int = 1
-    broadcast_weights: bool = True
     check_grads: bool = False
 
     def __post_init__(self) -> None:
@@ -159,9 +153,8 @@ class Settings:
             count = getattr(self, name)
             if count != "all" and (not _is_int(count) or count < 2):
                 raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
-        for name in ("pad_units_to", "align_pieces_to"):
-            if not _is_int(value := getattr(self, name)) or value < 1:
-                raise ConfigError(f"{name}={value!r}: wanted a positive number of elements")
+        if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
+            raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
 
     @property

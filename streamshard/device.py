@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.errors import warn_user
-from streamshard.torch_private import backend_of
+from streamshard.torch_private import backend_of, current_raw_stream
 
 TRIED = ("cpu", "cuda")  # cuda is ROCm's name too
 
@@ -25,6 +26,11 @@ stand_ins: dict[str, Any] = {}
 def module_of(device: torch.device) -> Any:
     """torch's module for `device`, such as ``torch.cuda``: streams, events and memory."""
     return stand_ins.get(device.type) or torch.get_device_module(device.type)
+
+
+def raw_stream_of(device: torch.device) -> Callable[[int], int] | None:
+    """A function from a device's index to the address of its current stream; None: `device` has no such function."""
+    return current_raw_stream if device.type == "cuda" and device.type not in stand_ins else None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

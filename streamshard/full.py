@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -157,16 +156,12 @@ def _state_dict_of(engine: Engine, model: nn.Module, full: Mapping[ParamShard, t
 # -- clipping -----------------------------------------------------------------------------------------------------
 
 
-def clip_grads(
-    engine: Engine, params: Collection[nn.Parameter], max_norm: float, norm_type: float, skip_above: float | None
-) -> torch.Tensor:
+def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
     """See `StreamShard.clip_grad_norm_`; `params` are the model's."""
     if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
         raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
-    if skip_above is not None and not (isinstance(skip_above, int | float) and skip_above > 0.0):
-        raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
     order = float(norm_type)  # "inf" is a way to say it
-    engine.inputs.on_clipping(max_norm, norm_type, skip_above)
+    engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")
     grads = [grad.as_subclass(torch.Tensor) for grad in (param.grad for param in params) if grad is not None]
     filled = [grad for grad in grads if grad.numel()]
@@ -175,10 +170,6 @@ def clip_grads(
     else:
         local = torch.zeros((), device=engine.streams.device)
     total = global_norm(local, order, engine.ranks)
-    if skip_above is not None and not (math.isfinite(norm := total.item()) and norm <= skip_above):
-        for param in params:
-            param.grad = None
-        return total
     if filled:
         torch._foreach_mul_(filled, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total

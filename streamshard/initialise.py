@@ -72,8 +72,7 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
                     is_new = buffer is not empty[name] or buffer._version != versions[name]
                     if is_new and not bool(buffer.isnan().any()):
                         filled.append(name)
-                    dtype = engine.precision.buffer_dtype if buffer.is_floating_point() else None
-                    module._buffers[key] = buffer.to(device=engine.streams.device, dtype=dtype)
+                    module._buffers[key] = buffer.to(engine.streams.device)
 
     engine.ranks.gather_results(_DOING, run)
     engine.fill(filled)

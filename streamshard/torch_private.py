@@ -40,6 +40,7 @@ __all__ = [
     "TorchDispatchMode",
     "backend_of",
     "count_collectives",
+    "current_raw_stream",
     "data_attribute",
     "grad_attribute",
     "graph_task_id",
@@ -65,6 +66,10 @@ AsTensors = torch._C.DisableTorchFunctionSubclass
 # and optimizer reads them in each step.
 data_attribute: Any = torch._C.TensorBase.data
 grad_attribute: Any = torch._C.TensorBase.grad
+
+# The address of a CUDA device's current stream; None without CUDA. torch.cuda.current_stream makes an object for each
+# call, ten times as slow.
+current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 # The number of the backward that runs on this thread, or -1. torch.autograd has no public function for it; torch's own
 # torch/autograd/graph.py uses this one.

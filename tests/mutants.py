@@ -160,7 +160,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions.take", Drop("self.replicas.finish_average(unit)"), "invariants"),
         ("UsedParams.exchange", Drop("self._written[stage].wait()"), "matrix"),
         ("UsedParams.exchange", Drop("self._arrived[stage].wait()"), "invariants matrix execution replicas"),
-        ("UsedParams._write", Drop("self._arrived[0].wait()"), "races simulated_device"),
         ("UsedParams.exchange", Swap("not unit.grads.counts(grad)", "not grad.view.requires_grad"), "dial"),
     ],
     "engine/replicas": [
@@ -220,8 +219,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "unit/shard": [
         ("GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
-        ("GradSlot.finish_writing", Swap("self._writers or", "self._writers[:1] or"), "simulated_device"),
-        ("GradSlot.join", Drop("self.drained.wait()"), "simulated_device"),
+        (
+            "GradSlot.finish_writing",
+            Swap("self._writers.values() or", "list(self._writers.values())[:1] or"),
+            "simulated_device",
+        ),
+        ("GradSlot.join", Drop("self.drained.wait(stream)"), "simulated_device matrix"),
         ("GradSlot.open", Drop("self.drained.wait()"), "matrix"),
     ],
     "unit/unit": [

@@ -142,7 +142,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "some weight slots": ({"weight_slots": "some"}, "weight_slots='some'"),
     "half a slot": ({"grad_slots": 1.5}, "grad_slots=1.5"),
     "a flag": ({"grad_slots": True}, "grad_slots=True"),
-    "padding to nothing": ({"pad_units_to": 0}, "pad_units_to=0"),
+    "blocks of nothing": ({"align_pieces_to": 0}, "align_pieces_to=0"),
     "precision by name": ({"precision": "bf16"}, "bf16"),
     "a mesh that is none": ({"mesh": 3}, "mesh=3"),
 }

@@ -358,8 +358,10 @@ def test_all_ranks_get_the_numbers_of_the_first(context: RankContext) -> None:
             model.layers[0].linear.weight.data.clamp_(-1, 1)  # outside of its module's parameters
 
     init_weights(model, draw, seed=context.rank)
-    assert bool((full_weights(model)["layers.0.linear.weight"].abs() <= 1).all())
-    model.check_weights()
+    weights = full_weights(model)
+    assert bool((weights["layers.0.linear.weight"].abs() <= 1).all())
+    first = nn.init.normal_(torch.empty(16, 16), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(weights["layers.1.linear.weight"], first)
 
 
 @on_ranks(1)

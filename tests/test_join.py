@@ -61,9 +61,9 @@ def _clip_and_step(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _skip_large(model: nn.Module, optimizer: Optimizer) -> None:
     """Drops the gradients of about half of the steps."""
-    if isinstance(model, StreamShard):
-        model.clip_grad_norm_(0.05, skip_above=0.3)
-    elif nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.3:
+    is_sharded = isinstance(model, StreamShard)
+    norm = model.clip_grad_norm_(0.05) if is_sharded else nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    if norm > 0.3:
         model.zero_grad()
     optimizer.step()
 

@@ -112,14 +112,20 @@ def make_default_group(device: torch.device, **rendezvous: Any) -> None:
     Args:
         device: the device that ranks train on.
         **rendezvous: arguments of ``init_process_group``; without any, the launcher's environment counts.
+
+    Raises:
+        CommunicationError: the ranks cannot connect.
     """
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
     several = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
     timeout = datetime.timedelta(minutes=10)
     world_size = int(rendezvous.get("world_size", os.environ.get("WORLD_SIZE", "1")))
-    with gloo_settings(os.environ.get("MASTER_ADDR"), world_size):
-        dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **rendezvous)
-        dist.all_reduce(torch.zeros(1))
+    try:
+        with gloo_settings(os.environ.get("MASTER_ADDR"), world_size):
+            dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **rendezvous)
+            dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        raise CommunicationError(f"the ranks' hosts cannot connect: {error}. {NETWORK_ADVICE}") from error
     if has_streams(device):
         atexit.register(_end, weakref.ref(_default()))
 
@@ -180,7 +186,7 @@ def make_host_group(group: dist.ProcessGroup, timeout: datetime.timedelta) -> di
     host = getattr(base_store(group), "host", os.environ.get("MASTER_ADDR"))
     with gloo_settings(host, len(ranks)):
         made: dist.ProcessGroup = dist.new_group(
-            ranks, _CONNECTED_WITHIN, backend="gloo", use_local_synchronization=is_of_some
+            ranks, min(timeout, _CONNECTED_WITHIN), backend="gloo", use_local_synchronization=is_of_some
         )
         dist.all_reduce(torch.zeros(1), group=made)
     set_timeout(timeout, made)
@@ -209,9 +215,6 @@ def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
     Args:
         host: the machine of rank 0, by name or address; None: not known.
         ranks: the number of ranks.
-
-    Raises:
-        CommunicationError: the ranks cannot connect.
     """
     is_lazy = "1" if ranks > MOST_CONNECTED else None
     wanted = {"TORCH_GLOO_LAZY_INIT": is_lazy, "GLOO_SOCKET_IFNAME": _interface_to(host)}
@@ -219,8 +222,6 @@ def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
     os.environ.update(added)
     try:
         yield
-    except RuntimeError as error:
-        raise CommunicationError(f"the ranks' hosts cannot connect: {error}. {NETWORK_ADVICE}") from error
     finally:
         for name in added:
             os.environ.pop(name, None)

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from streamshard.device import has_streams, module_of
+from streamshard.device import has_streams, module_of, raw_stream_of
 from streamshard.errors import ShardingError
 
 
@@ -201,13 +201,17 @@ class Fence:
         for observer in self._streams.observers:
             observer.on_record(self)
 
-    def wait(self) -> None:
-        """Let `target` wait for the point recorded last. Does nothing if none was recorded."""
+    def wait(self, stream: Any = None) -> None:
+        """Let `target` wait for the point recorded last. Does nothing if none was recorded.
+
+        Args:
+            stream: the device's stream that waits; None: the current one.
+        """
         dropped = self._streams.dropped_rules
         if not self._recorded or dropped and (self.rule in dropped or self.what in dropped):
             return
         if self._event is not None:
-            self._streams.device_stream(self.target).wait_event(self._event)
+            (stream or self._streams.device_stream(self.target)).wait_event(self._event)
         else:
             self.complete()
         for observer in self._streams.observers:
@@ -264,6 +268,7 @@ class Streams:
         self.observers: tuple[Observer, ...] = ()
         self.dropped_rules: frozenset[Rule | str] = frozenset()
         self.current = StreamName.COMPUTE
+        self._raw = raw_stream_of(device)
         # High priority: communication kernels are small, and would be late behind the blocks of a large matmul.
         self._own: dict[StreamName, Any] = {}
         if self.module is not None:
@@ -279,6 +284,10 @@ class Streams:
     def device_stream(self, name: StreamName) -> Any:
         """The device's stream of this name; for compute, the caller's current stream."""
         return self._own.get(name) or self.module.current_stream(self.device)
+
+    def current_id(self) -> Any:
+        """What tells the caller's current stream from others. On CUDA it takes a tenth of the time for the stream."""
+        return self.module.current_stream(self.device) if self._raw is None else self._raw(self.device.index)
 
     def refuse_capture(self) -> None:
         """Refuse CUDA graph capture.

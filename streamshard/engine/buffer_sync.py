@@ -9,7 +9,6 @@ buffers that are registered later.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -56,18 +55,15 @@ class BufferSync:
             raise ShardingError("a part of a model is called whose whole is gone")
         return root
 
-    def start(self, *, send: bool) -> set[str]:
-        """Take over the model's buffers. Collective.
-
-        Args:
-            send: broadcast from rank 0 each buffer that has the same shape and dtype on all ranks.
+    def start(self) -> set[str]:
+        """Take over the model's buffers: rank 0 sends each that has the same shape and dtype on all ranks. Collective.
 
         Returns:
             The names of the buffers that were broadcast.
         """
         buffers = buffers_of(self._root)
         self._state = {name: self._place_of(name, buffers[name]) for name in _state_of(self._root, buffers)}
-        if not send or not self._ranks.any_rank(bool(buffers)) or self._ranks.total_size == 1:
+        if not self._ranks.any_rank(bool(buffers)) or self._ranks.total_size == 1:
             return set()
         forms = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if not is_meta(buffer)}
         gathered = self._ranks.gather_objects(forms)
@@ -99,11 +95,6 @@ class BufferSync:
             self._ranks.fail(str(error))  # others are about to broadcast
             raise
         self._send(buffers, source)
-
-    def equal_ones(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and persistent buffers, if they have to be equal on all ranks now; none if a broadcast is due."""
-        if not self._is_due:
-            yield from ((name, self._find(name, place)) for name, place in self._state.items())
 
     def _place_of(self, name: str, buffer: torch.Tensor) -> _Place:
         owner, _, key = name.rpartition(".")
@@ -166,12 +157,6 @@ def describe_state(root: nn.Module) -> list[str]:
     """A line with name, shape and dtype of each persistent buffer, to compare ranks by."""
     buffers = buffers_of(root)
     return [f"buffer {name} {tuple(buffers[name].shape)} {buffers[name].dtype}" for name in _state_of(root, buffers)]
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """A hash of the elements of a dense `tensor`, of any shape and dtype. On CUDA the host waits for them."""
-    data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
 def _problem_with(buffer: torch.Tensor) -> str:

@@ -118,7 +118,7 @@ class Inputs:
     def before_pass(self) -> None:
         """A forward pass begins. May be collective."""
 
-    def on_clipping(self, max_norm: object, norm_type: float, skip_above: float | None) -> None:
+    def on_clipping(self, max_norm: object, norm_type: float) -> None:
         """``model.clip_grad_norm_`` was called."""
 
 

@@ -14,7 +14,6 @@ ends with the wait that needed it, and the cost of that wait is a span of its ow
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import os
 import time
@@ -31,34 +30,20 @@ from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.inspect import engine_inside
 
 
-class Activity(enum.Enum):
-    """What takes time."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    CAST = "cast"
-    OPTIMIZER = "optimizer"
-    WAIT = "wait"
-    GATHER = "gather"
-    REDUCE = "reduce"
-    FLAGS = "flags"
-    AVERAGE = "average"
-    EXCHANGE = "exchange"
-
-
 class Span(NamedTuple):
     """A stretch of time of one stream.
 
     Attributes:
         stream: whose time.
-        activity: what takes it.
+        activity: what takes it: "forward", "backward", "cast", "optimizer", "wait", the value of a `Collective`, or
+            "flags", the exchange of which parameters were used.
         unit: index of the unit; None if the activity belongs to no unit.
         name: the activity and the unit, in words.
-        start_us, stop_us: microseconds since the trace began.
+        start_us, stop_us: microseconds since the trace began; stamps (see `_Recorder`) while the trace is recorded.
     """
 
     stream: StreamName
-    activity: Activity
+    activity: str
     unit: int | None
     name: str
     start_us: float
@@ -88,7 +73,7 @@ class Trace:
         for number, row in enumerate(rows):
             events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number, "args": {"name": row}})
         for number, span in enumerate(self.spans):
-            event = {"name": span.name, "cat": span.activity.value, "pid": self.rank, "tid": rows.index(_row(span))}
+            event = {"name": span.name, "cat": span.activity, "pid": self.rank, "tid": rows.index(_row(span))}
             if span.stream is StreamName.COMPUTE:
                 events.append({**event, "ph": "X", "ts": span.start_us, "dur": span.stop_us - span.start_us})
             else:  # collectives overlap, which only asynchronous events may
@@ -99,7 +84,7 @@ class Trace:
 
 
 def _row(span: Span) -> str:
-    return span.stream.value if span.stream is StreamName.COMPUTE else f"{span.stream.value}: {span.activity.value}"
+    return span.stream.value if span.stream is StreamName.COMPUTE else f"{span.stream.value}: {span.activity}"
 
 
 @contextlib.contextmanager
@@ -113,7 +98,7 @@ def trace_step(model: nn.Module) -> Iterator[Trace]:
     recorder = _Recorder(engine)
     trace = Trace(engine.ranks.rank, [unit.name for unit in engine.units])
     hooks = [
-        register_optimizer_step_pre_hook(lambda *_: recorder.open(Activity.OPTIMIZER, None)),
+        register_optimizer_step_pre_hook(lambda *_: recorder.open("optimizer", None)),
         register_optimizer_step_post_hook(lambda *_: recorder.close()),
     ]
     try:
@@ -125,39 +110,29 @@ def trace_step(model: nn.Module) -> Iterator[Trace]:
     recorder.fill(trace)
 
 
-_ACTIVITIES = {
-    Collective.ALL_GATHER: Activity.GATHER,
-    Collective.REDUCE_SCATTER: Activity.REDUCE,
-    Collective.ALL_REDUCE: Activity.AVERAGE,
-    Collective.ALL_TO_ALL: Activity.EXCHANGE,
+_BEGINS = {
+    StepEvent.CAST_BEGINS: "cast",
+    StepEvent.FORWARD_BEGINS: "forward",
+    StepEvent.RECOMPUTATION_BEGINS: "forward",
+    StepEvent.BACKWARD_BEGINS: "backward",
 }
-_Stamp = Any  # float seconds, or an event of the device
+_ENDS = (StepEvent.CAST_ENDS, StepEvent.FORWARD_ENDS, StepEvent.RECOMPUTATION_ENDS)
 _SHORTEST_WAIT_US = 20.0  # most waits find their collective done
 
 
-class _Open(NamedTuple):
-    """A span that has begun."""
-
-    stream: StreamName
-    activity: Activity
-    unit: int | None
-    name: str
-    start: _Stamp
-
-
 class _Recorder(Observer):
-    """Stamps the beginning and the end of what it observes. Owns the events of the stamps."""
+    """Stamps the beginning and the end of what it observes: seconds of the host, or events of the device, its own."""
 
     def __init__(self, engine: Engine) -> None:
         self._streams = engine.streams
         self._units = [unit.name for unit in engine.units]
         self._unit_of = [unit.index for unit in engine.units for _ in unit.flat_params]  # by tag
         self._start = self._now(StreamName.COMPUTE)
-        self._spans: list[tuple[_Open, _Stamp]] = []
-        self._issued: _Open | None = None  # a collective that no fence has recorded yet
-        self._under_way: dict[Work, _Open] = {}  # collectives that the host has not waited for
-        self._blocked: _Stamp = None
-        self._computing: list[_Open] = []  # a layer inside a layer comes last
+        self._spans: list[Span] = []
+        self._issued: Span | None = None  # a collective that no fence has recorded yet
+        self._under_way: dict[Work, Span] = {}  # collectives that the host has not waited for
+        self._blocked: Any = None  # when the host began to wait
+        self._computing: list[Span] = []  # a layer inside a layer comes last
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
@@ -170,11 +145,9 @@ class _Recorder(Observer):
         writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer`."""
-        activity = _ACTIVITIES[collective]
         unit = self._unit_of[tag] if tag is not None and tag < len(self._unit_of) else None
-        if tag is not None and unit is None:
-            activity = Activity.FLAGS
-        found = self._begin(stream, activity, unit)
+        is_of_flags = tag is not None and unit is None
+        found = self._begin(stream, "flags" if is_of_flags else collective.value, unit)
         if self._issued is None or self._issued[:4] != found[:4]:  # a unit's flat parameters share one span
             self._issued = found
 
@@ -185,7 +158,7 @@ class _Recorder(Observer):
             return
         self._issued = None
         if fence.work is None:
-            self._spans.append((issued, self._now(fence.source)))
+            self._end(issued)
         else:
             self._under_way[fence.work] = issued
 
@@ -195,67 +168,63 @@ class _Recorder(Observer):
 
     def on_done(self, fence: Fence, work: Work) -> None:
         """See `Observer`. `work` may be several collectives at once."""
-        now = self._now(StreamName.COMPUTE)
         parts = work.works if isinstance(work, AllWork) and work not in self._under_way else (work,)
         done = [self._under_way.pop(part) for part in parts if part in self._under_way]
-        self._spans += [(issued, now) for issued in done]
         unit, name = (done[0].unit, done[0].name) if len(done) == 1 else (None, fence.what)
-        wait = _Open(StreamName.COMPUTE, Activity.WAIT, unit, f"wait for {name}", self._blocked)
-        self._spans.append((wait, now))
+        now = self._now(StreamName.COMPUTE)
+        self._spans += [issued._replace(stop_us=now) for issued in done]
+        self._spans.append(Span(StreamName.COMPUTE, "wait", unit, f"wait for {name}", self._blocked, now))
 
     # -- computation ------------------------------------------------------------------------------------------------
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """See `Observer`."""
-        if moment is StepEvent.CAST_BEGINS:
-            self.open(Activity.CAST, None)
-        elif moment in (StepEvent.FORWARD_BEGINS, StepEvent.RECOMPUTATION_BEGINS):
-            if moment is StepEvent.FORWARD_BEGINS and unit == ROOT_UNIT:
-                self._computing = []  # of a forward that has raised
-            self.open(Activity.FORWARD, unit)
-        elif moment is StepEvent.BACKWARD_BEGINS:
-            self.close(Activity.BACKWARD)
-            self.open(Activity.BACKWARD, unit)
-        elif moment is StepEvent.BACKWARD_ENDS:
-            self.close(Activity.BACKWARD)
-        elif moment in (StepEvent.CAST_ENDS, StepEvent.FORWARD_ENDS, StepEvent.RECOMPUTATION_ENDS):
+        if moment in (StepEvent.BACKWARD_BEGINS, StepEvent.BACKWARD_ENDS):
+            self.close("backward")
+        elif moment in _ENDS:
             self.close()
+        elif moment is StepEvent.FORWARD_BEGINS and unit == ROOT_UNIT:
+            self._computing = []  # of a forward that has raised
+        if moment in _BEGINS:
+            self.open(_BEGINS[moment], unit)
 
-    def open(self, activity: Activity, unit: int | None) -> None:
+    def open(self, activity: str, unit: int | None) -> None:
         """The compute stream begins an activity."""
         self._computing.append(self._begin(StreamName.COMPUTE, activity, unit))
 
-    def close(self, activity: Activity | None = None) -> None:
+    def close(self, activity: str | None = None) -> None:
         """The innermost activity ends, or only one of that sort."""
         if self._computing and activity in (None, self._computing[-1].activity):
-            self._spans.append((self._computing.pop(), self._now(StreamName.COMPUTE)))
+            self._end(self._computing.pop())
 
-    def _now(self, stream: StreamName) -> _Stamp:
+    def _now(self, stream: StreamName) -> Any:
         if not self._streams.has_streams:
             return time.perf_counter()
         event = self._streams.module.Event(enable_timing=True)
         event.record(self._streams.device_stream(stream))
         return event
 
-    def _to_us(self, stamp: _Stamp) -> float:
+    def _to_us(self, stamp: Any) -> float:
         """Microseconds since the start. On CUDA the device must be idle."""
         if isinstance(stamp, float):
             return (stamp - float(self._start)) * 1e6
         return float(self._start.elapsed_time(stamp)) * 1e3
 
-    def _begin(self, stream: StreamName, activity: Activity, unit: int | None) -> _Open:
-        name = activity.value if unit is None else f"{activity.value} {self._units[unit]}"
-        return _Open(stream, activity, unit, name, self._now(stream))
+    def _begin(self, stream: StreamName, activity: str, unit: int | None) -> Span:
+        name = activity if unit is None else f"{activity} {self._units[unit]}"
+        return Span(stream, activity, unit, name, self._now(stream), 0.0)
+
+    def _end(self, begun: Span) -> None:
+        self._spans.append(begun._replace(stop_us=self._now(begun.stream)))
 
     def fill(self, trace: Trace) -> None:
         """Turn stamps into microseconds. Collectives without a wait end with the trace."""
         if self._streams.has_streams:
             self._streams.module.synchronize(self._streams.device)
-        self._spans += [(issued, self._now(issued.stream)) for issued in self._under_way.values()]
-        spans = [Span(*opened[:4], self._to_us(opened.start), self._to_us(stop)) for opened, stop in self._spans]
-        trace.spans = [span for span in spans if not _is_short_wait(span)]
+        for begun in self._under_way.values():
+            self._end(begun)
+        for span in self._spans:
+            timed = span._replace(start_us=self._to_us(span.start_us), stop_us=self._to_us(span.stop_us))
+            if timed.activity != "wait" or timed.stop_us - timed.start_us >= _SHORTEST_WAIT_US:
+                trace.spans.append(timed)
         trace.spans.sort(key=lambda span: (span.start_us, -span.stop_us))
-
-
-def _is_short_wait(span: Span) -> bool:
-    return span.activity is Activity.WAIT and span.stop_us - span.start_us < _SHORTEST_WAIT_US

@@ -153,7 +153,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         for model in filter(None, map(_sharded_in, self._models)):
             engine = engine_of(model)
             if {shard.param for shard in engine.param_shards}.issuperset(params):
-                return clip_grads(engine, params, max_norm, norm_type, None)
+                return clip_grads(engine, params, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

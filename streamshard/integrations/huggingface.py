@@ -263,10 +263,9 @@ class _Unsharded:
 
     def get_parameter(self, name: str) -> torch.Tensor:
         """A meta tensor in place of the parameter."""
-        try:
-            return self._tensors[name]
-        except KeyError:
-            raise AttributeError(f"the model has no parameter {name!r}") from None
+        if name not in self._tensors:
+            raise AttributeError(f"the model has no parameter {name!r}")
+        return self._tensors[name]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -89,9 +89,9 @@ class UnevenInputs(Inputs):
         own = self._row(True)
         self._announce(own._replace(has_grad=torch.is_grad_enabled(), is_synced=casts.is_synced, casts=casts.are_due))
 
-    def on_clipping(self, max_norm: object, norm_type: float, skip_above: float | None) -> None:
+    def on_clipping(self, max_norm: object, norm_type: float) -> None:
         """See `Inputs`."""
-        self._note("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type, "skip_above": skip_above})
+        self._note("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """A global hook: an optimizer is about to step."""

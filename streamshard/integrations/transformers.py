@@ -147,9 +147,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             self.state.best_model_checkpoint = str(path)
 
         def publish() -> None:
-            self.state.save_to_json(
-                str(partial / TRAINER_STATE_NAME)
-            )  # Trainer's has the best checkpoint in the staging directory
+            # Trainer's has the best checkpoint in the staging directory.
+            self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
             _publish(partial, path)
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
@@ -235,10 +234,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return is_ours and any((Path(directory) / name).is_file() for name in names)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        ranks, files = (
-            engine_of(self.model).ranks,
-            [Path(checkpoint or "") / each for each in (OPTIMIZER_NAME, SCHEDULER_NAME)],
-        )
+        ranks = engine_of(self.model).ranks
+        files = [Path(checkpoint or "") / each for each in (OPTIMIZER_NAME, SCHEDULER_NAME)]
         if checkpoint is None or not ranks.of_first(all(file.is_file() for file in files)):
             return  # as Trainer does, for checkpoints of save_only_model
 

@@ -22,7 +22,7 @@ from streamshard.optim.inner import (
     try_constructor,
 )
 from streamshard.optim.rounds import WholeParam, stand_in
-from streamshard.plan.owners import assign_owners, rank_loads
+from streamshard.plan.owners import assign_owners
 from streamshard.torch_private import untraced
 from streamshard.unit.optimizer_hooks import PiecesOfState, is_elementwise_class
 from streamshard.unit.sharded_parameter import refuse_unreduced
@@ -77,6 +77,7 @@ class WholeParameterOptimizer(Optimizer):
         self._round_numel = max(parse_bytes("round_size", round_size) // _FP32_BYTES, 1)
         self._classes: list[GroupClass] = []  # of each group
         self._owners: dict[nn.Parameter, int] = {}
+        self._loads: list[float] = []  # by rank, the cost of what it owns
         self._bound: InnerOptimizers | None = None
         super().__init__(params, {})
 
@@ -246,11 +247,9 @@ class WholeParameterOptimizer(Optimizer):
                     "WholeParameterOptimizer for each model"
                 )
         costs = {param: self._cost(param) for param, _ in found}
-        old = [param for param in costs if param in self._owners]
-        loads = rank_loads([costs[param] for param in old], [self._owners[param] for param in old], ranks.world_size)
+        self._loads = self._loads or [0.0] * ranks.world_size
         new = [param for param in costs if param not in self._owners]
-        owners = assign_owners([costs[param] for param in new], ranks.world_size, loads)
-        self._owners.update(zip(new, owners, strict=True))
+        self._owners.update(zip(new, assign_owners([costs[param] for param in new], self._loads), strict=True))
         wholes = []
         for param, piece in found:
             owner = self._owners[param]

@@ -140,7 +140,6 @@ def plan_units(
     units: Sequence[Sequence[tuple[FlatParamKind, Sequence[ParamLayout]]]],
     world_size: int,
     *,
-    pad_numel: int,
     align_pieces_to: int,
 ) -> list[UnitLayout]:
     """Lay out all units.
@@ -149,7 +148,7 @@ def plan_units(
         names: the units' names.
         units: by unit, its flat parameters: the kind and the parameters of each.
         world_size: number of ranks N.
-        pad_numel, align_pieces_to: see `plan_flat_param`.
+        align_pieces_to: see `plan_flat_param`.
     """
     layouts: list[UnitLayout] = []
     tag = 0
@@ -158,9 +157,7 @@ def plan_units(
         weights = wire = grads = ByteRange(0, 0)
         for kind, sizes in parts:
             element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)
-            layout = plan_flat_param(
-                sizes, world_size, element_bytes=element_bytes, pad_numel=pad_numel, align_pieces_to=align_pieces_to
-            )
+            layout = plan_flat_param(sizes, world_size, element_bytes=element_bytes, align_pieces_to=align_pieces_to)
             numel, is_wire = layout.padded_numel, kind.wire_dtype is not kind.compute_dtype
             weights = ByteRange(weights.stop, numel * kind.compute_dtype.itemsize)
             wire = ByteRange(wire.stop, is_wire * numel * kind.wire_dtype.itemsize)

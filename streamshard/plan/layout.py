@@ -108,7 +108,6 @@ def plan_flat_param(
     world_size: int,
     *,
     element_bytes: int = 2,
-    pad_numel: int = 1,
     align_pieces_to: int = 1,
 ) -> FlatParamLayout:
     """Lay out one flat parameter. See [Note: layout].
@@ -117,7 +116,6 @@ def plan_flat_param(
         sizes: the parameters in registration order, tied ones once.
         world_size: number of ranks N.
         element_bytes: bytes of the narrowest element that will use the layout; it sets the alignment of starts.
-        pad_numel: the padded size is a multiple of this as well (``lcm(N, 128, 2**16)`` for NCCL bus bandwidth).
         align_pieces_to: parameters are cut only at multiples of this many of their elements.
 
     Returns:
@@ -130,7 +128,7 @@ def plan_flat_param(
     total = _place(sizes, grain, align, None)[-1]
     least = -(-total // world_size)
     while True:
-        shard_numel = _shard_numel(sizes, grain, least, math.lcm(world_size * align, pad_numel) // world_size)
+        shard_numel = _shard_numel(sizes, grain, least, align)
         *offsets, end = _place(sizes, grain, align, shard_numel)
         missing = end - world_size * shard_numel
         if missing <= 0:
@@ -140,11 +138,11 @@ def plan_flat_param(
     return FlatParamLayout(tuple(params), world_size, world_size * shard_numel)
 
 
-def _shard_numel(sizes: Sequence[ParamLayout], grain: int, least: int, multiple: int) -> int:
-    """The smallest size of a shard in elements, at least `least`; a multiple of `grain` if a parameter is larger."""
+def _shard_numel(sizes: Sequence[ParamLayout], grain: int, least: int, align: int) -> int:
+    """The smallest aligned size of a shard in elements, at least `least`; of whole grains if a parameter is larger."""
 
     def fitting(bound: int) -> int:
-        common = math.lcm(multiple, grain) if any(size.numel > bound for size in sizes) else multiple
+        common = grain if any(size.numel > bound for size in sizes) else align
         return -(-bound // common) * common
 
     return min(fitting(bound) for bound in {least, *(size.numel for size in sizes if size.numel > least)})

@@ -5,41 +5,28 @@ No torch here. `assign_owners` balances the cost of a step over ranks. `plan_rou
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 
-def assign_owners(costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None) -> list[int]:
+def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
     """Give each parameter to the rank with the least load so far, the most expensive parameter first.
 
     Greedy by decreasing cost (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"; ZeroRedundancyOptimizer does
-    the same by size): the busiest rank has at most 4/3 of the least possible. Equal costs are taken in order, so
-    neighbours in the model go to different ranks.
+    the same by size): with no load before, the busiest rank has at most 4/3 of the least possible. Equal costs are
+    taken in order, so neighbours in the model go to different ranks.
 
     Args:
         costs: cost of each parameter's step, in any unit; at least 0.
-        world_size: number of ranks.
-        loads: the cost that each rank has already, in the same unit; None: 0.
+        loads: by rank, the cost of what the rank owns already, in the same unit. What is assigned is added.
 
     Returns:
         The owner of each parameter: a rank.
     """
-    queue = [(load, rank) for rank, load in enumerate(loads or [0.0] * world_size)]
-    heapq.heapify(queue)
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        load, rank = queue[0]
-        owners[index] = rank
-        heapq.heapreplace(queue, (load + costs[index], rank))
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += costs[index]
     return owners
-
-
-def rank_loads(costs: Sequence[float], owners: Sequence[int], world_size: int) -> list[float]:
-    """By rank, the sum of the costs of the parameters that it owns."""
-    loads = [0.0] * world_size
-    for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
-    return loads
 
 
 def plan_rounds(

@@ -293,7 +293,7 @@ def find_fp32(root: nn.Module, precision: Precision, kept: Collection[str]) -> I
     if precision.param_dtype is torch.float32:
         return InFp32(frozenset(), ())
     inside = {inner for module in listed for inner in modules_inside(module) if inner is not module}
-    for module in (*listed, *_fp32_norms(root, precision)):
+    for module in (*listed, *_fp32_norms(root)):
         found.update(params_of(module).values())
     return InFp32(frozenset(found), tuple(module for module in listed if module not in inside))
 
@@ -307,8 +307,8 @@ def _has_part(name: str, part: str) -> bool:
     return re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) is not None
 
 
-def _fp32_norms(root: nn.Module, precision: Precision) -> Iterator[nn.Module]:
+def _fp32_norms(root: nn.Module) -> Iterator[nn.Module]:
     for module in modules_inside(root):
         mean = module.running_mean if isinstance(module, _NormBase) else None
-        if mean is not None and (precision.buffer_dtype or mean.dtype) is torch.float32:
+        if mean is not None and mean.dtype is torch.float32:
             yield module

@@ -225,9 +225,8 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
     with AsTensors():
         for param, each in plain.items():
             grad = grad_of(param)
-            each.grad = (
-                None if grad is None or not grad.numel() else grad.detach()
-            )  # no view: compilers look at `_base`
+            # Detached is no view: compilers look at `_base`.
+            each.grad = None if grad is None or not grad.numel() else grad.detach()
             if each.requires_grad is not param.requires_grad:
                 each.requires_grad = param.requires_grad
             if len(param.__dict__) > 2:  # beside `piece` and `plain`

@@ -167,18 +167,19 @@ class GradSlot:
         self.scratch = scratch
         self.has_streams = streams.has_streams
         self._streams = streams
-        self._writers: list[Any] = []  # streams of the device on which gradients have been written
+        self._writers: dict[Any, Any] = {}  # streams on which gradients have been written, by `Streams.current_id`
 
     def open(self, unit: int) -> None:
         """The slot is `unit`'s from here on (rule 3)."""
         self._writers.clear()
-        self.drained.wait()
         if self.has_streams:
-            self._writers.append(self._streams.device_stream(StreamName.COMPUTE))
+            self.join()
+        else:
+            self.drained.wait()
         self.content = unit
 
     def join(self) -> bool:
-        """The current stream of the device is about to write: it waits as the first one has.
+        """The current stream of the device is about to write: it waits for the slot (rule 3), once.
 
         Returns:
             Whether the current stream is the first one.
@@ -186,22 +187,23 @@ class GradSlot:
         autograd makes a gradient on the stream of the forward, which a layer may change (shared experts, say), and
         lets that of the caller wait for all of them at the end of backward only.
         """
-        stream = self._streams.device_stream(StreamName.COMPUTE)
-        if stream not in self._writers:
-            self.drained.wait()  # rule 3
-            self._writers.append(stream)
-        return bool(stream == self._writers[0])
+        current = self._streams.current_id()
+        if current not in self._writers:
+            stream = self._streams.device_stream(StreamName.COMPUTE)
+            self.drained.wait(stream)  # rule 3
+            self._writers[current] = stream
+        return bool(current == next(iter(self._writers)))
 
     def on_first_stream(self) -> AbstractContextManager[object]:
         """Run the body on the stream on which the slot was opened."""
-        if self._writers and self._streams.device_stream(StreamName.COMPUTE) != self._writers[0]:
-            context: AbstractContextManager[object] = self._streams.module.stream(self._writers[0])
-            return context
-        return contextlib.nullcontext()
+        if not self.has_streams or self.join():
+            return contextlib.nullcontext()
+        context: AbstractContextManager[object] = self._streams.module.stream(next(iter(self._writers.values())))
+        return context
 
     def finish_writing(self) -> None:
         """Nothing is written any more: the comm stream goes on after what was, on whatever stream (rule 4)."""
-        for stream in self._writers or (None,):
+        for stream in self._writers.values() or (None,):
             self.written.record(stream=stream)
             self.written.wait()
 

@@ -312,15 +312,16 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
     return global_norm(norm, order, ranks)
 
 
+def _are_equal(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether two pieces are equal, or close, on all ranks. Collective."""
+    _common(func, (*args, *kwargs.values()))
+    holds = torch.tensor(float(func(*args, **kwargs)), device=tensor.device)  # of no elements it does
+    return bool(global_extreme(holds, largest=False, ranks=tensor.piece.ranks))
+
+
 def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Reduce all elements of the full tensor to one number, equal on all ranks. Collective."""
     name, ranks, local = func.__name__, tensor.piece.ranks, tensor.as_subclass(torch.Tensor)
-    if name in _OF_TWO:
-        _common(func, (*args, *kwargs.values()))
-        if name == "dot":
-            return _total(torch.mul(*args, **kwargs), tensor)
-        holds = torch.tensor(float(func(*args, **kwargs)), device=tensor.device)  # of no elements it does
-        return bool(global_extreme(holds, largest=False, ranks=ranks))
     dtype = kwargs.get("dtype")
     others = (*args[1:], *(value for key, value in kwargs.items() if key not in ("input", "dtype")))
     if any(value is not None and value is not False for value in others):
@@ -399,10 +400,10 @@ _ELEMENTWISE = names(
     zeros zeros_like
     """
 )
-_OF_TWO = ("allclose", "dot", "equal")
 _ANSWERS: Mapping[str, _Answer] = {
     **dict.fromkeys(SHAPE, _shape),
-    **dict.fromkeys((*_OF_TWO, *names("all amax amin any max mean min sum")), _reduce),
+    **dict.fromkeys(names("all amax amin any max mean min sum"), _reduce),
+    **dict.fromkeys(names("allclose equal"), _are_equal),
     **dict.fromkeys(names("normal_ uniform_"), _random),
     **dict.fromkeys(names("__bool__ __float__ __format__ __index__ __int__ item"), _number),
     "data_ptr": _refuse_saving,  # safetensors writes to files what is there, and asks for nothing else

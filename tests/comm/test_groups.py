@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm import groups
-from streamshard.comm.groups import CONTROL_TIMEOUT, MOST_CONNECTED, gloo_settings, make_host_group, timeout_of
+from streamshard.comm.groups import (
+    CONTROL_TIMEOUT,
+    MOST_CONNECTED,
+    gloo_settings,
+    make_default_group,
+    make_host_group,
+    timeout_of,
+)
 from streamshard.comm.objects import RankGroup
 from streamshard.errors import CommunicationError
 from tests.launched import Launched
@@ -75,11 +82,12 @@ def test_gloo_listens_where_rank_0_is_unless_the_user_has_chosen(mine: str, monk
         assert "TORCH_GLOO_LAZY_INIT" not in os.environ
 
 
-def test_an_error_of_gloo_names_the_variable_to_set() -> None:
-    """Whatever gloo says when hosts cannot connect."""
-    says = r"refused\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"
-    with pytest.raises(CommunicationError, match=says), gloo_settings(None, 2):
-        raise RuntimeError("Connection refused")
+def test_an_error_of_gloo_names_the_variable_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Here of an interface that is not there."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    says = r"nosuch0\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"
+    with pytest.raises(CommunicationError, match=says):
+        make_default_group(torch.device("cpu"), init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
 
 
 @on_ranks(2)

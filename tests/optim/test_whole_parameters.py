@@ -21,6 +21,7 @@ from streamshard.inspect.races import detect_races
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.plan.memory import Category
 from tests.models import DIM, Layer
+from tests.optim.muon import muon_in_fp32
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -137,6 +138,7 @@ def _numbered(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("world_size", "build"), [(1, _adafactor), (2, _numbered), (2, _adafactor), (3, _muon_and_adamw), (3, _numbered)]
 )
+@muon_in_fp32()
 def test_whole_matrices_train_like_on_the_unsharded_model(
     context: RankContext, build: Callable[[nn.Module], Any]
 ) -> None:
@@ -146,6 +148,7 @@ def test_whole_matrices_train_like_on_the_unsharded_model(
 
 @on_ranks(3)
 @pytest.mark.parametrize("on_a_device", [False, True])
+@muon_in_fp32()
 def test_exchanges_are_ordered_and_may_be_late(context: RankContext, on_a_device: bool) -> None:
     """No race, and the same numbers when every exchange takes as long as the waits allow."""
     wanted = _sharded()

@@ -20,6 +20,7 @@ from streamshard import (
 )
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
+from tests.optim.muon import muon_in_fp32
 from tests.optim.test_whole_parameters import NEAR, Mixed, _adafactor, _muon_and_adamw
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, FP32, Call, assert_same, full_weights, seed, stack_step
@@ -148,6 +149,7 @@ def test_this_ranks_state_can_be_copied_and_loaded_and_not_be_saved(context: Ran
     assert_same(full_weights(model), wanted, "weights", EXACT)
 
 
+@muon_in_fp32()
 def _save(context: RankContext, name: str, folder: str, *, background: bool) -> dict[str, torch.Tensor]:
     model = _model()
     optimizer = BUILD[name](model)
@@ -159,6 +161,7 @@ def _save(context: RankContext, name: str, folder: str, *, background: bool) -> 
     return full_weights(model)
 
 
+@muon_in_fp32()
 def _load(context: RankContext, name: str, folder: str) -> dict[str, torch.Tensor]:
     model = _model()
     optimizer = BUILD[name](model)

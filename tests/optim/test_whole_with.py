@@ -24,6 +24,7 @@ from streamshard import (
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from tests.models import NormStack, vector_batch
+from tests.optim.muon import muon_in_fp32
 from tests.optim.test_whole_parameters import NEAR, Both, Mixed, _matrices, _muon_and_adamw
 from tests.optim.test_whole_state import Odd
 from tests.ranks import RankContext, on_ranks
@@ -64,6 +65,7 @@ def _backward(model: nn.Module, context: RankContext) -> Backward:
     return lambda number: sum(stack_step(model, Call(number, rank, size, 1 / size)) for rank in range(size)) / size
 
 
+@muon_in_fp32()
 def _assert_like_plain(
     context: RankContext,
     program: Callable[[Any, Any, Backward], Any],
@@ -288,6 +290,7 @@ def test_parameters_of_two_models_are_refused(context: RankContext) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
+@muon_in_fp32()
 def test_models_may_be_sharded_after_the_optimizer_was_made(context: RankContext, kind: type[Optimizer]) -> None:
     """And after it has stepped."""
     seed(3)
@@ -309,6 +312,7 @@ def test_models_may_be_sharded_after_the_optimizer_was_made(context: RankContext
 
 
 @on_ranks(2)
+@muon_in_fp32()
 def test_groups_have_the_options_of_their_own_class(context: RankContext) -> None:
     """In any order, several of one class, and when they are added later; numbers are those of one optimizer each."""
 

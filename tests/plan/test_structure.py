@@ -202,7 +202,6 @@ def test_inference_mode_leaves_nothing_behind_that_cannot_train(context: RankCon
     model = Stack()
     model.register_buffer("seen", torch.zeros(3))
     with torch.inference_mode():
-        model.seen = torch.zeros(3)
         StreamShard(model, precision=Precision(param_dtype=param_dtype))
         model(vector_batch(0, context.rank))
         with model.summon_full_params(writeback=True):
@@ -289,7 +288,6 @@ def test_what_needs_all_weights_says_that_layers_are_computing(context: RankCont
         "full_state_dict": model.full_state_dict,
         "load_state_dict": lambda: model.load_state_dict(whole),
         "clip_grad_norm_": lambda: model.clip_grad_norm_(1.0),
-        "check_weights": model.check_weights,
         "summon_full_params": lambda: model.summon_full_params().__enter__(),
     }
     refused = []

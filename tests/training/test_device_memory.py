@@ -74,7 +74,7 @@ def _walk(events: Sequence[Any]) -> Iterator[Any]:
 def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext, slots: dict[str, Any]) -> None:
     """The model's own memory goes unit by unit, before there is any for gradients: 48 MiB that are not there twice."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, simulated_device():
-        model = StreamShard(Wide(), precision=BF16, broadcast_weights=False, **slots)
+        model = StreamShard(Wide(), precision=BF16, **slots)
     assert len(list(model.parameters())) == 24
     kind = torch._C._profiler._EventType.Allocation
     events = [e for e in _walk(profiled.profiler.kineto_results.experimental_event_tree()) if e.tag == kind]

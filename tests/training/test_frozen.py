@@ -220,7 +220,6 @@ def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext, dty
     doubled = {name: value * (2 if name in frozen else 1) for name, value in wanted.items()}
     assert_same(full_weights(model), doubled, "weights after writing", EXACT)
     model.load_state_dict(wanted)
-    model.check_weights()
     assert_same(full_weights(model), wanted, "weights after loading", EXACT)
 
 
