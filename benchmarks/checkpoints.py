@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from streamshard import Precision, StreamShard, export_safetensors, load_checkpoint, save_checkpoint
-from streamshard.checkpoint import save as saving
 
 SAMPLE_S = 0.001
 MEMORY_ROUNDS = 3  # which begin with nothing that was freed; others keep it, as training does, and are timed
@@ -303,12 +302,10 @@ def _report(
         print(name, {what: round(values["median"], 3) for what, values in own.items()})
     for what, values in ratios.items():
         print(f"{what}: {values['median']:.3f} ({values['median_low']:.3f} to {values['median_high']:.3f})")
-    kept_mib = sum(copy.nbytes for copies in saving._memory.values() for copy in copies.values()) / 2**20
-    print(f"copies that StreamShard keeps from save to save in the background: {kept_mib:.1f} MiB")
     settings = {"layers": arguments.layers, "width": arguments.width, "ranks": arguments.ranks}
     device = torch.device("cpu")
     result = {"environment": environment(device), "settings": settings, "ratios": ratios, "measured": measured}
-    save({**result, "kept_copies_mib": kept_mib, "rounds": rows, "foreign_cores": foreign_cores}, arguments.output)
+    save({**result, "rounds": rows, "foreign_cores": foreign_cores}, arguments.output)
 
 
 if __name__ == "__main__":

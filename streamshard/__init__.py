@@ -8,10 +8,9 @@ from streamshard.api import (
     load_optimizer_state_dict,
     load_safetensors,
 )
-from streamshard.checkpoint.background import Saving
 from streamshard.checkpoint.directory import latest
 from streamshard.checkpoint.restore import Loaded, load_checkpoint
-from streamshard.checkpoint.save import save_checkpoint
+from streamshard.checkpoint.save import Saving, save_checkpoint
 from streamshard.config import Precision, __version__
 from streamshard.engine.hooks import register_forward_method
 from streamshard.errors import (

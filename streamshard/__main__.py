@@ -123,26 +123,25 @@ def _list(root: Path, paths: Iterable[Path]) -> None:
 
 def _describe(manifest: Manifest) -> list[tuple[str, str]]:
     """Rows (name, content), one for each part of a checkpoint."""
-    replicas = f" in {manifest.replicas} replicas" if manifest.replicas > 1 else ""
     rows = [
         ("number", str(manifest.number)),
         ("saved", f"{_saved_at(manifest)} by streamshard {manifest.versions['streamshard']}"),
-        ("ranks", f"{manifest.world_size}{replicas}"),
+        ("ranks", str(manifest.world_size)),
         ("size", f"{_total_bytes(manifest)} in {len(manifest.files)} file(s)"),
     ]
     for name, saved in (*manifest.state["models"].items(), *manifest.state["optimizers"].items()):
         own = [tensor for each, tensor in manifest.tensors.items() if each.startswith(f"{name}/")]
         dtypes = ", ".join(dict.fromkeys(map(_dtype_of, own)))
         rows.append((name, f"{saved['class'] or 'of unknown class'}, {len(own)} tensors ({dtypes})"))
-    for name, tree in manifest.state["trees"].items():
-        differs = "" if "all" in tree else f"differs between {len(tree['ranks'])} ranks; "
-        shown = differs + json.dumps(tree["all"] if "all" in tree else tree["ranks"][0], ensure_ascii=False)
+    for name, trees in manifest.state["trees"].items():
+        differs = "" if len(trees) == 1 else f"differs between {len(trees)} ranks; "
+        shown = differs + json.dumps(trees[0], ensure_ascii=False)
         rows.append((name, shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."))
     return rows
 
 
 def _dtype_of(tensor: TensorRecord) -> str:
-    return str(tensor.torch_dtype).removeprefix("torch.")
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _saved_at(manifest: Manifest) -> str:
@@ -161,10 +160,10 @@ def _convert(arguments: argparse.Namespace) -> None:
         _say(f"{to_dcp(arguments.directory, arguments.out)} -> {arguments.out}")
         return
     keys = {"model": arguments.model_key, "optimizer": arguments.optimizer_key}
-    done = from_dcp(arguments.directory, arguments.out, **keys)
-    _say(f"{arguments.directory} -> {done.path}")
-    if done.left_out:
-        _say(f"left out: {', '.join(done.left_out)}")
+    path, left_out = from_dcp(arguments.directory, arguments.out, **keys)
+    _say(f"{arguments.directory} -> {path}")
+    if left_out:
+        _say(f"left out: {', '.join(left_out)}")
 
 
 if __name__ == "__main__":

@@ -304,10 +304,10 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "load_safetensors", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():
-        loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
-        engine.fill(loaded.names)
+        difference, loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
+        engine.fill(loaded)
         compute_buffers(engine, model)
-    return loaded.difference
+    return difference
 
 
 def init_weights(

@@ -110,13 +110,13 @@ def _text(source: str, node: ast.AST) -> str:
 
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/directory": [
-        ("_delete_unless_locked", Swap("if not _lock(manifest.fileno()):", "if False:"), "directory"),
-        ("_read_whole", Drop("check_sizes(path, manifest)"), "directory"),
-        ("newest_last", Swap("generation, manifest.number", "number, manifest.generation"), "directory"),
+        ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
+        ("_open_whole", Drop("check_sizes(path, manifest)"), "directory"),
+        ("_newest_last", Swap("generation, files.manifest.number", "number, files.manifest.generation"), "directory"),
         ("publish_checkpoint", Swap("len(own) + 1 - keep", "len(own) + 2 - keep"), "directory"),
     ],
     "checkpoint/export": [
-        ("_create", Swap('f"model-{token}-"', 'f"model-{8 * chr(48)}-"'), "publish"),
+        ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
     ],
     "comm/gloo": [
         ("Exchange._abandon", Drop("_abandoned.setdefault(self._group, []).extend(self._messages)"), "transport"),

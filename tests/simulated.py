@@ -54,6 +54,10 @@ class SimulatedStream:
         while self._held and (until is None or self._held[0][0] < until):
             self._held.popleft()[1]()
 
+    def synchronize(self) -> None:
+        """The host waits until all that was put here is done."""
+        self.run()
+
     def wait_event(self, event: SimulatedEvent) -> None:
         """Go on only after what `event` recorded last. A stream that is late waits when it gets there."""
         stream, tick = event.stream, event.tick

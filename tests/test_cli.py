@@ -99,7 +99,7 @@ def test_nothing_that_a_terminal_obeys_is_printed(
 
     def change(content: Any) -> None:
         content["versions"]["torch"] = attack
-        content["state"]["trees"][attack] = {"all": attack}
+        content["state"]["trees"][attack] = [attack]
         content["tensors"][attack] = {"shape": [0], "dtype": "float32", "pieces": []}
 
     rewrite(path, change)

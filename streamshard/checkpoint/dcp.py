@@ -22,22 +22,18 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as records
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import metadata, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from streamshard.checkpoint.directory import PARTIAL, next_number, open_checkpoint
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.manifest import CheckpointFiles, decode, encode
-from streamshard.checkpoint.optimizer_state import is_moment
-from streamshard.checkpoint.run_parts import Collected
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.comm.objects import RankGroup
@@ -46,7 +42,7 @@ from streamshard.errors import CheckpointError, ConfigError
 from streamshard.unit.optimizer_hooks import NUMBERS
 
 _METADATA_NAME = ".metadata"
-_RECORDS = (*records.__all__, "_MEM_FORMAT_ENCODING")
+_RECORDS = (*metadata.__all__, "_MEM_FORMAT_ENCODING")
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 _OTHERS = {
     ("collections", "OrderedDict"),
@@ -69,15 +65,14 @@ def _read(root: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for path in found:
         with _errors(f"read {path}"):
-            reader = _Reader(path)
             part = {
                 key: torch.empty(each.size, dtype=each.properties.dtype)
-                if isinstance(each, TensorStorageMetadata)
+                if isinstance(each, metadata.TensorStorageMetadata)
                 else None
-                for key, each in reader.read_metadata().state_dict_metadata.items()
+                for key, each in _Reader(path).read_metadata().state_dict_metadata.items()
             }
             planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            state_dict_loader.load(part, storage_reader=reader, planner=planner, no_dist=True)
+            state_dict_loader.load(part, storage_reader=_Reader(path), planner=planner, no_dist=True)
             values |= part
     return values
 
@@ -99,13 +94,13 @@ def _errors(doing: str) -> Iterator[None]:
 class _Reader(FileSystemReader):
     """Reads metadata with an unpickler that accepts data only."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         with open(Path(self.path) / _METADATA_NAME, "rb") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
-        if metadata.storage_meta is None:
-            metadata.storage_meta = records.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            found: metadata.Metadata = _MetadataUnpickler(file).load()
+        if found.storage_meta is None:
+            found.storage_meta = metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -155,7 +150,10 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     files = open_checkpoint(directory)
     files.verify_together(RankGroup())
     saved = files.manifest.state
-    state = {name: _model_out(files, name, each["names"]) for name, each in saved["models"].items()}
+    state: dict[str, Any] = {}
+    for name, each in saved["models"].items():
+        tensors = {source: files.read_whole(f"{name}/{source}") for source in each["names"].values()}
+        state[name] = {own: tensors[source] for own, source in each["names"].items()}  # state dicts have all names
     state |= {name: _optimizer_out(files, each) for name, each in saved["optimizers"].items()}
     try:
         with _errors(f"write {root}"):
@@ -170,21 +168,10 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     return files.root
 
 
-def _model_out(files: CheckpointFiles, name: str, names: Mapping[str, str]) -> dict[str, Any]:
-    tensors = {source: files.read_whole(f"{name}/{source}") for source in names.values()}
-    return {each: tensors[source] for each, source in names.items()}  # state dicts have all names
-
-
 def _optimizer_out(files: CheckpointFiles, saved: Mapping[str, Any]) -> dict[str, Any]:
     models = files.manifest.state["models"]
     fqns = {f"{model}/{name}": name for model, each in models.items() for name in each["names"]}  # DCP's names
-    state = {
-        fqns.get(param, param): {
-            key: files.read_whole(value["tensor"]) if is_moment(value) else decode(value, files.read_whole, _CPU)
-            for key, value in values.items()
-        }
-        for param, values in saved["state"].items()
-    }
+    state = {fqns.get(param, param): decode(values, files.read_whole, _CPU) for param, values in saved["state"].items()}
     groups = decode(saved["param_groups"], files.read_whole, _CPU)
     for group in groups:
         group["params"] = [fqns.get(param, param) for param in group["params"]]
@@ -201,18 +188,6 @@ def _optimizer_out(files: CheckpointFiles, saved: Mapping[str, Any]) -> dict[str
 # ------------------------------------------------------------------------------------------------ from DCP
 
 
-class Converted(NamedTuple):
-    """What `from_dcp` has done.
-
-    Attributes:
-        path: of the new checkpoint.
-        left_out: keys of the DCP directory that are not in it.
-    """
-
-    path: Path
-    left_out: list[str]
-
-
 def from_dcp(
     directory: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -220,7 +195,7 @@ def from_dcp(
     model: str = "model",
     optimizer: str = "optimizer",
     step: int | None = None,
-) -> Converted:
+) -> tuple[Path, list[str]]:
     """Convert a DCP directory to a checkpoint, which `load_checkpoint(out, model, optimizer)` loads.
 
     DCP's files hold pickles, which could run code on this machine. Our unpicklers accept tensors, numbers, strings,
@@ -232,6 +207,9 @@ def from_dcp(
         model: prefix of the weights' keys, such as ``"app.model"``; empty: keys have no prefix.
         optimizer: prefix of the optimizer's keys. The directory may have no optimizer.
         step: the checkpoint's number; None is one more than the largest number in `out`.
+
+    Returns:
+        The new checkpoint's path, and the keys of the DCP directory that are not in it.
 
     Raises:
         CheckpointError: `directory` is no DCP directory, is damaged, or holds values that StreamShard cannot load.
@@ -252,20 +230,19 @@ def from_dcp(
             "say what those of weights begin with (--model-key)"
         )
     left_out = values.keys() - {f"{prefix}{name}" for name in weights}
+    state = {key.removeprefix(own): values[key] for key in values if key in left_out and key.startswith(own)}
     tensors: dict[str, torch.Tensor] = {}
     optimizers = {}
-    if any(key.startswith(own) for key in left_out):
-        state = {key.removeprefix(own): values[key] for key in values if key in left_out and key.startswith(own)}
+    if state:
         optimizers["optimizer"], taken = _optimizer_in(state, weights, tensors)
         left_out -= {f"{own}{key}" for key in taken}
     stepped = {name for each in optimizers.values() for group in each["param_groups"] for name in group["params"]}
     names = _names_in(weights, stepped)
-    models = {"model": {"class": None, "names": names}}
     pieces = [Piece.whole(f"model/{name}", weights[name]) for name in sorted(set(names.values()))]
     pieces += [Piece.whole(name, each) for name, each in tensors.items()]
+    saved = {"models": {"model": {"class": None, "names": names}}, "optimizers": optimizers, "trees": {}}
     number = next_number(root) if step is None else step
-    collected = Collected({"models": models, "optimizers": optimizers, "trees": {}}, {}, pieces)
-    return Converted(write_checkpoint(root, number, None, RankGroup(), collected), sorted(left_out))
+    return write_checkpoint(root, number, None, RankGroup(), saved, pieces), sorted(left_out)
 
 
 def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, str]:
@@ -294,49 +271,40 @@ def _optimizer_in(
         tensors: gains those of the optimizer, by the names they are saved under.
     """
     state: dict[str, dict[str, Any]] = {}
-    numbered: dict[int, dict[str, Any]] = {}
-    flattened: dict[str, dict[str, Any]] = {}
+    options_of: dict[str, dict[str, Any]] = {}  # by the group's number, or by the name of a parameter in it
     taken = set()
     for key, value in values.items():
         what, _, rest = key.partition(".")
         name, _, each = rest.rpartition(".")
         if what == "state" and name in weights:
-            state.setdefault(f"model/{name}", {})[each] = _value_in(value, each, name, weights[name], tensors)
-        elif what == "param_groups" and name.isdecimal():
-            numbered.setdefault(int(name), {})[each] = value
-        elif what == "param_groups" and name in weights:
-            flattened.setdefault(name, {})[each] = value
+            own, path = state.setdefault(f"model/{name}", {}), f"optimizer/model/{name}/{each}"
+            shape = value.shape if isinstance(value, torch.Tensor) else None
+            if shape == weights[name].shape and each not in NUMBERS:
+                tensors[path] = value
+                own[each] = {"$": "tensor", "tensor": path}
+            elif shape:
+                raise CheckpointError(
+                    f"the optimizer's {each!r} of {name!r} has shape {list(shape)}, the parameter "
+                    f"{list(weights[name].shape)}: StreamShard loads only state with one number for each element"
+                )
+            else:
+                own[each] = encode(value, path, tensors)
+        elif what == "param_groups" and (name.isdecimal() or name in weights):
+            options_of.setdefault(name, {})[each] = value
         else:
             continue
         taken.add(key)
-    groups = [numbered[place] for place in sorted(numbered)] or _joined(flattened)
+    numbers = sorted((each for each in options_of if each.isdecimal()), key=int)
+    groups = [options_of[each] for each in numbers] or _joined(options_of)
     for group in groups:
         group["params"] = [f"model/{name}" for name in group.get("params", [])]
     rest_in = encode({"param_groups": groups, "shared": {}}, "optimizer", tensors)
     return {"class": None, "state": state, **rest_in}, taken
 
 
-def _value_in(value: Any, key: str, name: str, weight: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Any:
-    """JSON of state `key` of the parameter `name`, which is `weight`."""
-    path = f"optimizer/model/{name}/{key}"
-    if isinstance(value, torch.Tensor):
-        if value.shape == weight.shape and key not in NUMBERS:
-            tensors[path] = value
-            return {"$": "moment", "tensor": path}
-        if value.numel() > 1:
-            raise CheckpointError(
-                f"the optimizer's {key!r} of {name!r} has shape {list(value.shape)}, the parameter "
-                f"{list(weight.shape)}: StreamShard loads only state with one number for each element"
-            )
-    return encode(value, path, tensors)
-
-
 def _joined(options_of: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Param groups: parameters with the same options are in one group."""
-    groups: list[dict[str, Any]] = []
+    groups: dict[str, dict[str, Any]] = {}
     for name, options in options_of.items():
-        group = next((each for each in groups if {**each, "params": None} == {**options, "params": None}), None)
-        if group is None:
-            groups.append(group := {**options, "params": []})
-        group["params"].append(name)
-    return groups
+        groups.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(name)
+    return list(groups.values())

@@ -1,5 +1,8 @@
 """The checkpoints of a run, side by side in one directory: find them, add one, delete old ones.
 
+`write_together` is how saves and exports write files: rank 0 makes a partial directory, all ranks write into it, rank 0
+publishes it.
+
 [Note: how a checkpoint appears]
 A save writes into a *partial* directory, whose name ends in ``.partial`` and is never used again. When all files are on
 the disk, one rename gives the directory its name. Until then there is no checkpoint, afterwards there is a whole one.
@@ -13,7 +16,7 @@ however it ends. A save deletes partial directories whose lock is free: killed r
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -22,14 +25,16 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
+from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_path
-from streamshard.errors import CheckpointError, log, printable
+from streamshard.errors import CheckpointError, StreamShardError, log, printable
 
 PARTIAL = ".partial"
 """Suffix of a directory's name until the directory is complete."""
@@ -37,13 +42,11 @@ PARTIAL = ".partial"
 _NAME = re.compile(r"checkpoint-(\d+)(-\d+)?")
 _LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")
 
+_Written = TypeVar("_Written")
+_Published = TypeVar("_Published")
+
 
 # ------------------------------------------------------------------------------------------------ finding
-
-
-class _Found(NamedTuple):
-    path: Path
-    manifest: Manifest
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -55,15 +58,21 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         ConfigError: `directory` is not a path.
     """
-    whole, others = _look_into(parse_path("directory", directory))
+    whole, others = look_into(parse_path("directory", directory))
     for why in others:
         log.warning("passed over: %s", printable(why))
-    return whole[-1].path if whole else None
+    return whole[-1].root if whole else None
 
 
-def whole_checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoints in `directory`, newest first. Their contents have not been verified."""
-    return [found.path for found in reversed(_look_into(directory)[0])]
+def look_into(directory: Path) -> tuple[list[CheckpointFiles], list[str]]:
+    """Whole checkpoints, newest last, whose contents are not verified; and why each other one is not whole."""
+    whole, others = [], []
+    for path in checkpoints_in(directory):
+        try:
+            whole.append(_open_whole(path))
+        except CheckpointError as error:
+            others.append(str(error))
+    return sorted(whole, key=_newest_last), others
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -74,8 +83,7 @@ def find_checkpoint(directory: Path) -> Path:
     """
     if os.path.exists(directory / MANIFEST_NAME):
         return directory
-    found = latest(directory)
-    if found is None:
+    if (found := latest(directory)) is None:
         raise no_checkpoint(directory)
     return found
 
@@ -86,13 +94,12 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointFiles:
     Raises:
         CheckpointError: there is none, or a file of it is missing or has another size.
     """
-    path = find_checkpoint(parse_path("directory", directory))
-    return CheckpointFiles(path, _read_whole(path))
+    return _open_whole(find_checkpoint(parse_path("directory", directory)))
 
 
 def no_checkpoint(directory: Path) -> CheckpointError:
     """The error to raise for a directory without a whole checkpoint."""
-    reasons = "; ".join(_look_into(directory)[1]) or "wanted a directory that save_checkpoint has written to"
+    reasons = "; ".join(look_into(directory)[1]) or "wanted a directory that save_checkpoint has written to"
     return CheckpointError(
         f"{directory} holds no whole checkpoint: {reasons}. `streamshard convert DIR OUT --from dcp` makes one of a "
         "directory of torch.distributed.checkpoint; load_safetensors reads a Hugging Face directory"
@@ -105,37 +112,21 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return [path for path in [directory, *inside] if os.path.exists(path / MANIFEST_NAME)]
 
 
-def newest_last(path: Path, manifest: Manifest) -> tuple[int, int, bool]:
-    """Sort key for the checkpoints of one directory, newest last. A user's copy comes before its original."""
-    return manifest.generation, manifest.number, _NAME.fullmatch(path.name) is not None
-
-
-def checkpoint_name(number: int) -> str:
-    """Name of the directory of the first checkpoint with this number."""
-    return f"checkpoint-{number}"
-
-
 def next_number(directory: Path) -> int:
     """One more than the largest number in the names of checkpoints in `directory`."""
     numbers = [int(match[1]) for path in _children(directory) if (match := _NAME.match(path.name))]
     return max(numbers, default=0) + 1
 
 
-def _look_into(directory: Path) -> tuple[list[_Found], list[str]]:
-    """Whole checkpoints, newest last; and for each other one the reason why it is not whole."""
-    whole, others = [], []
-    for path in checkpoints_in(directory):
-        try:
-            whole.append(_Found(path, _read_whole(path)))
-        except CheckpointError as error:
-            others.append(str(error))
-    return sorted(whole, key=lambda found: newest_last(*found)), others
+def _newest_last(files: CheckpointFiles) -> tuple[int, int, bool]:
+    """Sort key for the checkpoints of one directory. A user's copy comes before its original."""
+    return files.manifest.generation, files.manifest.number, _NAME.fullmatch(files.root.name) is not None
 
 
-def _read_whole(path: Path) -> Manifest:
+def _open_whole(path: Path) -> CheckpointFiles:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
-    return manifest
+    return CheckpointFiles(path, manifest)
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -155,7 +146,57 @@ def _children(directory: Path) -> list[Path]:
     return list(directory.iterdir()) if directory.is_dir() else []
 
 
-# ------------------------------------------------------------------------------------------------ saving
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def write_together(
+    group: RankGroup,
+    doing: str,
+    root: Path,
+    name: str,
+    *,
+    prepare: Callable[[Path], object] = lambda _: None,
+    write: Callable[[Path], _Written],
+    publish: Callable[[Partial, list[_Written]], _Published],
+    alone: bool = False,
+) -> _Published:
+    """Write files from all ranks into a partial directory, which the first rank publishes. Collective.
+
+    Args:
+        group: the ranks.
+        doing: what is done, for messages.
+        root: gets the partial directory.
+        name, alone: see `create_partial`.
+        prepare: called with the partial directory, on the first rank.
+        write: called with the partial directory, on every rank.
+        publish: called with the partial directory and what `write` has returned on each rank; on the first rank.
+
+    Returns:
+        What `publish` has returned, on every rank.
+
+    Raises:
+        CheckpointError: on every rank; names the rank and the cause. The partial directory is gone.
+    """
+    mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
+
+    def start() -> str:
+        if not group.is_first:
+            return ""
+        mine.append(create_partial(root, name, alone=alone))
+        prepare(mine[0].path)
+        return mine[0].path.name
+
+    try:
+        path = root / gather_from_all_ranks(group, doing, start)[0]
+        written = gather_from_all_ranks(group, doing, lambda: write(path))
+        published = gather_from_all_ranks(group, doing, lambda: publish(mine[0], written) if mine else None)[0]
+    except BaseException:
+        for partial in mine:
+            remove_partial(partial)
+        with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
+            run_on_all_ranks(group, doing, lambda: None)  # no rank returns before the directory is gone
+        raise
+    return cast(_Published, published)
 
 
 class Partial(NamedTuple):
@@ -207,7 +248,9 @@ def _create(directory: Path, name: str) -> Partial:
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
-        if _lock(manifest.fileno()) is not False and (path / MANIFEST_NAME).exists():
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(manifest, fcntl.LOCK_EX)  # waits for another run that deletes the directory right now
+        if (path / MANIFEST_NAME).exists():
             return Partial(path, manifest)
         manifest.close()
 
@@ -231,20 +274,22 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
     """
     check_sizes(partial.path, manifest)
     directory = partial.path.parent
-    earlier = _look_into(directory)[0]
+    earlier = look_into(directory)[0]
     generation = 1 + max((found.manifest.generation for found in earlier), default=0)
     descriptor = partial.manifest.fileno()
-    write_all(descriptor, memoryview(dataclasses.replace(manifest, generation=generation).encode()), 0)
+    write_all(descriptor, manifest._replace(generation=generation).encode(), 0)
     os.fsync(descriptor)
     sync_directory(partial.path)
-    path = _rename_to_unused(partial.path, directory / checkpoint_name(manifest.number))
+    path = _rename_to_unused(partial.path, directory / f"checkpoint-{manifest.number}")
     partial.manifest.close()
     try:
         sync_directory(directory)
-        own = [each.path for each in earlier if _NAME.fullmatch(each.path.name) and not each.path.is_symlink()]
+        own = [each.root for each in earlier if _NAME.fullmatch(each.root.name) and not each.root.is_symlink()]
         for old in own[: max(len(own) + 1 - keep, 0)] if keep is not None else ():
             if os.stat(old).st_mode & stat.S_IWUSR:
-                _delete(old)
+                gone = old.with_name(f"{old.name}.{secrets.token_hex(4)}{PARTIAL}")
+                os.rename(old, gone)  # first: what a kill leaves is no checkpoint, and the next save deletes it
+                shutil.rmtree(gone)
                 log.info("deleted %s: keep=%d", old, keep)
     except OSError as error:
         log.warning("%s is saved; older ones could not be deleted: %s", path, error)
@@ -254,43 +299,26 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
 def _rename_to_unused(partial: Path, path: Path) -> Path:
     for place in itertools.count(1):
         free = path if place == 1 else path.with_name(f"{path.name}-{place}")
-        try:
-            if not os.path.lexists(free):
+        if not os.path.lexists(free):
+            try:
                 os.rename(partial, free)
                 return free
-        except OSError as error:  # another run has just published one with this name
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+            except OSError as error:  # another run has just published one with this name
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
     raise AssertionError("not reached")
-
-
-def _delete(path: Path) -> None:
-    """Rename first, so that a kill leaves no half-deleted checkpoint: the next save deletes the partial directory."""
-    gone = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    os.rename(path, gone)
-    shutil.rmtree(gone)
 
 
 def _delete_unless_locked(left: Path) -> bool:
     """Delete what a killed run has left. False if its lock is held. See [Note: two runs in one directory]."""
     try:
         with open(left / MANIFEST_NAME, "r+b") as manifest:
-            if not _lock(manifest.fileno()):
-                return False
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
     except FileNotFoundError:  # a killed run had begun to delete it
         shutil.rmtree(left, ignore_errors=True)
-    except OSError as error:
-        log.warning("%s stays, because its manifest cannot be locked: %s", left, error)
-    return True
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Whether this process has the lock now; None: the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        return None
+    except OSError as error:
+        log.warning("%s stays, because its manifest cannot be locked: %s", left, error)
     return True

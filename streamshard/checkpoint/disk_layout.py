@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
 from streamshard.checkpoint.safetensors_file import TensorSpec, contiguous_runs
 from streamshard.errors import CheckpointError
 from streamshard.integrations import huggingface
@@ -102,7 +103,7 @@ class Rearrangement(TorchDispatchMode):
         parts = [part for part in parts if part.numel()]
         if not result.is_contiguous() or any(part.dtype is not result.dtype for part in parts):
             return  # not recorded: `runs` raises for this storage
-        row_numels = tuple(_row_numel(part, dim) for part in parts)
+        row_numels = tuple(math.prod(part.shape[dim:]) for part in parts)
         self._origins[_storage(result)] = _Joined(tuple(parts), row_numels)
         self._alive.append(result)
 
@@ -138,28 +139,6 @@ def _dim(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int:
     return int(args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0))
 
 
-def _row_numel(part: torch.Tensor, dim: int) -> int:
-    """Elements of `part` that lie together when it is joined along `dim`: its size from that dim on."""
-    return math.prod(part.shape[dim % part.dim() :]) if part.dim() else 1
-
-
-class DiskTensor(NamedTuple):
-    """One tensor as it lies in the files, and its elements in order: ranges of the model's parameters and buffers."""
-
-    spec: TensorSpec
-    runs: tuple[Run, ...]
-
-
-class Range(NamedTuple):
-    """Elements [start, stop) of the flattened tensor `name`, of which `shape` and `dtype` are those of the whole."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-
 class Piece(NamedTuple):
     """What a rank holds of the tensor `name`: elements [start, start + data.numel()) of the flattened tensor.
 
@@ -180,33 +159,11 @@ class Piece(NamedTuple):
         """A piece that is all of `tensor`."""
         return cls(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
 
-    @property
-    def range(self) -> Range:
-        """What other ranks hear of the piece."""
-        return Range(self.name, self.shape, self.data.dtype, self.start, self.start + self.data.numel())
-
-
-def check_coverage(by_rank: Sequence[Sequence[Range]]) -> dict[str, list[tuple[int, Range]]]:
-    """Every rank's ranges by tensor, each with its rank, in the order of their elements. Empty ranges come first.
-
-    Raises:
-        CheckpointError: the ranges of a tensor leave gaps, overlap, or differ in shape or dtype.
-    """
-    found: dict[str, list[tuple[int, Range]]] = {}
-    for rank, ranges in enumerate(by_rank):
-        for each in ranges:
-            found.setdefault(each.name, []).append((rank, each))
-    for name, parts in found.items():
-        parts.sort(key=lambda part: (part[1].start < part[1].stop, part[1].start))
-        filled = [each for _, each in parts if each.start < each.stop]
-        ends = [0, *(each.stop for each in filled)]
-        is_one = all(each[:3] == parts[0][1][:3] for _, each in parts)
-        if not is_one or [each.start for each in filled] != ends[:-1] or ends[-1] != math.prod(parts[0][1].shape):
-            told = [
-                f"{each.start}:{each.stop} of {list(each.shape)} {each.dtype} on rank {rank}" for rank, each in parts
-            ]
-            raise CheckpointError(f"ranks do not have each element of {name!r} once, but {', '.join(told)}")
-    return found
+    def record(self, rank: int) -> TensorRecord:
+        """What other ranks hear of the piece, which `rank` has."""
+        stop = self.start + self.data.numel()
+        pieces = (PieceRecord(rank, self.start, stop),) if self.start < stop else ()
+        return TensorRecord(self.shape, self.data.dtype, pieces)
 
 
 def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str]:
@@ -233,11 +190,11 @@ def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str
 
 
 def plan_disk(
-    model: nn.Module,
-    shards: Sequence[ParamShard],
-    dtype: torch.dtype | None,
-) -> list[DiskTensor]:
+    model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None
+) -> dict[TensorSpec, tuple[Run, ...]]:
     """The tensors of `model` on disk as `save_pretrained` stores them, in the order in which files are filled.
+
+    Each with the ranges of the model's parameters and buffers that its elements are, in order.
 
     Args:
         model: the sharded model.
@@ -255,13 +212,12 @@ def plan_disk(
         stored = dict(tensors)
         if huggingface.is_transformers_model(model):
             stored = huggingface.rearrange_for_saving(model, tensors)
-    return [
-        DiskTensor(
-            TensorSpec(name, tuple(tensor.shape), tensor.dtype),
-            tuple(run._replace(source=names[run.source]) for run in followed.runs(name, tensor)),
+    return {
+        TensorSpec(name, tuple(tensor.shape), tensor.dtype): tuple(
+            run._replace(source=names[run.source]) for run in followed.runs(name, tensor)
         )
         for name, tensor in stored.items()
-    ]
+    }
 
 
 def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: bool) -> dict[str, Piece]:

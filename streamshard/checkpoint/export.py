@@ -26,41 +26,38 @@ config beside the old weights.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
-from streamshard.checkpoint.directory import Partial, create_partial, remove_partial
-from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk, saved_names
+from streamshard.checkpoint.directory import Partial, remove_partial, write_together
+from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk
 from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
-    CHUNK_BYTES,
     INDEX_NAME,
     SINGLE_NAME,
     FileLayout,
     TensorSpec,
-    bytes_of,
+    in_chunks,
     lay_out,
+    opened,
     sync_directory,
     write_all,
-    write_synced,
 )
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError, log
 from streamshard.integrations import huggingface
 from streamshard.unit.shard import ParamShard
 
-Held = Mapping[str, Sequence[tuple[int, torch.Tensor]]]
-"""By tensor, the ranges of it that a rank holds: the first element, and the data from there on, 1-D."""
+Held = Mapping[str, tuple[torch.dtype, Sequence[tuple[int, torch.Tensor]]]]
+"""By tensor, its dtype in the file and the ranges that a rank holds: the first element, and the data, 1-D."""
 
 _NUMBERED = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 
@@ -69,84 +66,18 @@ def export_shards(
     model: nn.Module,
     shards: Sequence[ParamShard],
     group: RankGroup,
-    directory: str | os.PathLike[str],
+    root: Path,
     dtype: torch.dtype | str | None,
     max_shard_size: int | str,
 ) -> list[str]:
-    """What `streamshard.export_safetensors` does, with the model's parameters and ranks given."""
-    began, max_file_bytes, wanted = (
-        time.perf_counter(),
-        parse_bytes("max_shard_size", max_shard_size),
-        floating_dtype(dtype),
-    )
-
-    def plan() -> tuple[list[TensorSpec], Held]:
-        huggingface.check_exportable(model)
-        pieces = local_pieces(model, shards, buffers=group.is_first)
-        if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
-            pieces = {}
-        tensors = plan_disk(model, shards, wanted)
-        return [each.spec for each in tensors], {spec.name: list(overlaps(runs, pieces)) for spec, runs in tensors}
-
-    def write_beside(staging: Path) -> None:
-        if huggingface.is_transformers_model(model):
-            huggingface.write_config(model, staging, _model_dtype(model, shards, wanted))
-
-    specs, held = run_on_all_ranks(group, "plan the export", plan)
-    total = sum(shard.layout.numel for shard in shards)
-    names = write_sharded(specs, held, Path(directory), group, max_file_bytes, total, write_beside)
-    log.info("exported %s in %.1f s", directory, time.perf_counter() - began)
-    return names
-
-
-def _model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> torch.dtype | None:
-    """``model.dtype`` of the exported model: the dtype of its first floating-point parameter."""
-    by_name = {shard.name: shard.dtype for shard in shards}
-    own = (by_name[source] for source in saved_names(model, shards).values() if source in by_name)
-    first = next((each for each in own if each.is_floating_point), None)
-    return first if dtype is None or first is None else dtype
-
-
-def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that a user gave, perhaps as text.
-
-    Raises:
-        ConfigError: `dtype` is no floating-point dtype.
-    """
-    if dtype is None:
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f'dtype={dtype!r}: wanted a floating-point torch.dtype, its name such as "bfloat16", or None')
-    return found
-
-
-# ------------------------------------------------------------------------------------------------ writing
-
-
-def write_sharded(
-    specs: Sequence[TensorSpec],
-    held: Held,
-    root: Path,
-    group: RankGroup,
-    max_file_bytes: int,
-    total_parameters: int,
-    write_beside: Callable[[Path], None],
-) -> list[str]:
     """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
 
-    Every rank passes the same tensors in the same order, and the same settings. Together the ranks' ranges cover each
-    tensor, and do not overlap.
-
     Args:
-        specs: all tensors, in the order of the state dict.
-        held: by tensor, the ranges that this rank writes, in any dtype and on any device.
-        root: on storage that all ranks share; made if it is not there.
+        model: the model.
+        shards: its parameters, all of them. Together the ranks' pieces cover each, and do not overlap.
         group: the ranks that call this, all of them.
-        max_file_bytes: tensor bytes a file may hold.
-        total_parameters: number of parameters, for the index.
-        write_beside: writes further files (a config) into the directory it is given; called on rank 0 only. They
-            are published together with the weights.
+        root: the directory, on storage that all ranks share; made if it is not there.
+        dtype, max_shard_size: see `streamshard.export_safetensors`.
 
     Returns:
         The names of the files written, the index last.
@@ -155,28 +86,57 @@ def write_sharded(
         CheckpointError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
             before is still there then, or the new export is, whole.
     """
-    files = run_on_all_ranks(group, "plan the export", lambda: plan_files(specs, max_file_bytes))
-    mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
+    wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
 
-    def create() -> tuple[str, list[str]]:
-        return _create(root, files, write_beside, mine) if group.is_first else ("", [])
+    def plan() -> tuple[list[FileLayout], Held]:
+        huggingface.check_exportable(model)
+        pieces = local_pieces(model, shards, buffers=group.is_first)
+        if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
+            pieces = {}
+        runs_of = plan_disk(model, shards, wanted)
+        held = {spec.name: (spec.dtype, list(overlaps(runs, pieces))) for spec, runs in runs_of.items()}
+        return plan_files(list(runs_of), max_file_bytes), held
 
-    try:
-        name, names = gather_from_all_ranks(group, f"create files in {root}", create)[0]
-        files = [file._replace(name=own) for file, own in zip(files, names, strict=True)]
-        written = gather_from_all_ranks(group, f"write to {root}", lambda: _write(root / name, files, specs, held))
+    def prepare(partial: Path) -> None:
+        _sweep(root)
+        for file in files:
+            with opened(partial / file.name, os.O_CREAT | os.O_EXCL) as descriptor:
+                write_all(descriptor, file.header, 0)
+                os.ftruncate(descriptor, file.size_bytes)
+        if huggingface.is_transformers_model(model):
+            first = next((dtype for dtype, _ in held.values() if dtype.is_floating_point), None)
+            huggingface.write_config(model, partial, first)
 
-        def publish() -> None:
-            if group.is_first:
-                if sum(written) != sum(spec.size_bytes for spec in specs):
-                    raise CheckpointError(f"ranks did not write every byte of {root} once")
-                _publish(mine[0], root, encode_index(files, total_parameters) if len(files) > 1 else None)
+    def write(partial: Path) -> int:
+        return sum(_write(partial / file.name, file, held) for file in files)
 
-        run_on_all_ranks(group, f"publish {root}", publish)
-    finally:
-        for partial in mine:
-            remove_partial(partial)
-    return names + ([INDEX_NAME] if len(names) > 1 else [])
+    def publish(partial: Partial, written: list[int]) -> list[str]:
+        if sum(written) != sum(file.size_bytes - len(file.header) for file in files):
+            raise CheckpointError(f"ranks did not write every byte of {root} once")
+        named = _name(root, partial.path, files)
+        _publish(partial, root, encode_index(named, sum(shard.layout.numel for shard in shards)))
+        return [file.name for file in named] + ([INDEX_NAME] if len(named) > 1 else [])
+
+    files, held = run_on_all_ranks(group, "plan the export", plan)
+    doing = f"export to {root}"
+    names = write_together(group, doing, root, "model", prepare=prepare, write=write, publish=publish, alone=True)
+    log.info("exported %s", root)
+    return names
+
+
+def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that a user gave, perhaps as text.
+
+    Raises:
+        ConfigError: `dtype` is no floating-point dtype.
+    """
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ConfigError(f'dtype={dtype!r}: wanted a floating-point torch.dtype, its name such as "bfloat16", or None')
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ writing
 
 
 def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[FileLayout]:
@@ -213,73 +173,43 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _create(
-    root: Path, files: Sequence[FileLayout], write_beside: Callable[[Path], None], mine: list[Partial]
-) -> tuple[str, list[str]]:
-    """Make every file at its full size with its header in place; ranks fill in the rest.
-
-    Returns:
-        The partial directory's name in `root`, and the files' names. See [Note: publishing an export].
-    """
-    mine.append(create_partial(root, "model", alone=True))
-    partial = mine[0].path
-    names = [file.name for file in files]
+def _name(root: Path, partial: Path, files: Sequence[FileLayout]) -> list[FileLayout]:
+    """Give the files in `partial` the names that they will have in `root`. See [Note: publishing an export]."""
     has_weights = any(each in (SINGLE_NAME, INDEX_NAME) or _NUMBERED.fullmatch(each) for each in os.listdir(root))
-    if len(files) > 1 and has_weights:
-        token = partial.suffixes[-2].lstrip(".")
-        names = [name.replace("model-", f"model-{token}-", 1) for name in names]
-    _sweep(root)
-    for name, file in zip(names, files, strict=True):
-        with open(partial / name, "xb") as created:
-            created.write(file.header)
-            created.truncate(file.size_bytes)
-            created.flush()
-            os.fsync(created.fileno())
-    write_beside(partial)
-    return partial.name, names
+    token = f"model-{partial.suffixes[-2][1:]}-" if has_weights else "model-"
+    named = [file._replace(name=file.name.replace("model-", token, 1)) for file in files]
+    for old, new in zip(files, named, strict=True):
+        os.rename(partial / old.name, partial / new.name)
+    return named
 
 
-def _write(partial: Path, files: Sequence[FileLayout], specs: Sequence[TensorSpec], held: Held) -> int:
-    """Write this rank's ranges, file by file. Returns the number of bytes."""
-    staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-    memory = bytes_of(staging)
+def _write(path: Path, file: FileLayout, held: Held) -> int:
+    """Write this rank's ranges of one file. Returns the number of bytes."""
+    mine = [(held[name][0], offset, *piece) for name, offset in file.offsets.items() for piece in held[name][1]]
     total = 0
-    dtypes = {spec.name: spec.dtype for spec in specs}
-    for file in files:
-        mine = [(dtypes[name], offset, *piece) for name, offset in file.offsets.items() for piece in held.get(name, ())]
-        if not mine:
-            continue
-        with _opened(partial / file.name) as descriptor:
+    if mine:
+        with opened(path) as descriptor:
             for dtype, offset, start, data in mine:
-                chunk = staging.view(dtype)
-                for done in range(0, data.numel(), chunk.numel()):
-                    part = data[done : done + chunk.numel()].detach()
-                    chunk[: part.numel()].copy_(part)
-                    size_bytes = part.numel() * dtype.itemsize
-                    write_all(descriptor, memory[:size_bytes], offset + (start + done) * dtype.itemsize)
-                    total += size_bytes
-            os.fsync(descriptor)
+                position = offset + start * dtype.itemsize
+                for part in in_chunks(data, dtype):
+                    write_all(descriptor, part, position)
+                    position, total = position + len(part), total + len(part)
     return total
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """A file that rank 0 has created."""
-    try:
-        with open(path, "r+b", buffering=0) as file:
-            yield file.fileno()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not there: the directory must be on storage all ranks share") from error
-    except OSError as error:  # a failed write does not say which file it was
-        raise CheckpointError(f"{path.name}: {error}") from error
+def _publish(partial: Partial, root: Path, index: bytes) -> None:
+    """Make what is in `partial` what readers of `root` find. See [Note: publishing an export].
 
-
-def _publish(partial: Partial, root: Path, index: bytes | None) -> None:
-    """Make what is in `partial` what readers of `root` find. See [Note: publishing an export]."""
+    Args:
+        partial: has all files but the index.
+        root: the export's directory.
+        index: the index's content, which is not needed if there is one file.
+    """
     own, front, other = partial.path, SINGLE_NAME, INDEX_NAME
-    if index is not None:
+    if not (own / SINGLE_NAME).exists():
         front, other = INDEX_NAME, SINGLE_NAME
-        write_synced(own / front, index)
+        with opened(own / front, os.O_CREAT | os.O_EXCL) as descriptor:
+            write_all(descriptor, index, 0)
     others = sorted(set(os.listdir(own)) - {front, MANIFEST_NAME})
     for name in others:
         with open(own / name, "rb") as file:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +21,7 @@ from streamshard.checkpoint.disk_layout import (
     whole_tensors,
 )
 from streamshard.checkpoint.safetensors_file import INDEX_NAME, SINGLE_NAME, OpenFiles, copy_range
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError, log
 from streamshard.integrations import huggingface
 from streamshard.unit.shard import ParamShard
@@ -42,8 +40,8 @@ class StoredDirectory(OpenFiles):
         CheckpointError: there are no weights, or files are damaged or contradict the index.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        super().__init__(Path(directory))
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
         if (self.root / SINGLE_NAME).is_file():
             file_of = dict.fromkeys(self.open(SINGLE_NAME).keys(), SINGLE_NAME)
         else:
@@ -78,29 +76,24 @@ class StoredDirectory(OpenFiles):
 
 
 def load_shards(
-    model: nn.Module,
-    shards: Sequence[ParamShard],
-    group: RankGroup,
-    directory: str | os.PathLike[str],
-    *,
-    strict: bool = True,
-) -> Loaded:
-    """What `streamshard.load_safetensors` does, with the model's parameters and ranks given."""
-    root, doing = Path(directory), f"load {directory}"
-    began = time.perf_counter()
-    stored = run_on_all_ranks(group, doing, lambda: StoredDirectory(root))
-    seen = gather_from_all_ranks(group, doing, stored.digest)
-    other = next((rank for rank, found in enumerate(seen) if found != seen[0]), None)
-    if other is not None:
+    model: nn.Module, shards: Sequence[ParamShard], group: RankGroup, root: Path, *, strict: bool = True
+) -> tuple[Difference, set[str]]:
+    """What `streamshard.load_safetensors` does, with the model's parameters and ranks given.
+
+    Returns:
+        What was left out, and the names of parameters and buffers that were loaded.
+    """
+    stored = run_on_all_ranks(group, f"load {root}", lambda: StoredDirectory(root))
+    if not group.are_equal(stored.digest()):
         raise CheckpointError(
-            f"could not load {root}: rank {other} sees other files there than rank 0. Another process is replacing "
-            "them: load again; or the disks of two hosts hold different copies"
+            f"could not load {root}: ranks see different files there. Another process is replacing them: load again; "
+            "or the disks of two hosts hold different copies"
         )
 
     def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, Piece]]:
         return *_compare(model, shards, stored.tensors), local_pieces(model, shards, buffers=True)
 
-    runs, difference, pieces = run_on_all_ranks(group, doing, compare)
+    runs, difference, pieces = run_on_all_ranks(group, f"load {root}", compare)
     if strict and any(difference):
         raise difference.error(root, model)  # on every rank: they have read the same headers
 
@@ -115,8 +108,8 @@ def load_shards(
     run_on_all_ranks(
         group, f"finish loading {root}, and the model holds some of its weights now: load again before using it", read
     )
-    log.info("loaded %s in %.1f s", root, time.perf_counter() - began)
-    return Loaded(difference, {run.source for own in runs.values() for run in own})
+    log.info("loaded %s", root)
+    return difference, {run.source for own in runs.values() for run in own}
 
 
 class Difference(NamedTuple):
@@ -134,28 +127,15 @@ class Difference(NamedTuple):
 
     def error(self, root: Path, model: nn.Module) -> CheckpointError:
         """The error to raise. Its message shows some of the names, its attributes have all of them."""
-        parts = [
+        what = "; ".join(
             f"{kind} {', '.join(names[:_NAMES_SHOWN])}{' and more' if len(names) > _NAMES_SHOWN else ''}"
             for kind, names in self._asdict().items()
             if names
-        ]
-        what = "; ".join(parts)
+        )
         return CheckpointError(
             f"{root} does not fit {type(model).__name__}: {what}. The error's attributes have all names",
             **self._asdict(),
         )
-
-
-class Loaded(NamedTuple):
-    """What `load_shards` has done.
-
-    Attributes:
-        difference: what was left out.
-        names: of parameters and buffers that were loaded.
-    """
-
-    difference: Difference
-    names: set[str]
 
 
 def _compare(
@@ -210,6 +190,5 @@ def put_back_buffers(model: nn.Module, pieces: Mapping[str, Piece]) -> None:
     """Copy loaded values into buffers that are not contiguous: they were read into contiguous copies."""
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            piece = pieces.get(name)
-            if piece is not None and piece.data.data_ptr() != buffer.data_ptr():
-                buffer.copy_(piece.data.view(buffer.shape))
+            if name in pieces and not buffer.is_contiguous():
+                buffer.copy_(pieces[name].data.view(buffer.shape))

@@ -13,9 +13,8 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,95 +27,116 @@ from streamshard.torch_private import is_traceable_wrapper_subclass
 from streamshard.unit.sharded_tensor import is_piece
 
 MANIFEST_NAME = "checkpoint.json"
-FORMAT = 4
+FORMAT = 5
 
 _HEAD = '{{"sha256": "{}", "content":\n'
-_TAIL = "\n}\n"
+_TAIL = b"\n}\n"
+_CPU = torch.device("cpu")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")  # in the checkpoint's directory, and not hidden there
+
+
+Found = tuple[torch.Tensor, int, torch.Tensor]
+"""A view of a mapped file, the place in it of the first element, and what is filled from there."""
+
+
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: start and size in each dimension."""
 
 
 class PieceRecord(NamedTuple):
     """A piece of a tensor, in file number `file`, under the tensor's name, 1-D.
 
-    The piece holds elements [start, stop) of the flattened box. For example, columns 4 to 8 of a tensor of shape [6, 8]
-    are the box ((0, 6), (4, 8)), and elements [4, 12) of this box are rows 1 and 2 of these columns.
+    The piece holds elements [start, stop) of the flattened box. For example, columns 4 to 7 of a tensor of shape [6, 8]
+    are the box ((0, 6), (4, 4)), and elements [4, 12) of this box are rows 1 and 2 of these columns.
 
     Attributes:
-        box: start and stop in each dimension of the whole tensor; None is the whole tensor.
+        file: its place in the manifest's list of files.
+        start: first element.
+        stop: after the last element.
+        box: the part of the tensor; () is the whole tensor.
     """
 
     file: int
     start: int
     stop: int
-    box: tuple[tuple[int, int], ...] | None = None
-
-    def box_in(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The box, in a whole tensor of this shape."""
-        return tuple((0, size) for size in shape) if self.box is None else self.box
-
-    def is_inside(self, shape: Sequence[int]) -> bool:
-        """Whether the box lies inside the whole tensor, and the piece inside the box. It may come from anybody.
-
-        Raises:
-            ValueError: the box does not have a start and a stop in each dimension.
-        """
-        box = self.box_in(shape)
-        numbers = (self.start, self.stop, *shape, *chain.from_iterable(box))
-        return (
-            all(type(number) is int for number in numbers)
-            and all(0 <= lower <= upper <= size for (lower, upper), size in zip(box, shape, strict=True))
-            and 0 <= self.start <= self.stop <= math.prod(upper - lower for lower, upper in box)
-        )
+    box: Box = ()
 
 
-class Read(NamedTuple):
-    """`target` becomes elements [start, start + n) of the saved tensor `name`. `target` is 1-D and contiguous."""
-
-    name: str
-    start: int
-    target: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """A tensor, in pieces that together hold each of its elements once.
+class TensorRecord(NamedTuple):
+    """A tensor, in pieces that together hold each of its elements once: pieces fill their box, boxes the tensor.
 
     Attributes:
         shape: of the whole.
-        dtype: name of a torch.dtype.
-        pieces: in any order.
+        dtype: of the tensor.
+        pieces: those of each box in the order of their elements.
     """
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
     pieces: tuple[PieceRecord, ...]
 
-    @property
-    def numel(self) -> int:
-        """Of the whole."""
-        return math.prod(self.shape)
+    def ordered(self, name: str) -> TensorRecord:
+        """The same, with its pieces in order. It may come from anybody.
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype with that name."""
-        return dtype_named(self.dtype)
-
-    def runs_of(self, piece: PieceRecord) -> Iterator[tuple[int, int]]:
-        """Where the elements of `piece` lie in the flattened tensor: (first element, number), in the piece's order."""
-        if piece.box is None:
-            return iter([(piece.start, piece.stop - piece.start)])
-        box = torch.empty(self.shape, device="meta")[tuple(slice(*each) for each in piece.box)]
-        return contiguous_runs(box, piece.start, piece.stop - piece.start)
+        Raises:
+            CheckpointError: pieces leave gaps, overlap, or lie outside of the shape.
+            TypeError, ValueError: starts cannot be ordered, or a box does not have two numbers for each dimension.
+        """
+        pieces = tuple(sorted(self.pieces, key=lambda piece: piece[1:3]))
+        if not _hold_each_element_once(self.shape, pieces):
+            have = ", ".join(f"{each[1]}:{each[2]} of {each.box or self.shape} in file {each.file}" for each in pieces)
+            raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have or 'none'}")
+        return self._replace(pieces=pieces)
 
 
-@dataclass(frozen=True)
-class Manifest:
+def _hold_each_element_once(shape: tuple[int, ...], pieces: Iterable[PieceRecord]) -> bool:
+    """Whether pieces, ordered by `start`, fill their boxes one after another, and the boxes fill the tensor."""
+    edges_of: dict[Box, list[int]] = {}
+    for piece in pieces:
+        edges_of.setdefault(piece.box or tuple((0, size) for size in shape), [0]).extend(piece[1:3])
+    numbers = chain(shape, *edges_of.values(), *chain(*edges_of))
+    if not all(type(each) is int and each >= 0 for each in numbers):
+        return False
+    for box, edges in edges_of.items():
+        edges.append(_numel_of(box))
+        is_inside = all(start + size <= end for (start, size), end in zip(box, shape, strict=True))
+        if not is_inside or edges[::2] != edges[1::2] or edges != sorted(edges):
+            return False
+    has_enough = sum(map(_numel_of, edges_of)) == math.prod(shape)
+    return has_enough and not any(_overlap(*two) for two in combinations(edges_of, 2))
+
+
+def _numel_of(box: Box) -> int:
+    return math.prod(size for _, size in box)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    """Whether the two have an element in common; neither is empty."""
+    return all(a < b + b_size and b < a + a_size for (a, a_size), (b, b_size) in zip(one, other, strict=True))
+
+
+def join_records(by_rank: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
+    """All tensors, from the records of what each rank has of them.
+
+    Raises:
+        CheckpointError: the pieces of a tensor leave gaps, overlap, or differ in shape or dtype.
+    """
+    found: dict[str, TensorRecord] = {}
+    for records in by_rank:
+        for name, record in records.items():
+            known = found.setdefault(name, record._replace(pieces=()))
+            if known[:2] != record[:2]:
+                raise CheckpointError(f"ranks do not have the same {name!r}, but {known[:2]} and {record[:2]}")
+            found[name] = known._replace(pieces=known.pieces + record.pieces)
+    return {name: record.ordered(name) for name, record in found.items()}
+
+
+class Manifest(NamedTuple):
     """What a checkpoint consists of. Everything in it is plain JSON.
 
     Attributes:
         number: of the checkpoint among those of its directory; users give the step.
         world_size: ranks that have saved, replicas included.
-        replicas: how many copies of the model they held.
         versions: versions of streamshard and torch, and the time of the save; for people.
         files: all files except the manifest. Pieces refer to them by their place in this list.
         tensors: by name.
@@ -127,20 +147,26 @@ class Manifest:
 
     number: int
     world_size: int
-    replicas: int
     versions: Mapping[str, str]
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, TensorRecord]
-    state: Mapping[str, Any] = field(repr=False)
+    state: Mapping[str, Any]
     generation: int = 0
 
     def encode(self) -> bytes:
         """The file's content."""
-        content = {**asdict(self), "files": [record._asdict() for record in self.files]}
-        for record in content["tensors"].values():
-            record["pieces"] = [piece[:3] if piece.box is None else piece for piece in record["pieces"]]
-        body = json.dumps({"format": FORMAT, **content}, allow_nan=False, separators=(",", ":")).encode()
-        return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
+        files = [record._asdict() for record in self.files]
+        tensors = {}
+        for name, (shape, dtype, pieces) in self.tensors.items():
+            places = [piece if piece.box else piece[:3] for piece in pieces]
+            tensors[name] = {"shape": shape, "dtype": name_of(dtype), "pieces": places}
+        content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
+        return sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
+
+
+def sealed(body: bytes) -> bytes:
+    """A manifest's file with this JSON inside, and its SHA-256 in the first line."""
+    return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -154,10 +180,8 @@ def read_manifest(directory: Path) -> Manifest:
         text = path.read_bytes()
     except FileNotFoundError as error:  # other errors do not say whether the checkpoint is whole
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    head_bytes = len(_HEAD.format("0" * 64))
-    body = text[head_bytes : -len(_TAIL)]
-    expected = _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
-    if text != expected:
+    body = text[len(_HEAD.format("0" * 64)) : -len(_TAIL)]
+    if text != sealed(body):
         raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one in its first line")
     try:
         content = json.loads(body)
@@ -173,25 +197,18 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
     records = tuple(FileRecord(**record) for record in files)
     if strange := [record.name for record in records if not _FILE_NAME.fullmatch(record.name)]:
         raise CheckpointError(f"files have the names {strange!r:.80}, wanted some in the directory")
-    found = {
-        name: TensorRecord(tuple(each["shape"]), each["dtype"], tuple(_piece_of(*piece) for piece in each["pieces"]))
-        for name, each in tensors.items()
-    }
-    for name, record in found.items():
-        itemsize = record.torch_dtype.itemsize
-        if not all(piece.is_inside(record.shape) for piece in record.pieces):
-            raise CheckpointError(f"tensor {name!r:.80} has pieces outside of its shape {list(record.shape)!r:.80}")
-        if any(piece.stop - piece.start > records[piece.file].size_bytes // itemsize for piece in record.pieces):
+    found = {}
+    for name, told in tensors.items():
+        pieces = tuple(_piece_of(*piece) for piece in told["pieces"])
+        found[name] = record = TensorRecord(tuple(told["shape"]), dtype_named(told["dtype"]), pieces).ordered(name)
+        if any(each.stop - each.start > records[each.file].size_bytes // record.dtype.itemsize for each in pieces):
             raise CheckpointError(f"tensor {name!r:.80} exceeds its files")
-        runs = sorted(run for piece in record.pieces for run in record.runs_of(piece) if run[1])
-        if [start for start, _ in runs] + [record.numel] != [0] + [start + numel for start, numel in runs]:
-            raise CheckpointError(f"the pieces of tensor {name!r:.80} leave out some elements, or hold some twice")
     return Manifest(files=records, tensors=found, **others)
 
 
-def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] | None = None) -> PieceRecord:
+def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] = ()) -> PieceRecord:
     """The piece. JSON has lists in the place of tuples."""
-    return PieceRecord(file, start, stop, None if box is None else tuple((lower, upper) for lower, upper in box))
+    return PieceRecord(file, start, stop, tuple((first, size) for first, size in box))
 
 
 class CheckpointFiles(OpenFiles):
@@ -215,50 +232,43 @@ class CheckpointFiles(OpenFiles):
         share = ranks.number, ranks.total_size
         run_on_all_ranks(ranks, f"verify {self.root}", lambda: verify_files(self.root, self.manifest.files, *share))
 
-    def map_for(self, read: Read) -> None:
-        """Map the files that hold what `read` wants, so that `read_tensor` works even if they are deleted."""
-        for piece, _ in self._overlaps(read):
-            self.open(self._name(piece))
+    def find(self, name: str, start: int, target: torch.Tensor) -> Iterator[Found]:
+        """Where elements [start, start + n) of the tensor `name` lie, as arguments of `copy_range` that fill `target`.
 
-    def read_tensor(self, read: Read) -> None:
-        """Fill the target of `read`.
+        The files stay mapped, so the copies work even if the files are deleted.
+
+        Args:
+            name: of the tensor.
+            start: first element.
+            target: [n] 1-D contiguous, any device.
 
         Raises:
             CheckpointError: names what is not where the manifest says.
         """
-        dtype = self.manifest.tensors[read.name].torch_dtype
-        for piece, runs in self._overlaps(read):
-            stored = self.stored(self._name(piece), read.name)
-            if stored.shape != (piece.stop - piece.start,) or stored.dtype != dtype:
-                raise CheckpointError(f"{self.root / self._name(piece)} does not hold what it should of {read.name!r}")
-            for place, first, last in runs:
-                copy_range(stored, place, read.target[first - read.start : last - read.start])
-
-    def read_whole(self, name: str) -> torch.Tensor:
-        """A tensor, in new CPU memory."""
-        record = self.manifest.tensors[name]
-        whole = torch.empty(record.shape, dtype=record.torch_dtype)
-        self.read_tensor(Read(name, 0, whole.view(-1)))
-        return whole
-
-    def _name(self, piece: PieceRecord) -> str:
-        return self.manifest.files[piece.file].name
-
-    def _overlaps(self, read: Read) -> Iterator[tuple[PieceRecord, list[tuple[int, int, int]]]]:
-        """Pieces that hold some of what is read, each with runs of it.
-
-        A run is (place in the piece, first, last): elements [first, last) of the whole lie there.
-        """
-        record, stop = self.manifest.tensors[read.name], read.start + read.target.numel()
+        record, stop = self.manifest.tensors[name], start + target.numel()
+        whole = torch.empty(record.shape, device="meta")
         for piece in record.pieces:
-            place, runs = 0, []
-            for start, numel in record.runs_of(piece):
-                first, last = max(start, read.start), min(start + numel, stop)
+            box = whole[tuple(slice(first, first + size) for first, size in piece.box)] if piece.box else whole
+            place, wanted = 0, []
+            for run, numel in contiguous_runs(box, piece.start, piece.stop - piece.start):
+                first, last = max(run, start), min(run + numel, stop)
                 if first < last:
-                    runs.append((place + first - start, first, last))
+                    wanted.append((place + first - run, target[first - start : last - start]))
                 place += numel
-            if runs:
-                yield piece, runs
+            if wanted:
+                file = self.manifest.files[piece.file].name
+                stored = self.stored(file, name)
+                if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.dtype:
+                    raise CheckpointError(f"{self.root / file} does not hold what it should of {name!r}")
+                yield from ((stored, *each) for each in wanted)
+
+    def read_whole(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
+        """A tensor, in new memory."""
+        record = self.manifest.tensors[name]
+        whole = torch.empty(record.shape, dtype=record.dtype, device=device)
+        for each in self.find(name, 0, whole.view(-1)):
+            copy_range(*each)
+        return whole
 
 
 # ------------------------------------------------------------------------------------------------ values as JSON
@@ -279,15 +289,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors: by name; gains those of `value`.
 
     Raises:
-        CheckpointError: names the path of any other value, or of one that contains itself.
+        CheckpointError: names the path of any other value.
     """
-    try:
-        return _encode(value, path, tensors)
-    except RecursionError as error:
-        raise CheckpointError(f"{path} is nested too deeply, or contains itself: it cannot be saved") from error
-
-
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -297,13 +300,13 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return _encode_dict(value, path, tensors)
     if type(value) in (list, tuple, torch.Size):
-        items = [_encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
-        return items if type(value) is list else {_KIND: "tuple", "items": items}
+        items = [encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
+        return items if type(value) is list else {_KIND: "tuple", "value": items}
     if isinstance(value, torch.dtype):
-        return {_KIND: "dtype", "value": str(value).removeprefix("torch.")}
+        return {_KIND: "dtype", "value": name_of(value)}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
-        return _encode(value.item(), path, tensors)
+        return encode(value.item(), path, tensors)
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, strings, lists, "
         "tuples, dicts and tensors. Give an object with state_dict() and load_state_dict() by itself, "
@@ -329,29 +332,29 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     data = value.detach().as_subclass(torch.Tensor)
     where = {} if data.device.type == "cpu" else {"device": data.device.type}
     if not data.shape and not data.dtype.is_complex:
-        number = _encode(data.item(), path, tensors)
-        return {_KIND: "number", "dtype": str(data.dtype).removeprefix("torch."), "value": number, **where}
-    return {_KIND: "tensor", "tensor": _keep(data, path, tensors), **where}
-
-
-def _keep(data: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Put `data` into `tensors`. Returns its name: the path, made unique (a key may have a dot in it)."""
-    while path in tensors:
+        number = encode(data.item(), path, tensors)
+        return {_KIND: "number", "dtype": name_of(data.dtype), "value": number, **where}
+    while path in tensors:  # a key may have a dot in it
         path += "'"
     tensors[path] = data
-    return path
+    return {_KIND: "tensor", "tensor": path, **where}
 
 
 def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """An OrderedDict or a defaultdict comes back as a dict."""
     kind = "Counter" if isinstance(value, Counter) else "dict"
     if kind == "dict" and all(type(key) is str and key != _KIND for key in value):
-        return {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
+        return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
     items = [
-        [_encode(key, f"a key of {path}", tensors), _encode(each, f"{path}[{key!r}]", tensors)]
+        [encode(key, f"a key of {path}", tensors), encode(each, f"{path}[{key!r}]", tensors)]
         for key, each in value.items()
     ]
-    return {_KIND: kind, "items": items}
+    return {_KIND: kind, "value": items}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: object) -> torch.dtype:
@@ -365,12 +368,12 @@ def dtype_named(name: object) -> torch.dtype:
     raise CheckpointError(f"{name!r:.80} is not the name of a dtype")
 
 
-def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:
+def decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], device: torch.device) -> Any:
     """The value that was given to `encode`. `saved` may come from anybody: nothing in it is run or imported.
 
     Args:
         saved: the JSON.
-        tensor_of: gives a new tensor in CPU memory, by its name.
+        tensor_of: gives a new tensor on a device, by its name.
         device: for tensors that were not in CPU memory.
 
     Raises:
@@ -382,26 +385,26 @@ def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.d
         raise CheckpointError(f"a saved value is malformed: {type(error).__name__}: {error}") from error
 
 
-def _decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:
+def _decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], device: torch.device) -> Any:
     if isinstance(saved, list):
         return [_decode(each, tensor_of, device) for each in saved]
     if not isinstance(saved, dict):
         return saved
-    kind = saved.get(_KIND)
-    if kind is None:
+    if _KIND not in saved:
         return {key: _decode(each, tensor_of, device) for key, each in saved.items()}
-    where = device if "device" in saved else torch.device("cpu")
-    if kind == "float":
-        return float(saved["value"])
-    if kind == "number":
-        return torch.tensor(_decode(saved["value"], tensor_of, device), dtype=dtype_named(saved["dtype"])).to(where)
-    if kind == "tensor":
-        return tensor_of(saved["tensor"]).to(where)
-    if kind == "dtype":
-        return dtype_named(saved["value"])
-    items = _decode(saved["items"], tensor_of, device)
-    if kind == "tuple":
-        return tuple(items)
-    if kind in ("dict", "Counter"):
-        return (Counter if kind == "Counter" else dict)(dict(items))
-    raise CheckpointError(f"a value of kind {kind!r:.80}, which this version of streamshard does not know")
+    where = device if "device" in saved else _CPU
+    if saved[_KIND] == "tensor":
+        return tensor_of(saved["tensor"], where)
+    value = _decode(saved["value"], tensor_of, device)
+    if saved[_KIND] == "number":
+        return torch.tensor(value, dtype=dtype_named(saved["dtype"]), device=where)
+    return _MADE_OF[saved[_KIND]](value)
+
+
+_MADE_OF: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "dtype": dtype_named,
+    "tuple": tuple,
+    "dict": dict,
+    "Counter": lambda items: Counter(dict(items)),
+}

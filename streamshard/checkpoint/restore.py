@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.background import finish_running
-from streamshard.checkpoint.directory import find_checkpoint, open_checkpoint, whole_checkpoints
+from streamshard.checkpoint.directory import find_checkpoint, look_into, open_checkpoint
 from streamshard.checkpoint.disk_layout import local_pieces, saved_names
 from streamshard.checkpoint.load import put_back_buffers
-from streamshard.checkpoint.manifest import CheckpointFiles, Read, decode
-from streamshard.checkpoint.optimizer_state import is_moment, is_owned, own_part, params_in
+from streamshard.checkpoint.manifest import CheckpointFiles, decode
+from streamshard.checkpoint.optimizer_state import owner_of, params_in, steps_here
 from streamshard.checkpoint.run_parts import (
     RANDOM,
     Models,
@@ -30,10 +28,11 @@ from streamshard.checkpoint.run_parts import (
     Parts,
     class_name,
     has_state,
-    is_given,
     name_parts,
     param_names,
 )
+from streamshard.checkpoint.safetensors_file import copy_range
+from streamshard.checkpoint.save import finish_running
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.objects import gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_path
@@ -81,20 +80,20 @@ def load_checkpoint(
         ConfigError: an argument that cannot work.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
-    began, root = time.perf_counter(), parse_path("directory", directory)
+    root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
     files = _open(root, ranks)
     path = files.root
     plan = run_on_all_ranks(ranks, f"load {path}", lambda: Plan(parts, files))
-    run_on_all_ranks(ranks, f"load {path}", lambda: _load_objects(plan))
+    run_on_all_ranks(ranks, f"load {path}", lambda: _carry_out(plan.loads))
     # From here on only the storage itself can fail.
     half = f"finish loading {path}, and half of it is loaded now: load again before going on"
-    run_on_all_ranks(ranks, half, lambda: _read(plan, files))
+    run_on_all_ranks(ranks, half, lambda: _carry_out(plan.steps))
     for name, (each, engine) in parts.models.items():
         engine.fill(plan.filled.get(name, ()))
         compute_buffers(engine, each)
-    log.info("loaded %s in %.1f s", path, time.perf_counter() - began)
+    log.info("loaded %s", path)
     return Loaded(plan.values, path)
 
 
@@ -118,9 +117,9 @@ def _newest_intact(path: Path, ranks: Communicator) -> Path | None:
     """The newest checkpoint beside `path` whose files are as they were written. Collective."""
 
     def find() -> list[Path]:
-        return [each for each in whole_checkpoints(path.parent) if each != path] if ranks.is_first else []
+        return [each.root for each in look_into(path.parent)[0] if each.root != path] if ranks.is_first else []
 
-    for other in gather_from_all_ranks(ranks, f"find checkpoints beside {path}", find)[0]:
+    for other in reversed(gather_from_all_ranks(ranks, f"find checkpoints beside {path}", find)[0]):
         with contextlib.suppress(CheckpointError):
             return _verified(other, ranks).root
     return None
@@ -135,17 +134,10 @@ def _verified(path: Path, ranks: Communicator) -> CheckpointFiles:
     return files
 
 
-def _load_objects(plan: Plan) -> None:
-    for load in plan.loads:
-        load()
-
-
-def _read(plan: Plan, files: CheckpointFiles) -> None:
-    with torch.no_grad():
-        for each in plan.reads:
-            files.read_tensor(each)
-    for finish in plan.finish:
-        finish()
+@torch.no_grad()
+def _carry_out(actions: Iterable[Callable[[], object]]) -> None:
+    for act in actions:
+        act()
 
 
 # ------------------------------------------------------------------------------------------------ comparing
@@ -160,8 +152,7 @@ class Plan:
 
     Attributes:
         loads: calls of ``load_state_dict`` of users' objects, which may raise.
-        reads: tensors to read, and their targets.
-        finish: functions to call when all tensors are read.
+        steps: what is done then, in order: copies from the files, which stay mapped, and what needs these copies.
         filled: by model, the parameters and buffers that are read.
         values: saved plain values, by the user's key.
 
@@ -171,11 +162,10 @@ class Plan:
 
     def __init__(self, parts: Parts, files: CheckpointFiles) -> None:
         self.loads: list[Callable[[], object]] = []
-        self.reads: list[Read] = []
-        self.finish: list[Callable[[], object]] = []
+        self.steps: list[Callable[[], object]] = []
         self.filled: dict[str, set[str]] = {}
         self.values: dict[str, Any] = {}
-        self._parts, self._tensors, self._read_whole = parts, files.manifest.tensors, files.read_whole
+        self._parts, self._files, self._tensors = parts, files, files.manifest.tensors
         self._device = parts.engine.streams.device
         self._wrong: list[str] = []
         state = files.manifest.state
@@ -190,11 +180,18 @@ class Plan:
         self._plan_trees(state["trees"])
         if self._wrong:
             raise CheckpointError("; ".join(self._wrong))
-        for read in self.reads:
-            files.map_for(read)
 
     def _decode(self, saved: Any, suffix: str = "") -> Any:
-        return decode(saved, lambda name: self._read_whole(self._name_there(name, suffix)), self._device)
+        return decode(
+            saved, lambda name, where: self._files.read_whole(self._name_there(name, suffix), where), self._device
+        )
+
+    def _read(self, what: str, tensor: str, shape: tuple[int, ...], start: int, target: torch.Tensor) -> None:
+        """Plan to fill `target`, [n] 1-D contiguous, by elements [start, start + n) of a tensor of this shape."""
+        if (found := self._tensors[tensor].shape) != shape:
+            self._wrong.append(f"{what} has shape {list(found)}, wanted {list(shape)}")
+        else:
+            self.steps.extend(partial(copy_range, *each) for each in self._files.find(tensor, start, target))
 
     def _name_there(self, tensor: str, suffix: str) -> str:
         """The name of a tensor of which ranks or replicas may have saved their own."""
@@ -207,15 +204,12 @@ class Plan:
             if each in saved["names"]:
                 found.setdefault(source, saved["names"][each])
         unexpected = sorted({*saved["names"].values()} - {*found.values()})
-        wrong = {"missing": sorted(pieces.keys() - found.keys()), "unexpected": unexpected, "mismatched": []}
+        wrong = {"missing": sorted(pieces.keys() - found.keys()), "unexpected": unexpected}
         for here, there in found.items():
-            tensor = self._name_there(f"{name}/{there}", _of_replica(engine))
-            shape, piece = self._tensors[tensor].shape, pieces[here]
-            if shape != piece.shape:
-                wrong["mismatched"].append(f"{here} (is {list(shape)}, wanted {list(piece.shape)})")
-            self.reads.append(Read(tensor, piece.start, piece.data))
+            tensor, piece = self._name_there(f"{name}/{there}", _of_replica(engine)), pieces[here]
+            self._read(f"{name}: {here!r}", tensor, piece.shape, piece.start, piece.data)
         self.filled[name] = set(found)
-        self.finish.append(partial(put_back_buffers, model, pieces))
+        self.steps.append(partial(put_back_buffers, model, pieces))
         if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):
             kind = saved["class"] or "a model"
             self._wrong.append(f"{name} is {kind} and does not fit {type(model).__name__}: {told}")
@@ -233,54 +227,43 @@ class Plan:
             values = saved["state"].get(names[param], {})
             if param not in sharded:
                 own = self._decode(values)
-            elif is_owned(optimizer, param):
-                own = self._decode(own_part(optimizer, param, values), _of_replica(sharded[param][0]))
             else:
-                own = self._plan_moments(name, *sharded[param], values)
+                engine, shard = sharded[param]
+                values = values if steps_here(optimizer, engine, shard) else {}
+                if owner_of(optimizer, param) is None:
+                    own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
+                else:
+                    own = self._decode(values, _of_replica(engine))
             if own:
                 state[number] = own
         groups = zip(rest["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
-        kept = ("params", "param_names")
-        rest["param_groups"] = [{**options, **{key: own[key] for key in kept if key in own}} for options, own in groups]
-        self.finish.append(partial(optimizer.load_state_dict, {**rest, "state": state}))
+        rest["param_groups"] = [{**options, "params": own["params"]} for options, own in groups]
+        self.steps.append(partial(optimizer.load_state_dict, {**rest, "state": state}))
 
-    def _plan_moments(self, name: str, engine: Engine, shard: ParamShard, values: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's optimizer state of a parameter of which it steps a piece."""
-        own: dict[str, Any] = {}
-        if shard.layout.numel and not shard.local.numel:
-            return own  # nothing to step
-        for key, value in values.items():
-            if not is_moment(value):
-                own[key] = self._decode(value)
-                continue
-            tensor = self._name_there(value["tensor"], _of_replica(engine))
-            record = self._tensors[tensor]
-            if record.shape != shard.layout.shape:
-                shapes = f"{list(record.shape)}, wanted {list(shard.layout.shape)}"
-                self._wrong.append(f"{name}: {key!r} of {shard.name!r} has shape {shapes}")
-                return {}
-            own[key] = torch.empty(shard.piece.shape, dtype=record.torch_dtype, device=self._device)
-            self.reads.append(Read(tensor, shard.local.start, own[key].view(-1)))
-        return own
+    def _plan_moment(self, name: str, engine: Engine, shard: ParamShard, saved: str, where: object) -> torch.Tensor:
+        """This rank's piece of a tensor of an optimizer's state, which is read later."""
+        tensor = self._name_there(saved, _of_replica(engine))
+        piece = torch.empty(shard.piece.shape, dtype=self._tensors[tensor].dtype, device=self._device)
+        self._read(f"{name}: {saved!r}", tensor, shard.layout.shape, shard.local.start, piece.view(-1))
+        return piece
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:
         mine, ranks = self._parts.trees, self._parts.engine.ranks
-        self._wrong += [f"it has no {name!r}" for name in mine if name not in trees and is_given(name)]
+        self._wrong += [
+            f"it has no {name!r}" for name in mine if name not in trees and name.startswith(("model", "extra."))
+        ]
         for name in sorted(trees, key=lambda name: name == RANDOM):  # other objects may draw random numbers
             saved = trees[name]
             if name not in mine and not name.startswith("extra."):
                 continue  # not asked for
-            if "all" not in saved and len(saved["ranks"]) != ranks.total_size:
+            if len(saved) not in (1, ranks.total_size):
                 if name != RANDOM:
                     self._wrong.append(
-                        f"{name!r} differs between the {len(saved['ranks'])} ranks that saved it: load it on as many, "
+                        f"{name!r} differs between the {len(saved)} ranks that saved it: load it on as many, "
                         f"not on {ranks.total_size}"
                     )
                 continue
-            number = ranks.number
-            value = (
-                self._decode(saved["all"]) if "all" in saved else self._decode(saved["ranks"][number], f"@rank{number}")
-            )
+            value = self._decode(saved[ranks.number % len(saved)], f"@rank{ranks.number}")
             if has_state(mine.get(name)):
                 self.loads.append(partial(mine[name].load_state_dict, value))
                 value = mine[name]

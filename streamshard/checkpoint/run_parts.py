@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,11 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.disk_layout import Piece, local_pieces, saved_names
 from streamshard.checkpoint.manifest import encode
 from streamshard.checkpoint.optimizer_state import (
-    LocalState,
     Sharded,
     State,
     join_states,
     local_state,
-    name_here,
+    of_replica,
     params_in,
     settle,
 )
@@ -37,10 +37,10 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import engine_at_rest, handle_of, is_compiled
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.plan.structure import params_of
+from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import piece_of
 
 RANDOM = "random"
-_EXTRA_STATE = "extra_state."
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = Optimizer | Mapping[str, Optimizer]
@@ -89,7 +89,7 @@ def name_parts(
         else:
             parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
             parts.trees.update(
-                (f"{_EXTRA_STATE}{name}/{inner}", ExtraState(module))
+                (f"extra_state.{name}/{inner}", _extra_state_of(module))
                 for inner, module in each.named_modules()
                 if type(module).get_extra_state is not nn.Module.get_extra_state
             )
@@ -114,11 +114,6 @@ def has_state(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def is_given(tree: str) -> bool:
-    """Whether the user has named what is saved under this name."""
-    return tree != RANDOM and not tree.startswith(_EXTRA_STATE)
-
-
 def class_name(value: object) -> str:
     """The full name of a value's class; of an optimizer of whole parameters, the classes that it runs too."""
     if (described := getattr(value, "described_class", None)) is not None:
@@ -128,22 +123,20 @@ def class_name(value: object) -> str:
 
 
 def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, str], Sharded]:
-    """Names of all models' parameters, which begin with the model's name, and the sharded ones of an optimizer.
+    """Names of all models' parameters, which begin with the model's name, and the sharded ones.
 
     Raises:
-        ConfigError: a parameter is of no model that was given.
+        ConfigError: a parameter of the optimizer is of no model that was given.
     """
-    owners = {
-        shard.param: (f"{key}/{shard.name}", engine, shard)
-        for key, (_, engine) in parts.models.items()
-        for shard in engine.param_shards
-    }
-    names = {param: name for param, (name, _, _) in owners.items()}
+    names: dict[nn.Parameter, str] = {}
+    sharded: dict[nn.Parameter, tuple[Engine, ParamShard]] = {}
+    for key, (_, engine) in parts.models.items():
+        for shard in engine.param_shards:
+            names[shard.param], sharded[shard.param] = f"{key}/{shard.name}", (engine, shard)
     for key, each in parts.trees.items():
         if isinstance(each, nn.Module):
             names.update((param, f"{key}/{name}") for name, param in params_of(each).items())
-    inside = params_in(optimizer)
-    for param in inside:
+    for param in params_in(optimizer):
         if param not in names:
             piece = piece_of(param)
             what = f"a parameter of shape {tuple(param.shape)}" if piece is None else repr(piece.name)
@@ -151,15 +144,12 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
                 f"{type(optimizer).__name__} steps {what}, which is of no model that was given: give all modules whose "
                 'parameters it steps, model={"model": model, "head": head}; some may be plain modules'
             )
-    return names, {param: owners[param][1:] for param in inside if param in owners}
+    return names, sharded
 
 
-class ExtraState:
-    """What a module has beside parameters and buffers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.state_dict = module.get_extra_state
-        self.load_state_dict = module.set_extra_state
+def _extra_state_of(module: nn.Module) -> SimpleNamespace:
+    """What a module has beside parameters and buffers, as an object with ``state_dict()``."""
+    return SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state)
 
 
 class RandomState:
@@ -170,9 +160,7 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """The generators' state."""
-        version, numbers, gauss = random.getstate()
-        python = version, torch.tensor(numbers, dtype=torch.int64), gauss
-        state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if self._device.type != "cpu":
             state[self._device.type] = module_of(self._device).get_rng_state(self._device)
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -182,8 +170,7 @@ class RandomState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the generators into this state."""
-        version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(numbers.tolist()), gauss))
+        random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if self._device.type in state and self._device.type != "cpu":
             module_of(self._device).set_rng_state(state[self._device.type], self._device)
@@ -191,89 +178,67 @@ class RandomState:
             numpy.random.set_state(state["numpy"])
 
 
-class Collected(NamedTuple):
-    """The content that a rank saves.
-
-    Attributes:
-        state: JSON, which the first rank writes.
-        differing: this rank's trees, by name, that are not the same on all ranks; `state` lacks them.
-        pieces: this rank's pieces of tensors: its own memory, not copies.
-    """
-
-    state: dict[str, Any]
-    differing: dict[str, Any]
-    pieces: list[Piece]
-
-
-def collect(parts: Parts) -> Collected:
+def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     """Collect everything to save. Collective.
+
+    Returns:
+        JSON, the same on all ranks, and this rank's pieces of tensors: its own memory, not copies.
 
     Raises:
         CheckpointError: on every rank; names a part that cannot be saved.
     """
     ranks = parts.engine.ranks
-    found = Collected({"models": {}, "optimizers": {}, "trees": {}}, {}, [])
+    saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
+    pieces: list[Piece] = []
     trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)
 
-    def add_whole(tensors: Mapping[str, torch.Tensor], suffix: str = "") -> None:
-        found.pieces.extend(Piece.whole(name + suffix, tensor) for name, tensor in tensors.items())
-
     def collect_here() -> tuple[dict[str, State], dict[str, str]]:
         states = {}
         for name, (model, engine) in parts.models.items():
-            found.state["models"][name] = _collect_model(name, model, engine, found.pieces)
+            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
+            own = local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values()
+            pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
         for name, optimizer in parts.optimizers.items():
-            found.state["optimizers"][name], local = _collect_optimizer(name, optimizer, parts)
-            states[name] = local.state
-            found.pieces.extend(local.pieces)
-            if ranks.is_first:
-                add_whole(local.tensors)
-        for name, value in parts.trees.items():
+            names, sharded = param_names(optimizer, parts)
+            states[name], moments = local_state(name, optimizer, names, sharded, ranks)
+            pieces.extend(moments)
             tensors: dict[str, torch.Tensor] = {}
-            tree = encode(value.state_dict() if has_state(value) else value, name, tensors)
-            trees[name] = tree, {key: tensor.contiguous() for key, tensor in tensors.items()}
+            saved["optimizers"][name] = encode(_without_state(optimizer, names), name, tensors)
+            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
+        for name, value in parts.trees.items():
+            tensors = {}
+            trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
         return states, {name: _digest(*tree) for name, tree in trees.items()}
 
     told = gather_from_all_ranks(ranks, "save", collect_here)
-    for name, saved in found.state["optimizers"].items():
-        saved["state"] = join_states([states[name] for states, _ in told])
     if any(digests.keys() != told[0][1].keys() for _, digests in told):
         raise CheckpointError(f"ranks save different things: {[sorted(digests) for _, digests in told]}")
+    for name, json_of in saved["optimizers"].items():
+        json_of["state"] = join_states([states[name] for states, _ in told])
+    differing = {name for _, digests in told for name, digest in digests.items() if digest != told[0][1][name]}
+    by_rank = gather_from_all_ranks(ranks, "save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
-        if any(digests[name] != told[0][1][name] for _, digests in told):
-            found.differing[name] = tree
-            add_whole(tensors, f"@rank{ranks.number}")
+        if name in differing:
+            saved["trees"][name] = [theirs[name] for theirs in by_rank]
+            pieces.extend(Piece.whole(f"{each}@rank{ranks.number}", tensor) for each, tensor in tensors.items())
         else:
-            found.state["trees"][name] = {"all": tree}
-            if ranks.is_first:
-                add_whole(tensors)
-    return found
+            saved["trees"][name] = [tree]
+            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
+    return saved, pieces
 
 
-def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Piece]) -> dict[str, Any]:
-    for piece in local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values():
-        if (saved_name := name_here(f"{name}/{piece.name}", engine)) is not None:
-            pieces.append(piece._replace(name=saved_name))
-    return {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
-
-
-def _collect_optimizer(name: str, optimizer: Optimizer, parts: Parts) -> tuple[dict[str, Any], LocalState]:
-    """JSON of everything but the state of parameters, and this rank's part of that."""
-    names, sharded = param_names(optimizer, parts)
-    local = local_state(name, optimizer, names, sharded)
+def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """An optimizer's state dict without the state of parameters, and with their names."""
     rest = dict(optimizer.state_dict())
-    del rest["state"]
-    rest["param_groups"] = [
-        {
-            **{key: value for key, value in saved.items() if key != "param_names"},
-            "params": [names[p] for p in own["params"]],
-        }
-        for own, saved in zip(optimizer.param_groups, rest["param_groups"], strict=True)
+    groups = [
+        {**saved, "params": [names[param] for param in own["params"]]}
+        for own, saved in zip(optimizer.param_groups, rest.pop("param_groups"), strict=True)
     ]
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    return {"class": class_name(optimizer), **encode({**rest, "shared": shared}, name, local.tensors)}, local
+    del rest["state"]
+    return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
 
 
 def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -281,5 +246,5 @@ def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor.cpu()))
+        digest.update(bytes_of(tensor.cpu().contiguous()))
     return digest.hexdigest()

@@ -19,8 +19,9 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from errno import EINVAL
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,9 +114,8 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     contents: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     position = 0
-    for spec in specs:
-        if spec.dtype not in _DTYPE_NAMES:
-            raise CheckpointError(f"{spec.name!r} is {spec.dtype}, which safetensors cannot hold")
+    if strange := [spec for spec in specs if spec.dtype not in _DTYPE_NAMES]:
+        raise CheckpointError(f"{strange[0].name!r} is {strange[0].dtype}, which safetensors cannot hold")
     for spec in sorted(specs, key=lambda spec: (_DTYPE_ORDER[spec.dtype], spec.name)):
         if spec.name in starts:
             raise CheckpointError(f"several tensors are named {spec.name!r}")
@@ -132,50 +132,42 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_file(directory: Path, layout: FileLayout, data_of: Callable[[str], torch.Tensor]) -> FileRecord:
+def write_file(directory: Path, layout: FileLayout, data_of: Mapping[str, torch.Tensor]) -> FileRecord:
     """Write a new file and sync it to the disk. Extra memory: `CHUNK_BYTES`, for tensors on devices only.
 
     Args:
         directory: gets the file.
         layout: made by `lay_out`.
-        data_of: gives a tensor's data by its name, [n] 1-D contiguous. It is called once for each tensor.
+        data_of: by name, a tensor's data, [n] 1-D contiguous, in the dtype of the file.
 
     Raises:
         CheckpointError: names the file that cannot be written.
     """
-    path = directory / layout.name
     sums, crc32, position = [], 0, 0
-    try:
-        with _created(path) as descriptor:
-            for data in _contents(layout, data_of):
-                write_all(descriptor, data, position)
-                while data:
-                    part = data[: CHUNK_BYTES - position % CHUNK_BYTES]
-                    crc32 = zlib.crc32(part, crc32)
-                    data, position = data[len(part) :], position + len(part)
-                    if position % CHUNK_BYTES == 0 or position == layout.size_bytes:
-                        sums.append(f"{crc32:08x}")
-                        crc32 = 0
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    tensors = (part for name in layout.offsets for part in in_chunks(data_of[name], data_of[name].dtype))
+    with opened(directory / layout.name, os.O_CREAT | os.O_EXCL) as descriptor:
+        for data in chain([memoryview(layout.header)], tensors):
+            write_all(descriptor, data, position)
+            while data:
+                part = data[: CHUNK_BYTES - position % CHUNK_BYTES]
+                crc32 = zlib.crc32(part, crc32)
+                data, position = data[len(part) :], position + len(part)
+                if position % CHUNK_BYTES == 0 or position == layout.size_bytes:
+                    sums.append(f"{crc32:08x}")
+                    crc32 = 0
     return FileRecord(layout.name, layout.size_bytes, sums)
 
 
-def _contents(layout: FileLayout, data_of: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """The file's bytes, in parts. The next part may overwrite the one before."""
-    yield memoryview(layout.header)
-    staging: torch.Tensor | None = None
-    for name in layout.offsets:
-        data = part = torch.empty(0)  # frees the tensor before
-        data = data_of(name).detach()
-        numel = CHUNK_BYTES // data.dtype.itemsize
-        for done in range(0, data.numel(), numel):
-            part = data[done : done + numel]
-            if part.device.type != "cpu":
-                if staging is None:
-                    staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-                part = staging.view(data.dtype)[: part.numel()].copy_(part)
-            yield bytes_of(part)
+def in_chunks(data: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of `data`, [n] 1-D contiguous, in parts. The next part may overwrite the one before.
+
+    Extra memory: `CHUNK_BYTES`, if `data` is on a device or of another dtype than `dtype`.
+    """
+    numel = CHUNK_BYTES // dtype.itemsize
+    is_ready = data.device.type == "cpu" and data.dtype is dtype
+    staging = None if is_ready else torch.empty(min(numel, data.numel()), dtype=dtype)
+    for part in data.detach().split(numel):
+        yield bytes_of(part if staging is None else staging[: part.numel()].copy_(part))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -187,24 +179,32 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @contextlib.contextmanager
-def _created(path: Path) -> Iterator[int]:
-    """A new file, synced to the disk when the context ends."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+def opened(path: Path, flags: int = 0) -> Iterator[int]:
+    """A file to write to, synced to the disk when the context ends.
+
+    Args:
+        path: of the file.
+        flags: of `os.open`, beside that of writing.
+
+    Raises:
+        CheckpointError: names the file, and what went wrong inside the context too.
+    """
     try:
-        yield descriptor
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | flags, 0o666)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there: the directory must be on storage all ranks share") from error
+    except OSError as error:  # a failed write does not say which file it was
+        raise CheckpointError(f"{path}: {error}") from error
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a new file with this content and sync it to the disk."""
-    with _created(path) as descriptor:
-        write_all(descriptor, memoryview(content), 0)
-
-
-def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at byte `offset` of the file; the system may take it in parts."""
+    data = memoryview(data)
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
@@ -270,33 +270,19 @@ class OpenFiles:
 
 def contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
     """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
-    block, end = _contiguous_numel(view), start + numel
+    dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
+    block, end = 1, start + numel  # so many elements in row-major order are neighbours in storage
+    while dims and dims[-1][1] == block:
+        block *= dims.pop()[0]
     while start < end:
-        within = start % block
+        row, within = divmod(start, block)
+        position = int(view.storage_offset()) + within
+        for size, stride in reversed(dims):
+            row, along = divmod(row, size)
+            position += along * stride
         length = min(block - within, end - start)
-        yield int(view.storage_offset()) + _storage_position(view, start - within) + within, length
+        yield position, length
         start += length
-
-
-def _contiguous_numel(view: torch.Tensor) -> int:
-    """How many elements in row-major order are neighbours in storage, counted from any multiple of that number."""
-    numel = 1
-    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-        if size == 1:
-            continue
-        if stride != numel:
-            break
-        numel *= size
-    return numel
-
-
-def _storage_position(view: torch.Tensor, index: int) -> int:
-    """Where the element with row-major number `index` lies, relative to the view's first."""
-    position = 0
-    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-        index, along = divmod(index, size)
-        position += along * stride
-    return position
 
 
 def copy_range(stored: torch.Tensor, start: int, target: torch.Tensor) -> None:
@@ -320,20 +306,14 @@ def verify_files(root: Path, records: Sequence[FileRecord], part: int, parts: in
     Raises:
         CheckpointError: names the file that is not as it was written.
     """
-    counts = [len(record.crc32) for record in records]
-    first, last = sum(counts) * part // parts, sum(counts) * (part + 1) // parts
-    before = 0  # chunks of earlier files
-    for record, count in zip(records, counts, strict=True):
-        chunks = range(max(first - before, 0), min(last - before, count))
-        before += count
-        if not chunks:
-            continue
+    chunks = [(record, number) for record in records for number in range(len(record.crc32))]
+    for record, number in chunks[len(chunks) * part // parts : len(chunks) * (part + 1) // parts]:
         path = root / record.name
         try:
             with open(path, "rb") as file:
-                file.seek(chunks.start * CHUNK_BYTES)
-                found = [f"{zlib.crc32(file.read(CHUNK_BYTES)):08x}" for _ in chunks]
+                file.seek(number * CHUNK_BYTES)
+                found = f"{zlib.crc32(file.read(CHUNK_BYTES)):08x}"
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        if found != record.crc32[chunks.start : chunks.stop]:
+        if found != record.crc32[number]:
             raise CheckpointError(f"{path} is damaged: its checksums differ from those in the manifest")

@@ -1,4 +1,6 @@
-"""`save_checkpoint`: write a training run to disk.
+"""`save_checkpoint`: write a training run to disk, in the background if wanted.
+
+Owns the save that runs in the background, at most one per process, and the process groups of such saves.
 
 collect -> copy to the host, if training goes on meanwhile -> make a partial directory (rank 0) ->
 write and fsync one file (every rank) -> publish by renaming (rank 0)
@@ -6,40 +8,40 @@ write and fsync one file (every rank) -> publish by renaming (rank 0)
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-import time
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from streamshard.checkpoint.background import (
-    Saving,
-    background_ranks,
-    copy_to_host,
-    finish_running,
-    has_connections,
-    run_in_background,
-)
-from streamshard.checkpoint.directory import (
-    Partial,
-    checkpoint_name,
-    create_partial,
-    next_number,
-    publish_checkpoint,
-    remove_partial,
-)
-from streamshard.checkpoint.disk_layout import Range, check_coverage
-from streamshard.checkpoint.manifest import Manifest, PieceRecord, TensorRecord
-from streamshard.checkpoint.run_parts import Collected, Models, Optimizers, Parts, collect, name_parts
+from streamshard.checkpoint.directory import Partial, next_number, publish_checkpoint, write_together
+from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
+from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect, name_parts
 from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.groups import is_closed, make_host_group
 from streamshard.comm.objects import RankGroup, describe, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import __version__, parse_path
-from streamshard.errors import ConfigError, RankMismatchError, StreamShardError, log, warn_user
+from streamshard.device import has_streams, module_of
+from streamshard.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    RankMismatchError,
+    StreamShardError,
+    log,
+    warn_user,
+)
 from streamshard.unit.sharded_parameter import is_unreduced
+
+MADE_WITHIN = datetime.timedelta(seconds=20)  # timeout for making a group, after ranks have met
+WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
 
 
 def save_checkpoint(
@@ -87,70 +89,35 @@ def save_checkpoint(
             between ranks.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
-    began, root = time.perf_counter(), parse_path("directory", directory)
+    root = parse_path("directory", directory)
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
     parts = name_parts("save_checkpoint", model, optimizer, extra, accepts_empty=False)
-    number, connects = _agree(root, keep, step, wait, parts)
+    number = _agree(root, keep, step, wait, parts)
     if not wait:
-        return _save_in_background(root, number, keep, parts, connects)
-    path = write_checkpoint(root, number, keep, parts.engine.ranks, collect(parts))
-    log.info("saved %s in %.1f s", path, time.perf_counter() - began)
+        return _save_in_background(root, number, keep, parts)
+    path = write_checkpoint(root, number, keep, parts.engine.ranks, *collect(parts))
     return Saving(path)
 
 
-def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> tuple[int, bool]:
-    """The checkpoint's number, where all ranks mean the same one, with the same in it.
-
-    Returns:
-        The number, and whether a rank has no connections for a save in the background.
-    """
+def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
+    """The checkpoint's number, where all ranks mean the same one, with the same in it."""
     ranks = parts.engine.ranks
     mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
     mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers)}
 
-    def find() -> tuple[int, dict[str, Any], bool]:
+    def find() -> tuple[int, dict[str, Any]]:
         finish_running()
         _say_what_is_lost(parts)
-        number = next_number(root) if step is None and ranks.is_first else step or 0
-        return number, mine, has_connections(ranks)
+        return next_number(root) if step is None and ranks.is_first else step or 0, mine
 
     found = gather_from_all_ranks(ranks, f"save to {root}", find)
-    number, first, _ = found[0]
-    if any(theirs != first for _, theirs, _ in found):
-        given = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs, _) in enumerate(found) if theirs != first)
+    number, first = found[0]
+    if any(theirs != first for _, theirs in found):
+        given = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found) if theirs != first)
         raise RankMismatchError(f"save_checkpoint wants the same on all ranks. Rank 0 gives {first}; {given}")
-    return number, not all(is_connected for _, _, is_connected in found)
-
-
-def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts, connects: bool) -> Saving:
-    """Copy what is saved, and let a thread write the copies."""
-    ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
-    group = background_ranks(ranks, connects=connects)
-    collected = collect(parts)
-    finish = run_on_all_ranks(
-        ranks, f"save to {root}", lambda: copy_to_host(collected.pieces, parts.engine.streams.device)
-    )
-    state = collected._replace(pieces=[])  # the run's own go as soon as they are copied
-
-    def write() -> Path:
-        began = time.perf_counter()
-        try:
-            path = write_checkpoint(root, number, keep, group, state._replace(pieces=finish()))
-        except StreamShardError:  # on all ranks
-            raise
-        except BaseException as error:
-            group.fail(describe(error))
-            raise
-        log.info("saved %s in the background in %.1f s", path, time.perf_counter() - began)
-        return path
-
-    try:
-        return run_in_background(root / checkpoint_name(number), write)
-    except BaseException as error:  # other ranks have begun to write, and wait for this one
-        group.fail(describe(error))
-        raise
+    return number
 
 
 def _say_what_is_lost(parts: Parts) -> None:
@@ -164,10 +131,142 @@ def _say_what_is_lost(parts: Parts) -> None:
             )
 
 
+# ------------------------------------------------------------------------------------------------ in the background
+
+
+def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts) -> Saving:
+    """Copy what is saved, and let a thread write the copies."""
+    ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
+    group = background_ranks(ranks)
+    state, pieces = collect(parts)
+    copies = run_on_all_ranks(ranks, f"save to {root}", lambda: copy_to_host(pieces, parts.engine.streams.device))
+    pieces.clear()  # the run's own go as soon as they are copied
+
+    def write() -> Path:
+        try:
+            return write_checkpoint(root, number, keep, group, state, copies)
+        except StreamShardError:  # on all ranks
+            raise
+        except BaseException as error:
+            group.fail(describe(error))
+            raise
+
+    global _running
+    try:
+        _running = Saving(root / f"checkpoint-{number}", write)
+    except BaseException as error:  # other ranks have begun to write, and wait for this one
+        group.fail(describe(error))
+        raise
+    return _running
+
+
+def copy_to_host(pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
+    """Copy `pieces` into new host memory. Waits for the current stream."""
+    copies = []
+    for piece in pieces:
+        copy = torch.empty(piece.data.shape, dtype=piece.data.dtype, pin_memory=device.type != "cpu")
+        copies.append(piece._replace(data=copy.copy_(piece.data, non_blocking=True)))
+    if has_streams(device):
+        module_of(device).current_stream(device).synchronize()
+    return copies
+
+
+class Saving:
+    """What `save_checkpoint` returns. With ``wait=False`` the save runs in the background.
+
+    The checkpoint holds the state at the call: everything was copied before the call returned.
+
+    When Python exits, after an error or Ctrl-C too, it waits for the save. SIGTERM ends the process at once: the
+    checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers. To finish the
+    save, call ``wait()`` in a SIGTERM handler of your own, then exit. Python calls handlers only while the main thread
+    is not in a collective.
+
+    Attributes:
+        path: the checkpoint's path. It may change until the save is done, if another run saves the same number.
+    """
+
+    def __init__(self, path: Path, write: Callable[[], Path] | None = None) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if write is not None:  # not a daemon: Python waits for it at exit
+            self._thread = threading.Thread(target=self._run, args=(write,), name=f"save {path}")
+            self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, in success or failure."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Return the checkpoint's path, once the checkpoint is there.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; names the rank and the cause. If a rank has died or
+                was interrupted, the others raise as soon as they notice, after 30 minutes at the latest.
+        """
+        global _running
+        if self._thread is not None:
+            self._thread.join()
+        if _running is self:
+            _running = None
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            self.path = write()
+        except BaseException as error:
+            self._error = error
+            if isinstance(error, CommunicationError):
+                self._error = CheckpointError(f"{self.path} was not saved: {error}")
+                self._error.__cause__ = error
+            log.error("%s", self._error)
+
+
+_running: Saving | None = None
+
+
+def finish_running() -> None:
+    """Wait for the save in the background, if there is one.
+
+    Raises:
+        Exception: the save's error, unless ``wait()`` has raised it on this rank. The caller tells the other ranks.
+    """
+    if _running is not None:
+        _running.wait()
+
+
+# Groups that only saves in the background use, by the group of all ranks. Weak: destroy_process_group() has to end
+# gloo's threads, which must not outlive Python (they take its lock).
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def background_ranks(ranks: Communicator) -> RankGroup:
+    """The ranks, for one save in the background. They have a process group that nothing else uses. Collective.
+
+    Making the group waits at the store, which does not notice that a rank has died: so all ranks meet right before.
+
+    Raises:
+        CommunicationError: another rank did not come.
+    """
+    if ranks.total_size == 1:
+        return RankGroup()
+    group = _groups.get(ranks.users_group, lambda: None)()
+    if not all(ranks.gather_objects(group is not None and not is_closed(group))):
+        with ranks.guard("making a group for saves in the background"):
+            group = make_host_group(ranks.users_group, MADE_WITHIN)
+            _groups[ranks.users_group] = weakref.ref(group)
+    return RankGroup(group, meeting="saving in the background", timeout=WRITTEN_WITHIN)
+
+
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_checkpoint(root: Path, number: int, keep: int | None, group: RankGroup, collected: Collected) -> Path:
+def write_checkpoint(
+    root: Path, number: int, keep: int | None, group: RankGroup, state: Mapping[str, Any], pieces: Sequence[Piece]
+) -> Path:
     """Write this rank's file, and let the first rank publish all of them. Collective.
 
     Args:
@@ -175,54 +274,28 @@ def write_checkpoint(root: Path, number: int, keep: int | None, group: RankGroup
         number: of the checkpoint.
         keep: how many to keep; None: all.
         group: the ranks.
-        collected: what this rank saves.
+        state: what is saved beside tensors: JSON, the same on all ranks.
+        pieces: this rank's pieces of tensors.
 
     Returns:
         The checkpoint's path.
     """
-    doing = f"save {root / checkpoint_name(number)}"
-    pieces = {piece.name: piece.data for piece in collected.pieces}
-    mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
-    specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in collected.pieces]
-    name = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
+    name = f"checkpoint-{number}"
+    file = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
+    data_of = {piece.name: piece.data for piece in pieces}
 
-    def start() -> tuple[list[Range], dict[str, Any], Path | None]:
-        if group.is_first:
-            mine.append(create_partial(root, checkpoint_name(number)))
-        return [each.range for each in collected.pieces], collected.differing, mine[0].path if mine else None
+    def write(partial: Path) -> tuple[FileRecord, dict[str, TensorRecord]]:
+        specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in pieces if each.data.numel()]
+        written = write_file(partial, lay_out(file, specs), data_of)
+        return written, {piece.name: piece.record(group.number) for piece in pieces}
 
-    def write() -> FileRecord:
-        return write_file(partial, lay_out(name, [spec for spec in specs if spec.size_bytes]), pieces.__getitem__)
-
-    def publish() -> Path | None:
-        if not group.is_first:
-            return None
+    def publish(partial: Partial, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
         versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": saved_at}
-        by_rank = {tree: {"ranks": [theirs[tree] for _, theirs, _ in told]} for tree in collected.differing}
-        state = {**collected.state, "trees": {**collected.state["trees"], **by_rank}}
-        tensors, replicas = _tensor_records([theirs for theirs, _, _ in told]), group.total_size // group.world_size
-        manifest = Manifest(number, group.total_size, replicas, versions, tuple(records), tensors, state)
-        return publish_checkpoint(mine[0], manifest, keep)
+        files, tensors = tuple(file for file, _ in written), join_records(records for _, records in written)
+        manifest = Manifest(number, group.total_size, versions, files, tensors, state)
+        return publish_checkpoint(partial, manifest, keep)
 
-    try:
-        told = gather_from_all_ranks(group, doing, start)
-        partial: Any = told[0][2]
-        records = gather_from_all_ranks(group, doing, write)
-        path: Any = gather_from_all_ranks(group, doing, publish)[0]
-    except BaseException:
-        for each in mine:
-            remove_partial(each)
-        with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
-            run_on_all_ranks(group, doing, lambda: None)  # no rank returns before the directory is gone
-        raise
-    return Path(path)
-
-
-def _tensor_records(by_rank: Sequence[Sequence[Range]]) -> dict[str, TensorRecord]:
-    """Where each tensor lies. The file of rank n has number n."""
-    records = {}
-    for name, parts in check_coverage(by_rank).items():
-        pieces = tuple(PieceRecord(rank, each.start, each.stop) for rank, each in parts if each.start < each.stop)
-        records[name] = TensorRecord(parts[0][1].shape, str(parts[0][1].dtype).removeprefix("torch."), pieces)
-    return records
+    path = write_together(group, f"save {root / name}", root, name, write=write, publish=publish)
+    log.info("saved %s", path)
+    return path

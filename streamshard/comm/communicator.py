@@ -116,19 +116,6 @@ class Communicator(Peers):
         self.transport.before_talk()
         return super().talk(action, kind)
 
-    def send_to_first(self, tensor: torch.Tensor, source: int) -> None:
-        """Copy `tensor` of rank number `source` into `tensor` of the first rank. Only these two ranks call it. Blocks.
-
-        Args:
-            tensor: contiguous, in CPU memory; same shape and dtype on both ranks.
-            source: any rank but the first.
-        """
-        with self.guard("a tensor on its way to the first rank"):
-            if self.number == source:
-                dist.send(tensor, group=self.host_group, group_dst=0)
-            else:
-                dist.recv(tensor, group=self.host_group, group_src=source)
-
     # -- failures ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

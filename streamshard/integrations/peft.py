@@ -153,7 +153,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
             "full weights. Call weights = model.full_state_dict() on all ranks, and on rank 0 "
             f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
         )
-    export_shards(self, engine.param_shards, engine.ranks, save_directory, None, max_shard_size)
+    export_shards(self, engine.param_shards, engine.ranks, Path(save_directory), None, max_shard_size)
 
 
 def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:

@@ -176,11 +176,6 @@ class WholeParameterOptimizer(Optimizer):
         """
         return self.bound.owners.get(id(param))
 
-    def own_part(self, param: torch.Tensor, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What this rank keeps of `values` for `param`: all if it owns `param`, else nothing."""
-        piece = piece_of(param)
-        return values if self.owner_of(param) == (0 if piece is None else piece.ranks.rank) else {}
-
     def in_place(self) -> list[Optimizer]:
         """The optimizers inside that step parameters where they lie."""
         return [inner.optimizer for inner in self.bound.in_place]

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save
 
-from streamshard.checkpoint.manifest import _HEAD, _TAIL, MANIFEST_NAME, PieceRecord, TensorRecord, read_manifest
+from streamshard.checkpoint.manifest import MANIFEST_NAME, PieceRecord, TensorRecord, read_manifest, sealed
 from streamshard.checkpoint.safetensors_file import FileRecord
 
 
 def write_body(checkpoint: Path, body: bytes) -> None:
     """A manifest of any text, in the place of the one that is there."""
-    head = _HEAD.format(hashlib.sha256(body).hexdigest()).encode()
-    (checkpoint / MANIFEST_NAME).write_bytes(head + body + _TAIL.encode())
+    (checkpoint / MANIFEST_NAME).write_bytes(sealed(body))
 
 
 def rewrite(checkpoint: Path, change: Callable[[Any], object]) -> None:
     """`change` changes the manifest's JSON."""
-    content = json.loads((checkpoint / MANIFEST_NAME).read_bytes()[len(_HEAD.format("0" * 64)) : -len(_TAIL)])
+    content = json.loads((checkpoint / MANIFEST_NAME).read_bytes())["content"]
     change(content)
     write_body(checkpoint, json.dumps(content).encode())
 
@@ -39,7 +37,7 @@ def split(checkpoint: Path, count: int) -> None:
     contents: list[dict[str, Any]] = [{} for _ in range(count)]
     tensors = {}
     for name, record in manifest.tensors.items():
-        flat, numel, pieces = data[name].view(-1), record.numel, []
+        flat, numel, pieces = data[name].view(-1), math.prod(record.shape), []
         for rank in range(count):
             start, stop = numel * rank // count, numel * (rank + 1) // count
             if start < stop:
@@ -51,5 +49,5 @@ def split(checkpoint: Path, count: int) -> None:
         raw, name = save(each, {"format": "pt"}), f"rank-{rank:05d}-of-{count:05d}.safetensors"
         (checkpoint / name).write_bytes(raw)
         files.append(FileRecord(name, len(raw), [f"{zlib.crc32(raw):08x}"]))
-    new = replace(manifest, world_size=count, files=tuple(files), tensors=tensors)
+    new = manifest._replace(world_size=count, files=tuple(files), tensors=tensors)
     (checkpoint / MANIFEST_NAME).write_bytes(new.encode())

@@ -142,9 +142,9 @@ def test_there_and_back_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path) 
     """Every weight, moment and step."""
     ranks(2).run(_train_ours, tmp_path / "run")
     to_dcp(tmp_path / "run", tmp_path / "dcp")
-    done = from_dcp(tmp_path / "dcp", tmp_path / "back", step=7)
-    assert done == (tmp_path / "back" / "checkpoint-7", [])
-    before, after = (_everything(path) for path in (tmp_path / "run" / "checkpoint-1", done.path))
+    path, left_out = from_dcp(tmp_path / "dcp", tmp_path / "back", step=7)
+    assert (path, left_out) == (tmp_path / "back" / "checkpoint-7", [])
+    before, after = (_everything(path) for path in (tmp_path / "run" / "checkpoint-1", path))
     assert after.keys() == {name for name in before if name.startswith(("model/", "optimizer/"))}
     for name, value in after.items():
         assert torch.equal(value, before[name]), name
@@ -225,9 +225,9 @@ def test_other_prefixes_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert torch.equal(_everything(run / "checkpoint-1")["model/weight"], torch.ones(2, 3))
     bare = {"weight": torch.zeros(2), "optimizer": {"state": {"weight": {"step": torch.tensor(3.0)}}}}
     _dcp_of(tmp_path / "bare", bare)
-    done = from_dcp(tmp_path / "bare", run, model="")
-    assert (done.path.name, done.left_out) == ("checkpoint-2", [])
-    assert _everything(done.path).keys() == {"model/weight"}
+    path, left_out = from_dcp(tmp_path / "bare", run, model="")
+    assert (path.name, left_out) == ("checkpoint-2", [])
+    assert _everything(path).keys() == {"model/weight"}
 
 
 def test_an_interrupt_is_one_and_leaves_nothing(

@@ -45,7 +45,7 @@ def _publish(partial: Partial, number: int, saved_at: str = "2026-01-01", keep: 
     versions = {"streamshard": "0", "torch": "0", "saved_at": saved_at}
     state: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
     return publish_checkpoint(
-        partial, Manifest(number, 1, 1, versions, (FileRecord(FILE, 4, ["9be3e0a3"]),), {}, state), keep
+        partial, Manifest(number, 1, versions, (FileRecord(FILE, 4, ["9be3e0a3"]),), {}, state), keep
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import resource
@@ -19,8 +20,17 @@ from safetensors.torch import save
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint.dcp import to_dcp
-from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, PieceRecord, Read, TensorRecord, read_manifest
-from streamshard.checkpoint.safetensors_file import FileRecord
+from streamshard.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Box,
+    CheckpointFiles,
+    Manifest,
+    PieceRecord,
+    TensorRecord,
+    join_records,
+    read_manifest,
+)
+from streamshard.checkpoint.safetensors_file import FileRecord, copy_range
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import rewrite, split, write_body
 from tests.checkpoint.runs import start, steps, weights_of
@@ -142,45 +152,71 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_read(ranks: RankPool, sa
     ranks(1).run(_load, saved, many)
 
 
+# ------------------------------------------------------------------------------------------------ pieces
+
+
+def _record(
+    rank: int, start: int, stop: int, box: Box = (), dtype: torch.dtype = torch.float32
+) -> dict[str, TensorRecord]:
+    """What a rank says of a tensor of six elements."""
+    return {"w": TensorRecord((2, 3), dtype, (PieceRecord(rank, start, stop, box),))}
+
+
+def test_pieces_of_ranks_become_one_record_in_the_order_of_their_elements() -> None:
+    empty = {"w": TensorRecord((2, 3), torch.float32, ())}
+    found = join_records([_record(0, 4, 6), empty, _record(2, 0, 4)])
+    assert found == {"w": TensorRecord((2, 3), torch.float32, (PieceRecord(2, 0, 4), PieceRecord(0, 4, 6)))}
+
+
+@pytest.mark.parametrize("other", [(1, 5, 6), (1, 3, 6), (1, 4, 5), (1, 4, 7)])
+def test_pieces_of_ranks_with_a_gap_or_an_overlap_are_refused(other: tuple[int, int, int]) -> None:
+    words = rf"each element of 'w' once, but 0:4 of \(2, 3\) in file 0, {other[1]}:{other[2]} of"
+    with pytest.raises(CheckpointError, match=words):
+        join_records([_record(0, 0, 4), _record(*other)])
+
+
+def test_ranks_that_have_a_tensor_in_two_dtypes_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"the same 'w', but .*float32.* and .*float16"):
+        join_records([_record(0, 0, 4), _record(1, 4, 6, dtype=torch.float16)])
+
+
 # ------------------------------------------------------------------------------------------------ boxes
 
-Box = tuple[tuple[int, int], ...]
 
-
-def _boxed(directory: Path, whole: torch.Tensor, pieces: Sequence[tuple[int, int, Box | None]]) -> CheckpointFiles:
+def _boxed(directory: Path, whole: torch.Tensor, pieces: Sequence[tuple[int, int, Box]]) -> CheckpointFiles:
     """A checkpoint of tensor "w". Each piece, (first, last, box), lies in a file of its own."""
     files, records = [], []
     for number, (first, last, box) in enumerate(pieces):
-        inside = whole if box is None else whole[tuple(slice(*each) for each in box)]
+        inside = whole[tuple(slice(place, place + size) for place, size in box)]
         raw, name = save({"w": inside.reshape(-1)[first:last].clone()}), f"rank-{number}.safetensors"
         (directory / name).write_bytes(raw)
         files.append(FileRecord(name, len(raw), [f"{zlib.crc32(raw):08x}"]))
         records.append(PieceRecord(number, first, last, box))
-    tensors = {"w": TensorRecord(tuple(whole.shape), "int64", tuple(records))}
-    manifest = Manifest(1, 1, 1, {}, tuple(files), tensors, {})
-    (directory / "checkpoint.json").write_bytes(manifest.encode())
+    tensors = {"w": TensorRecord(tuple(whole.shape), torch.int64, tuple(records)).ordered("w")}
+    manifest = Manifest(1, 1, {}, tuple(files), tensors, {})
+    (directory / MANIFEST_NAME).write_bytes(manifest.encode())
     assert read_manifest(directory) == manifest
     return CheckpointFiles(directory, read_manifest(directory))
 
 
-BOXED: dict[str, tuple[tuple[int, ...], list[tuple[int, int, Box | None]]]] = {
+BOXED: dict[str, tuple[tuple[int, ...], list[tuple[int, int, Box]]]] = {
     "a number": ((), [(0, 1, ())]),
-    "one dimension": ((7,), [(0, 3, ((4, 7),)), (0, 1, ((0, 4),)), (1, 4, ((0, 4),))]),
-    "rows": ((4, 3), [(0, 6, ((0, 2), (0, 3))), (0, 6, ((2, 4), (0, 3)))]),
+    "one dimension": ((7,), [(0, 3, ((4, 3),)), (0, 1, ((0, 4),)), (1, 4, ((0, 4),))]),
+    "rows": ((4, 3), [(0, 6, ((0, 2), (0, 3))), (0, 6, ((2, 2), (0, 3)))]),
     "columns, split within a row": (
         (4, 6),
-        [(0, 7, ((0, 4), (0, 4))), (7, 16, ((0, 4), (0, 4))), (0, 8, ((0, 4), (4, 6)))],
+        [(0, 7, ((0, 4), (0, 4))), (7, 16, ((0, 4), (0, 4))), (0, 8, ((0, 4), (4, 2)))],
     ),
-    "a box beside rows without one": ((3, 4), [(0, 4, None), (0, 2, ((1, 3), (0, 1))), (0, 6, ((1, 3), (1, 4)))]),
-    "an empty box": ((2, 3), [(0, 0, ((0, 2), (3, 3))), (0, 6, ((0, 2), (0, 3)))]),
+    "a row beside columns": ((3, 4), [(0, 4, ((0, 1), (0, 4))), (0, 2, ((1, 2), (0, 1))), (0, 6, ((1, 2), (1, 3)))]),
+    "an empty box": ((2, 3), [(0, 0, ((0, 2), (3, 0))), (0, 6, ((0, 2), (0, 3)))]),
     "three dimensions, the middle one": (
         (2, 4, 3),
-        [(0, 5, ((0, 2), (0, 2), (0, 3))), (5, 12, ((0, 2), (0, 2), (0, 3))), (0, 12, ((0, 2), (2, 4), (0, 3)))],
+        [(0, 5, ((0, 2), (0, 2), (0, 3))), (5, 12, ((0, 2), (0, 2), (0, 3))), (0, 12, ((0, 2), (2, 2), (0, 3)))],
     ),
     "three dimensions, the first and the last": (
         (2, 3, 4),
-        [(0, 5, ((0, 2), (0, 3), (0, 3))), (5, 18, ((0, 2), (0, 3), (0, 3))), (0, 3, ((0, 1), (0, 3), (3, 4)))]
-        + [(0, 3, ((1, 2), (0, 3), (3, 4)))],
+        [(0, 5, ((0, 2), (0, 3), (0, 3))), (5, 18, ((0, 2), (0, 3), (0, 3))), (0, 3, ((0, 1), (0, 3), (3, 1)))]
+        + [(0, 3, ((1, 1), (0, 3), (3, 1)))],
     ),
 }
 
@@ -193,29 +229,53 @@ def test_a_tensor_saved_in_boxes_is_read_whole_and_by_ranges(tmp_path: Path, wha
     files = _boxed(tmp_path, whole, pieces)
     assert torch.equal(files.read_whole("w"), whole)
     for first, last in itertools.combinations(range(numel + 1), 2):
-        read = Read("w", first, torch.zeros(last - first, dtype=torch.int64))
-        files.map_for(read)
-        files.read_tensor(read)
-        assert torch.equal(read.target, whole.view(-1)[first:last])
+        target = torch.zeros(last - first, dtype=torch.int64)
+        for each in files.find("w", first, target):
+            copy_range(*each)
+        assert torch.equal(target, whole.view(-1)[first:last])
 
 
-@pytest.mark.parametrize("what", ["columns, split within a row", "three dimensions, the middle one"])
-def test_elements_that_lie_together_in_a_box_are_read_together(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "wanted"),
+    [
+        (
+            "columns, split within a row",
+            [(0, 0, 4), (4, 6, 3), (0, 4, 2), (2, 10, 2), (4, 16, 2), (6, 22, 2), (0, 9, 1), (1, 12, 4), (5, 18, 4)],
+        ),
+        ("three dimensions, the middle one", [(0, 0, 5), (0, 6, 6), (6, 18, 6), (0, 5, 1), (1, 12, 6)]),
+    ],
+)
+def test_elements_that_lie_together_in_a_box_are_read_together(
+    tmp_path: Path, what: str, wanted: list[tuple[int, int, int]]
+) -> None:
     """Trailing dimensions that the box has in full make longer runs."""
     shape, pieces = BOXED[what]
     files = _boxed(tmp_path, torch.zeros(shape, dtype=torch.int64), pieces)
-    runs = [runs for _, runs in files._overlaps(Read("w", 0, torch.empty(math.prod(shape), dtype=torch.int64)))]
-    assert (
-        runs
-        == {
-            "columns, split within a row": [
-                [(0, 0, 4), (4, 6, 9)],
-                [(0, 9, 10), (1, 12, 16), (5, 18, 22)],
-                [(0, 4, 6), (2, 10, 12), (4, 16, 18), (6, 22, 24)],
-            ],
-            "three dimensions, the middle one": [[(0, 0, 5)], [(0, 5, 6), (1, 12, 18)], [(0, 6, 12), (6, 18, 24)]],
-        }[what]
-    )
+    found = files.find("w", 0, torch.empty(math.prod(shape), dtype=torch.int64))
+    runs = [(place, int(target.storage_offset()), target.numel()) for _, place, target in found]
+    assert runs == wanted
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param((1, 0, 1, ((0, 2), (2, 1))), id="half of a box"),
+        pytest.param((1, 0, 1, ((0, 1), (2, 1))), id="a box too few"),
+        pytest.param((1, 0, 2, ((0, 2), (1, 1))), id="as many elements, and some of them twice"),
+        pytest.param((1, 0, 2, ((0, 2), (3, 1))), id="as many elements, and some outside"),
+        pytest.param((1, 4, 6), id="a range of the whole tensor"),
+    ],
+)
+def test_boxes_with_a_gap_or_an_overlap_are_refused(other: Any) -> None:
+    columns = _record(0, 0, 4, ((0, 2), (0, 2)))
+    assert join_records([columns, _record(1, 0, 2, ((0, 2), (2, 1)))])
+    with pytest.raises(CheckpointError, match="each element of 'w' once"):
+        join_records([columns, _record(*other)])
+
+
+def test_a_save_writes_no_boxes(saved: Path) -> None:
+    content = json.loads((saved / MANIFEST_NAME).read_bytes())["content"]
+    assert {len(piece) for each in content["tensors"].values() for piece in each["pieces"]} == {3}
 
 
 # ------------------------------------------------------------------------------------------------ strangers
@@ -236,19 +296,22 @@ STRANGE: dict[str, Callable[[Any], object]] = {
     "a file that there is not": lambda c: _set(c, *TENSOR, "pieces", [[7, 0, 2]]),
     "a hole": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 1]]),
     "an element twice": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 1], [0, 0, 1]]),
-    "an element of a box twice": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 1, [[0, 1]]], [0, 0, 1, [[0, 2]]]]),
     "a shape that is too large": lambda c: c["tensors"]["extra.values[0]"].update(
         shape=[1 << 40], pieces=[[0, 0, 1 << 40]]
     ),
     "a range before the tensor": lambda c: _set(c, *TENSOR, "pieces", [[0, -1, 1]]),
     "a range that is not of integers": lambda c: _set(c, *TENSOR, "pieces", [[0, 0.0, 2.0]]),
-    "a box outside of the shape": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[1, 3]]]]),
-    "a box before the shape": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[-1, 1]]]]),
-    "a box that ends before its start": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2], [0, 0, 0, [[2, 1]]]]),
+    "a piece with more": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[0, 2]], 0]]),
+    "negative sizes": lambda c: c["tensors"]["extra.values[0]"].update(shape=[-1, -2]),
+    "an element of a box twice": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 1, [[0, 1]]], [0, 0, 1, [[0, 1]]]]),
+    "a box outside of the shape": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[1, 2]]]]),
+    "a box before the shape": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[-1, 2]]]]),
+    "a box of a negative size": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2], [0, 0, 0, [[2, -1]]]]),
     "a box of other dimensions": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[0, 2], [0, 1]]]]),
-    "a box without a stop": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[2]]]]),
+    "a box without a size": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[2]]]]),
     "a box that is not of integers": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[0, 2.0]]]]),
     "a range outside of its box": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[0, 1]]]]),
+    "a range that ends before its start": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 3], [0, 3, 2]]),
     "no state": lambda c: c.pop("state"),
 }
 
@@ -290,7 +353,7 @@ def test_a_value_of_a_stranger_is_refused_before_anything_changes(
     """Such as an attribute of torch, which would be handed to the user's objects."""
     path = tmp_path / "checkpoint-1"
     shutil.copytree(saved, path)
-    rewrite(path, lambda c: _set(c, *TREES, "extra.text", "all", STRANGE_TREES[number]))
+    rewrite(path, lambda c: _set(c, *TREES, "extra.text", 0, STRANGE_TREES[number]))
     ranks(1).run(_load_strange, path)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint import safetensors_file
-from streamshard.checkpoint.export import export_shards, write_sharded
-from streamshard.checkpoint.safetensors_file import TensorSpec
+from streamshard.checkpoint.export import export_shards
 from streamshard.errors import CheckpointError
+from streamshard.plan.layout import LocalRange
+from streamshard.unit.shard import ParamShard
 from tests.checkpoint.exporting import Plain, ThreadGroup, filled, names_in, on_threads, shards_for
 from tests.families import llama
 
@@ -28,27 +30,32 @@ from tests.families import llama
 def test_export_needs_one_chunk_of_memory(tmp_path: Path) -> None:
     """Exporting 256 MiB in another dtype raises the peak of the process by less than three chunks."""
     numel = 64 << 20
-    data = torch.ones(numel)
-    _write(tmp_path, 4, torch.bfloat16, 0, data[:4])  # what the first call loads is not what is measured
+    made = _one(numel, 0, numel)
+    _write(tmp_path, _one(4, 0, 4), torch.bfloat16)  # what the first call loads is not what is measured
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     filler = torch.ones(max(before * 1024 - _resident_bytes(), 0) // 4 + 1)  # at the peak, so that more would show
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _write(tmp_path, numel, torch.bfloat16, 0, data)
+    _write(tmp_path, made, torch.bfloat16)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert filler.numel() > 0
     assert (after - before) * 1024 <= 3 * safetensors_file.CHUNK_BYTES
     assert (tmp_path / "model.safetensors").stat().st_size > 2 * numel
 
 
+def _one(numel: int, start: int, stop: int) -> tuple[nn.Module, list[ParamShard]]:
+    """A model of one parameter, of which a rank has a range."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(numel))
+    (shard,) = shards_for(model, 0, 1)
+    piece = nn.Parameter(shard.param.detach()[start:stop])
+    return model, [shard._replace(local=LocalRange(start, stop, start), param=piece)]
+
+
 def _write(
-    directory: Path, numel: int, dtype: torch.dtype, start: int, data: torch.Tensor, group: ThreadGroup | None = None
+    directory: Path, made: tuple[nn.Module, list[ParamShard]], dtype: torch.dtype, group: ThreadGroup | None = None
 ) -> list[str]:
-    """Export one tensor, of which this rank has a range."""
-    held = {"weight": [(start, data)]}
     group = group or ThreadGroup(0, threading.Barrier(1), [None])
-    return write_sharded(
-        [TensorSpec("weight", (numel,), dtype)], held, directory, group, 1 << 40, numel, lambda staging: None
-    )
+    return export_shards(*made, group, directory, dtype, "1TB")
 
 
 def _resident_bytes() -> int:
@@ -114,7 +121,7 @@ def test_interrupt_removes_the_temporaries(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(exports_module, "write_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        _write(tmp_path, 4, torch.float32, 0, torch.ones(4))
+        _write(tmp_path, _one(4, 0, 4), torch.float32)
     assert names_in(tmp_path) == []
 
 
@@ -123,9 +130,7 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused(ranges: list[tuple[int, int
     """A file with a hole, or with what whoever came last wrote, is not published."""
 
     def action(group: ThreadGroup) -> list[str]:
-        start, stop = ranges[group.rank]
-        data = torch.full((stop - start,), float(group.rank))
-        return _write(tmp_path, 4, torch.float32, start, data, group)
+        return _write(tmp_path, _one(4, *ranges[group.rank]), torch.float32, group)
 
     for outcome in on_threads(2, action):
         assert isinstance(outcome, CheckpointError)
