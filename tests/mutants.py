@@ -158,9 +158,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
         ("Reductions.start", Drop("self._open(unit)"), "execution"),
         ("Reductions.take", Drop("self.replicas.finish_average(unit)"), "invariants"),
-        ("UsedParams.exchange", Drop("self._written[stage].wait()"), "matrix"),
-        ("UsedParams.exchange", Drop("self._arrived[stage].wait()"), "invariants matrix execution replicas"),
-        ("UsedParams.exchange", Swap("not unit.grads.counts(grad)", "not grad.view.requires_grad"), "dial"),
+        ("UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
+        ("UsedParams.finish", Drop("self._arrived[stage].wait()"), "invariants matrix execution replicas"),
+        ("UsedParams.finish", Swap("not unit.grads.counts(grad)", "not grad.view.requires_grad"), "dial"),
     ],
     "engine/replicas": [
         ("Replicas.add", Drop("self._reduced.record(reduction)"), "replicas"),

@@ -119,17 +119,23 @@ class Reductions:
             The parameters that have a new gradient.
         """
         reduced = [unit for unit in self._units if unit.grads.reductions]
-        self.complete()  # before the exchange, which the compute stream may not have to wait for
-        used = self.used.exchange()
+        self.complete(sends_flags=True)
+        used = self.used.finish()
         return [param for unit in reduced for param in unit.grads.finish(used[unit.index])]
 
-    def complete(self) -> None:
-        """Let the compute stream wait for all reductions and averages under way."""
+    def complete(self, *, sends_flags: bool = False) -> None:
+        """Let the compute stream wait for all reductions and averages under way.
+
+        Args:
+            sends_flags: start the exchange of `used`, behind these: the compute stream need not wait for it.
+        """
         with self.ranks.guard("the last reductions of a backward"):
             if self.replicas is not None:
                 self.replicas.finish()
             works, self._under_way = self._under_way, []
             self._done.record(AllWork(works))
+            if sends_flags:
+                self.used.start()
             self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced
 
     def check_finite(self) -> None:
@@ -199,12 +205,21 @@ class UsedParams:
         """The communicators of the exchanges, in order; those of one rank are left out."""
         return [stage for stage in (self._ranks, self._replicas) if stage is not None and stage.world_size > 1]
 
-    def exchange(self) -> list[list[bool]]:
-        """Tell the other ranks which parameters were used here.
+    def start(self) -> None:
+        """Start to tell the other ranks which parameters were used here."""
+        if self._stages:
+            with self._ranks.guard("the exchange of which parameters were used"):
+                self._write([grad.is_used for unit in self._units for grad in unit.grads.params])
+                self._start(0)
 
-        Returns:
-            By unit, which parameters any rank used. On a device the host waits only if this rank left a parameter out.
-        """
+    def _start(self, stage: int) -> None:
+        own, gathered = self._flags[stage : stage + 2]
+        self._written[stage].record()
+        self._written[stage].wait()  # rule 5: the exchange does not read what is being written
+        self._arrived[stage].record(self._stages[stage].transport.start_flags(own, gathered, self._tag))
+
+    def finish(self) -> list[list[bool]]:
+        """By unit, which parameters any rank used. On a device the host waits only if this rank left one out."""
         here = [[grad.is_used for grad in unit.grads.params] for unit in self._units]
         if not self._stages:
             return here
@@ -212,12 +227,9 @@ class UsedParams:
             grad.is_used or not unit.grads.counts(grad) for unit in self._units for grad in unit.grads.params
         )
         with self._ranks.guard("the exchange of which parameters were used"):
-            self._write([is_used for unit in here for is_used in unit])
-            for stage, ranks in enumerate(self._stages):
-                self._written[stage].record()
-                self._written[stage].wait()  # rule 5: the exchange does not read what is being written
-                own, gathered = self._flags[stage : stage + 2]
-                self._arrived[stage].record(ranks.transport.start_flags(own, gathered, self._tag))
+            for stage in range(len(self._stages)):
+                if stage > 0:
+                    self._start(stage)
                 # On the CPU not left for later: gloo's work objects must not outlive a profiler that saw them made.
                 if not is_complete or not self._ranks.streams.has_streams or stage + 1 < len(self._stages):
                     self._arrived[stage].wait()  # rule 7
