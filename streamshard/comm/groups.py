@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import datetime
 import fcntl
-import ipaddress
 import os
 import socket
 import struct
@@ -230,13 +229,14 @@ def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
 def _interface_to(host: str | None) -> str | None:
     """The network interface on the way to `host`, such as "eth0"; None if it is not known.
 
-    If `host` leads back to this machine while ranks are on several, the interface on the way out counts.
+    If the name `host` leads back to this machine, and ranks may be on several, the interface on the way out counts.
     """
     if host is None:
         return None
     address = _own_address(host)
-    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if address is not None and ipaddress.ip_address(address).is_loopback and not is_one_machine:
+    ranks, ranks_here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    is_one_machine = host == "localhost" or host.startswith("127.") or ranks is not None and ranks == ranks_here
+    if address is not None and address.startswith("127.") and not is_one_machine:
         address = _own_address(_ELSEWHERE)
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

@@ -77,6 +77,10 @@ def test_gloo_listens_where_rank_0_is_unless_the_user_has_chosen(mine: str, monk
         assert os.environ["GLOO_SOCKET_IFNAME"] == (mine or "lo")
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
     assert os.environ.get("GLOO_SOCKET_IFNAME", "") == mine
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # ranks may be on several machines, and "node0" is this one's own name
+    way_out = {"node0": "127.0.1.1", groups._ELSEWHERE: "127.0.0.1"}  # the address of "lo", which is there for sure
+    with mock.patch.object(groups, "_own_address", way_out.get), gloo_settings("node0", 2):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == (mine or "lo")
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     with gloo_settings(None, MOST_CONNECTED):
         assert "TORCH_GLOO_LAZY_INIT" not in os.environ
