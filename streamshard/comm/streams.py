@@ -277,8 +277,21 @@ class Streams:
         return self.module is not None
 
     def device_stream(self, name: StreamName) -> Any:
-        """The device's stream of this name; for compute, the caller's current stream."""
+        """The device's stream of this name; for compute, the caller's current stream. None on the CPU."""
+        if self.module is None:
+            return None
         return self._own.get(name) or self.module.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def on_device_stream(self, stream: Any) -> Iterator[None]:
+        """Run the body on `stream`, what `device_stream` has returned. The current stream goes on after the body."""
+        current = self.device_stream(StreamName.COMPUTE)
+        if stream == current:
+            yield
+            return
+        with self.module.stream(stream):
+            yield
+        current.wait_stream(stream)
 
     def refuse_capture(self) -> None:
         """Refuse CUDA graph capture.
