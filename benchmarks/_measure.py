@@ -111,6 +111,7 @@ def own_device() -> torch.device:
     if int(os.environ["LOCAL_WORLD_SIZE"]) > devices:
         os.environ["NCCL_HOSTID"] = f"rank{local_rank}"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_NET", "Socket")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
     device = torch.device("cuda", local_rank % devices)
     torch.cuda.set_device(device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from tests.gpu import skip_without_gpu
+from tests.gpu import IS_PLAYED_CUDA, skip_without_gpu
 from tests.ranks import RankPool, open_pool
 
 # Examples are the same on every run, and none fails because a machine was slow.
@@ -34,6 +36,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     has_workers = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
     if has_workers and option.numprocesses is None and is_whole and not is_watched and (os.cpu_count() or 1) > 1:
         option.numprocesses, option.dist = 2, "worksteal"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What plays "cuda:0" is compiled before there are ranks: one that is ended meanwhile leaves a lock behind."""
+    if IS_PLAYED_CUDA and not hasattr(config, "workerinput"):
+        code = "from tests.played_cuda import build; build()"
+        subprocess.run([sys.executable, "-c", code], cwd=config.rootpath, check=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

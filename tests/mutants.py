@@ -71,7 +71,8 @@ class Mutant(NamedTuple):
         file: in ``streamshard``, without suffix.
         function: ``name`` or ``Class.name``.
         change: of it.
-        tests: files of those that are likely to notice it, without prefix and suffix, in the order of trying.
+        tests: files of those that are likely to notice it, without prefix and suffix, in the order of trying. Behind a
+            colon a word in the test's name. Tests for GPUs run on one that is played.
     """
 
     file: str
@@ -100,7 +101,8 @@ class Mutant(NamedTuple):
     @property
     def test_files(self) -> list[str]:
         """Paths of `tests` below the root of the repository."""
-        found = [list((ROOT / "tests").rglob(f"test_{name}.py")) for name in self.tests.split()]
+        names = self.tests.partition(":")[0].split()
+        found = [list((ROOT / "tests").rglob(f"test_{name}.py")) for name in names]
         return [str(path.relative_to(ROOT)) for (path,) in found]
 
 
@@ -108,12 +110,25 @@ def _text(source: str, node: ast.AST) -> str:
     return ast.get_source_segment(source, node) or ""
 
 
+_STREAMS = "simulated_device:precision or averages or stream"
+_NO_STREAM = Swap("self.streams.on(self.stream)", "torch.no_grad()")
+# One line that stands before a statement of a test's simulated device.
+_ON_COMPUTE = "with self.streams.module.stream(self.streams.module.compute):"
+
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
+    "build": [
+        ("_connect", Drop("module_of(device).set_device(device)"), "device"),
+    ],
     "checkpoint/directory": [
         ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
         ("_open_whole", Drop("check_sizes(path, manifest)"), "directory"),
         ("_newest_last", Swap("generation, files.manifest.number", "number, files.manifest.generation"), "directory"),
         ("publish_checkpoint", Swap("len(own) + 1 - keep", "len(own) + 2 - keep"), "directory"),
+    ],
+    "checkpoint/save": [
+        ("copy_to_host", Drop("module_of(device).current_stream(device).synchronize()"), _STREAMS),
+        ("copy_to_host", Swap("current_stream(device)", "current_stream()"), _STREAMS),
+        ("copy_to_host", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
     "checkpoint/export": [
         ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
@@ -122,8 +137,29 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Exchange._abandon", Drop("_abandoned.setdefault(self._group, []).extend(self._messages)"), "transport"),
     ],
     "comm/nccl": [
+        ("NcclTransport._exchange", Swap("torch.sum(", f"{_ON_COMPUTE} torch.sum("), _STREAMS),
+        ("NcclTransport.meet", _NO_STREAM, _STREAMS),
+        ("NcclTransport.start_all_to_all", _NO_STREAM, "whole_parameters:wait"),
+        ("NcclTransport.start_average", _NO_STREAM, _STREAMS),
+        ("NcclTransport.start_gather", _NO_STREAM, _STREAMS),
+        ("NcclTransport.start_reduce", _NO_STREAM, _STREAMS),
+        ("NcclTransport.start_reduce", Swap("  out.mul_(", f"  {_ON_COMPUTE} out.mul_("), _STREAMS),
         ("NcclTransport.start_reduce", Drop("if before > 1:"), "transport"),
         ("NcclTransport.start_reduce", Swap(" and not accumulate:", ":"), "transport"),
+    ],
+    "comm/streams": [
+        ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),
+        ("Fence.wait", Swap("self.target)", "StreamName.COMPUTE)"), _STREAMS),
+        ("Streams.__init__", Swap("Stream(device, ", "Stream("), _STREAMS),
+        ("Streams.__init__", Swap(", priority=-1", ""), _STREAMS),
+        ("Streams.device_stream", Swap("current_stream(self.device)", "current_stream()"), _STREAMS),
+        ("Streams.keep", Drop("buffer.record_stream(stream)"), _STREAMS),
+        ("Streams.on_device_stream", Drop("current.wait_stream(stream)"), _STREAMS),
+        ("_OnStream.__init__", Swap("device_stream(name)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
+    ],
+    "comm/transport": [
+        ("Transport.gather_now", Drop("arrived.wait()"), _STREAMS),
+        ("Transport.gather_now", Drop("fence.wait()"), _STREAMS),
     ],
     "engine/backward": [
         ("Backward._close_pass", Drop("engine.reductions.start_late_ones()"), "execution passes"),
@@ -153,6 +189,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Forward.finish", Swap("self._prefetch(self._schedule.finish())", "self._schedule.finish()"), "execution"),
     ],
     "engine/reductions": [
+        ("UsedParams._write", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("Reductions._open", Drop("self.replicas.finish_average(unit)"), "replicas"),
         ("Reductions._open", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
         ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
@@ -170,6 +207,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Replicas.flush", Drop("self._reduced.wait()"), "replicas"),
         ("Replicas.add", Swap("not self._is_synced", "False"), "replicas"),
         ("Replicas.finish", Swap("sorted(self._unaveraged)", "()"), "replicas"),
+    ],
+    "optim/rounds": [
+        ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
     "plan/program": [
         ("Schedule.finish", Swap("len(self.visits)", "len(self.visits) - 1"), "program"),
@@ -211,21 +251,21 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.start_reduce", Drop("self._copy_staged()"), "execution"),
         (
             "UnitGrads.write",
-            Swap("self._copy_staged()\n            grad.in_slot.add_(value)", "grad.in_slot.add_(value)"),
+            Swap("grad.is_written or current", "current"),
             "passes",
         ),
+        ("UnitGrads._copy_staged", Swap("on_device_stream(self._staged_stream)", "unobserved()"), _STREAMS),
+        ("UnitGrads.write", Swap(" or current != self._staged_on", ""), _STREAMS),
         ("UnitGrads.write", Swap("grad.is_used = ", ""), "loops"),
         ("UnitGrads.write", Swap("grad.is_used = self.has_unreduced", "grad.is_used"), "passes execution"),
     ],
+    "unit/optimizer_hooks": [
+        ("take_over_state", Drop("values.update("), "gpu:follows"),
+    ],
     "unit/shard": [
         ("GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
-        (
-            "GradSlot.finish_writing",
-            Swap("self._writers.values() or", "list(self._writers.values())[:1] or"),
-            "simulated_device",
-        ),
-        ("GradSlot.join", Drop("self.drained.wait(stream)"), "simulated_device matrix"),
-        ("GradSlot.open", Drop("self.drained.wait()"), "matrix"),
+        ("GradSlot.finish_writing", Swap("self._writers.values()", "list(self._writers.values())[:1]"), _STREAMS),
+        ("GradSlot.join", Drop("self.drained.wait(stream)"), _STREAMS),
     ],
     "unit/unit": [
         ("StreamedUnit.start_gather", Drop("slot.released.wait()"), "matrix"),
@@ -242,18 +282,19 @@ def _try(mutant: Mutant, root: Path) -> tuple[str, str]:
     original = path.read_text()
     try:
         path.write_text(mutant.apply(original))
-        return _run_tests(mutant.test_files, root)
+        return _run_tests([*mutant.test_files, "-k", mutant.tests.partition(":")[2]], root)
     except LookupError as error:
         return "does not apply", str(error)
     finally:
         path.write_text(original)
 
 
-def _run_tests(files: list[str], root: Path) -> tuple[str, str]:
+def _run_tests(arguments: list[str], root: Path) -> tuple[str, str]:
+    played = {"STREAMSHARD_TEST_PLAYED_GPU": "cuda"} if "tests/test_gpu.py" in arguments else {}
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments],
         cwd=root,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(root)},
+        env={**os.environ, **ENVIRONMENT, **played, "PYTHONPATH": str(root)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

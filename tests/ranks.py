@@ -92,6 +92,8 @@ FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.distributed\.all_gather_into_tensor` is deprecated", FutureWarning),
     # Raised by torch, where accelerate waits for all ranks; torchrun's own groups have a device.
     (r"barrier\(\): using the device under current context", UserWarning),
+    # Raised by Inductor on Ampere and newer GPUs.
+    (r"TensorFloat32 tensor cores", UserWarning),
     # Ours, where a machine with GPUs runs the tests for CPUs.
     (r"the model trains on the CPU while", UserWarning),
 )
@@ -399,7 +401,8 @@ class RankPool:
             environment = {}
             if backend == "nccl":
                 # Several NCCL ranks share one GPU when each says that it is another host; sockets carry the data.
-                environment = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+                environment = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+                environment |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
             self._workers[backend, rank] = _Worker(self._store.port, environment)
         return self._workers[backend, rank]
 

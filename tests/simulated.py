@@ -8,38 +8,60 @@
 Tensors lie in the CPU's memory, and what computes runs at once in the calling thread, as it does there. Collectives are
 early (at once) or late: a stream holds back what was put on it until another one waits for an event behind it. A wait
 that is left out is then seen as NaN or as old numbers. What compute does is never late, so that a missing wait *for* it
-(rules 2 and 4) is what `streamshard.inspect.races` is for.
+(rules 2 and 4) is what `streamshard.inspect.races` is for, and `checking_streams`:
+
+    with simulated_device() as device, checking_streams(device) as streams:
+        model = StreamShard(build())          # collectives are early
+        with streams.of(model):
+            train(model)                      # raises at the end if operations are on a stream that is not theirs
+
+`streamshard.inspect.races` looks at fences, whatever stream their events are on. `checking_streams` looks at events.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import device as devices
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Work
+from streamshard.comm.streams import Collective, Observer, StreamName, Work
+from streamshard.engine.backward import Backward
+from streamshard.engine.hooks import tensors_in
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import AdversarialTransport
+from streamshard.inspect.races import _bytes_of, _touched
+from streamshard.torch_private import AsTensors
+from streamshard.unit.unit import StreamedUnit
+
+CPU = torch.device("cpu")
 
 
 class SimulatedStream:
     """Runs what was put on it in order, when it is waited for.
 
     Attributes:
-        waited_for: how far this stream has waited for each other one.
+        device: where it was made.
+        priority: the lower, the sooner.
+        host: see `SimulatedDevice`; None until the stream was the current one.
+        waited_for: how far this stream has waited for each other one, whether itself or through others.
         is_late: it holds back its waits too.
     """
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.host: SimulatedStream | None = None
+        self.device = device
+        self.priority = priority
         self.waited_for: dict[SimulatedStream, int] = {}
         self.is_late = False
         self.ticks = 0  # grows with every event that is recorded here
@@ -56,7 +78,9 @@ class SimulatedStream:
 
     def synchronize(self) -> None:
         """The host waits until all that was put here is done."""
-        self.run()
+        event = SimulatedEvent(host=self.host)
+        event.record(self)
+        event.synchronize()
 
     def wait_event(self, event: SimulatedEvent) -> None:
         """Go on only after what `event` recorded last. A stream that is late waits when it gets there."""
@@ -66,6 +90,11 @@ class SimulatedStream:
                 self.put(lambda: stream.run(tick))
             else:
                 stream.run(tick)
+            self.learn(event)
+
+    def learn(self, event: SimulatedEvent) -> None:
+        """What is done here from now on is done after `event`."""
+        for stream, tick in event.known.items():
             self.waited_for[stream] = max(tick, self.waited_for.get(stream, 0))
 
     def wait_stream(self, other: SimulatedStream) -> None:
@@ -78,49 +107,61 @@ class SimulatedStream:
 class SimulatedEvent:
     """A point of a stream."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, host: SimulatedStream | None = None) -> None:
         self.stream: SimulatedStream | None = None
         self.tick = 0
+        self.known: dict[SimulatedStream, int] = {}
+        self._host = host
 
     def record(self, stream: SimulatedStream) -> None:
         """Mark where `stream` is now."""
         stream.ticks += 1
         self.stream, self.tick = stream, stream.ticks
+        self.known = {**stream.waited_for, stream: stream.ticks}
 
     def synchronize(self) -> None:
         """The host waits until it is reached."""
         if self.stream is not None:
             self.stream.run(self.tick)
+        if self._host is not None:
+            self._host.learn(self)
 
 
 class SimulatedDevice:
-    """What takes the place of ``torch.cuda``.
+    """What takes the place of ``torch.cuda``. Another device is the current one.
 
     Attributes:
+        host: what Python does with memory by itself.
+        compute: the stream that is the current one of each thread at first.
         synchronizations: how often the host has waited for the device.
         is_capturing: it records a graph.
         kept: the streams that memory is kept for when it is freed, by its address.
     """
 
     Stream = SimulatedStream
-    Event = SimulatedEvent
 
     def __init__(self) -> None:
+        self.host = SimulatedStream()
+        self.Event = functools.partial(SimulatedEvent, host=self.host)
         self.synchronizations = 0
         self.is_capturing = False
         self.kept: dict[int, set[SimulatedStream]] = {}
-        self._compute = SimulatedStream()
+        self.compute = SimulatedStream()
+        self._of_another_device = SimulatedStream()
         self._local = threading.local()
 
     def current_stream(self, device: object = None) -> SimulatedStream:
-        """Of the calling thread."""
-        current: SimulatedStream = getattr(self._local, "stream", self._compute)
+        """Of the calling thread; without a name that of the current device, which is another one."""
+        if device is None:
+            return self._of_another_device
+        current: SimulatedStream = getattr(self._local, "stream", self.compute)
+        current.host = self.host
         return current
 
     @contextlib.contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
         """Make `stream` the current one of the calling thread."""
-        outer, self._local.stream = self.current_stream(), stream
+        outer, self._local.stream = self.current_stream(CPU), stream
         try:
             yield
         finally:
@@ -155,6 +196,148 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
     ):
         yield device
+
+
+class _Access(NamedTuple):
+    """An operation at bytes of a storage, as `tick` was its stream's."""
+
+    stream: SimulatedStream
+    start: int
+    stop: int
+    is_write: bool
+    tick: int
+    what: str
+
+    def is_before(self, stream: SimulatedStream) -> bool:
+        """Whether what `stream` does from now on is ordered behind it."""
+        return stream is self.stream or self.tick < stream.waited_for.get(self.stream, 0)
+
+
+class _Memory(NamedTuple):
+    """A storage: which, the stream that has allocated it, if that was seen, and its latest accesses."""
+
+    storage: int
+    home: SimulatedStream | None
+    accesses: dict[tuple[object, ...], _Access]
+
+
+class StreamChecker(TorchDispatchMode, Observer):
+    """Looks at which stream each operation runs on, collectives included.
+
+    Attributes:
+        found: what is wrong: operations of two streams on the same bytes that no event orders; memory that goes back
+            to the stream that allocated it while another one may use it; collectives on a stream that is not theirs.
+        collectives: of torch, by name and stream.
+        accesses: how many were looked at.
+        leaves: streams on which gradients of parameters were made.
+    """
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.found: list[str] = []
+        self.collectives: Counter[tuple[str, SimulatedStream]] = Counter()
+        self.accesses = 0
+        self.leaves: set[SimulatedStream] = set()
+        self._device = device
+        self._memory: dict[int, _Memory] = {}
+        self._declared: SimulatedStream | None = None
+
+    @contextlib.contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Collectives that `model` declares inside have to be on the streams that it says."""
+        self._streams = engine_inside(model).streams
+        with self._streams.observed_by(self):
+            yield
+
+    def on_collective(
+        self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
+    ) -> None:
+        """See `Observer`."""
+        self._declared = self._streams.device_stream(stream)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stream, result = self._device.current_stream(CPU), func(*args, **kwargs)
+        with AsTensors():
+            if func.namespace == "c10d":
+                self.collectives[func._opname, stream] += 1
+                if self._declared not in (None, stream):
+                    self.found.append(f"{func} is on another stream than its transport's")
+                self._declared = None
+                touched = [(each, place == 0) for place, value in enumerate(args) for each in tensors_in(value)]
+                outputs = []
+            else:
+                places = [(args[at] if at < len(args) else kwargs.get(name), w) for at, name, w in _touched(func)]
+                touched = [(each, is_write) for value, is_write in places for each in tensors_in(value)]
+                outputs = [each for each in tensors_in(result) if each.layout is torch.strided]
+            given = {_address(each) for each in tensors_in((args, kwargs)) if each.layout is torch.strided}
+            for tensor, is_write in touched:
+                self._note(tensor, is_write, stream, str(func))
+            for tensor in outputs:
+                if _address(tensor) not in given:
+                    self._allocate(tensor, stream)
+                    self._note(tensor, True, stream, str(func))
+        return result
+
+    def accesses_to(self, tensor: torch.Tensor) -> list[_Access]:
+        """The latest ones of each stream to the memory of `tensor`."""
+        return list(self._memory[_address(tensor)].accesses.values()) if _address(tensor) in self._memory else []
+
+    def _allocate(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
+        address = _address(tensor)
+        _, home, accesses = self._memory.get(address, (0, None, {}))
+        kept = self._device.kept.pop(address, ())
+        for access in accesses.values():
+            if home is not None and not access.is_before(home) and access.stream not in kept:
+                self.found.append(f"memory was freed while another stream may be at {access.what}")
+        self._memory[address] = _Memory(tensor.untyped_storage()._cdata, stream, {})
+
+    def _note(self, tensor: torch.Tensor, is_write: bool, stream: SimulatedStream, what: str) -> None:
+        if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device != CPU:
+            return
+        self.accesses += 1
+        address, storage = _address(tensor), tensor.untyped_storage()._cdata
+        if address not in self._memory or self._memory[address].storage != storage:
+            self._memory[address] = _Memory(storage, None, {})  # allocated where this does not look
+        accesses = self._memory[address].accesses
+        start, stop = _bytes_of(tensor, address)
+        access = _Access(stream, start, stop, is_write, stream.ticks, what)
+        for other in accesses.values():
+            is_shared = start < other.stop and other.start < stop and (is_write or other.is_write)
+            if is_shared and not other.is_before(stream):
+                self.found.append(f"{other.what}, then {what} on another stream, {tuple(tensor.shape)} {tensor.dtype}")
+        accesses.pop(access[:4], None)  # the latest is last
+        accesses[access[:4]] = access
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextlib.contextmanager
+def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
+    """Raise at the end for what is on a wrong stream of `device`, in this thread.
+
+    Gradients of parameters are taken on the stream that has made them. The stream of whoever calls backward waits for
+    those streams before the end of backward. So does autograd with a device's own streams.
+    """
+    checker, take, finish = StreamChecker(device), Backward.take, Backward.finish
+
+    def take_there(self: Backward, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
+        stream = [access.stream for access in checker.accesses_to(grad) if access.is_write][-1]
+        checker.leaves.add(stream)
+        with device.stream(stream):
+            take(self, unit, param_index, grad)
+
+    def finish_behind(self: Backward) -> None:
+        for stream in checker.leaves:
+            device.current_stream(CPU).wait_stream(stream)
+        finish(self)
+
+    with checker, mock.patch.multiple(Backward, take=take_there, finish=finish_behind):
+        yield checker
+    assert checker.accesses > 100
+    assert not checker.found, "\n".join(checker.found[:10])
 
 
 class LateTransport(AdversarialTransport):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,13 +68,17 @@ def test_a_model_on_the_cpu_moves_to_the_accelerator_of_its_rank(
     current: int,
     index: int,
 ) -> None:
-    """The one that somebody has chosen, else the launcher's; the only one where a process sees one."""
+    """The one that somebody has chosen, else the launcher's; the only one where a process sees one. It is current."""
     monkeypatch.setenv("SLURM_LOCALID", "3" if local_rank is None and index == 3 else "0")
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     gpus.current_device = lambda: current
     assert training_device(CPU, None, None) == training_device(CPU, both, "cuda") == torch.device("cuda", index)
     assert training_device(torch.device("cuda", 3), None, None) == torch.device("cuda", 3)
+    gpus.set_device = mock.Mock(side_effect=InterruptedError)  # nothing else is there of such a device
+    with pytest.raises(InterruptedError):
+        StreamShard(Stack(), precision=FP32)
+    gpus.set_device.assert_called_once_with(torch.device("cuda", index))
 
 
 def test_training_on_the_cpu_beside_idle_accelerators_says_so(

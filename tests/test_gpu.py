@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import (
     Precision,
@@ -25,9 +26,12 @@ from streamshard import (
     load_safetensors,
     save_checkpoint,
 )
+from streamshard.optim import WholeParameterOptimizer
+from tests.gpu import IS_PLAYED
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    EXACT,
     FP32,
     Call,
     Tolerance,
@@ -90,6 +94,7 @@ def _capture_layers(model: Any, number: int) -> None:
             block.compile(mode="reduce-overhead")
 
 
+@pytest.mark.gpu(may_be_played=False)  # Inductor's kernels, and graphs
 @on_ranks(1, 2, backend="nccl")
 @pytest.mark.parametrize("setting", DIAL)
 def test_layers_captured_in_graphs_train_like_plain_pytorch_on_a_gpu(context: RankContext, setting: str) -> None:
@@ -132,26 +137,49 @@ def test_bf16_stays_near_fp32_on_a_gpu(context: RankContext, grad_dtype: torch.d
 
 @on_ranks(1, 2, backend="nccl")
 def test_a_model_from_the_meta_device_is_initialised_and_loaded_on_a_gpu(context: RankContext, tmp_path: Path) -> None:
-    """With the numbers of the GPU's generator, as the unsharded model's there; it trains where a CPU model would."""
-
-    def reset(module: nn.Module) -> None:
-        if callable(method := getattr(module, "reset_parameters", None)):
-            method()
-
+    """The same at each call, and the GPU's generator is what it was; it trains where a CPU model would."""
     with torch.device("meta"):
         model: Any = StreamShard(Stack(), precision=FP32)
+        again: Any = StreamShard(Stack(), precision=FP32)
         other: Any = StreamShard(Stack(), precision=FP32)
-    before = torch.cuda.get_rng_state()
+    generator: Any = torch if context.device.type == "cpu" else torch.cuda
+    before = generator.get_rng_state()
     init_weights(model, seed=5)
-    assert torch.equal(torch.cuda.get_rng_state(), before)
-    plain = Stack().to(context.device)
-    torch.manual_seed(5)
-    plain.apply(reset)
-    assert_same(full_weights(model), {name: value.cpu() for name, value in plain.state_dict().items()}, "weights")
+    assert torch.equal(generator.get_rng_state(), before)
+    init_weights(again, seed=5)
+    assert_same(full_weights(again), full_weights(model), "weights", EXACT)
     export_safetensors(model, tmp_path)
     load_safetensors(other, tmp_path)
     assert_same(full_weights(other), full_weights(model), "loaded weights")
     stack_step(other, Call(0, context.rank, context.world_size, 1.0))
+
+
+class _HostCopies(TorchDispatchMode):
+    """Asks, of copies between host and GPU for which nobody waits, whether the host's memory is pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.are_pinned: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copy = func is torch.ops.aten.copy_.default and args[0].numel() and args[0].device != args[1].device
+        if is_copy and (args[2:] == (True,) or (kwargs or {}).get("non_blocking")):
+            self.are_pinned += [each.is_pinned() for each in args[:2] if each.device.type == "cpu"]
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2, backend="nccl")
+def test_the_host_copies_through_pinned_memory(context: RankContext, tmp_path: Path) -> None:
+    """Flags of used parameters, digests of an optimizer's, and what a checkpoint is written of."""
+    model: Any = StreamShard(Stack().to(context.device), precision=FP32)
+    weights = [param for param in model.parameters() if param.ndim == 2]
+    optimizer = WholeParameterOptimizer(weights, torch.optim.Muon, lr=0.02)
+    with _HostCopies() as copies:
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        save_checkpoint(tmp_path, model, optimizer, wait=False).wait()
+    assert len(copies.are_pinned) > 2 + len(weights) or IS_PLAYED  # there all memory is the host's
+    assert all(copies.are_pinned)
 
 
 class WideLM(nn.Module):

@@ -10,14 +10,14 @@ slot, and using ``.grad`` raises.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import StepEvent, Work, as_one
+from streamshard.comm.streams import StepEvent, StreamName, Streams, Work, as_one
 from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
 from streamshard.plan.flat_params import FlatParam
@@ -206,6 +206,8 @@ class UnitGrads:
         self._trained: list[ParamGrad] = []  # those of `params` that have room
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # places in the slot, and gradients to copy there
         self._staged_bytes = 0
+        self._staged_on: Any = None  # `Streams.current_id` of the device's stream that made them
+        self._staged_stream: Any = None  # this stream
         self._has_taken = False  # whether this backward has moved ``.grad`` into main grads
         self._adds = False  # main grads hold something that the next reduction adds to
 
@@ -217,6 +219,10 @@ class UnitGrads:
             self._trained.append(self.params[-1])
             with AsTensors():
                 self._trained[-1].renew(self._life)
+
+    @property
+    def _streams(self) -> Streams:
+        return self.flat_params[0].ranks.streams
 
     @property
     def is_open(self) -> bool:
@@ -293,15 +299,17 @@ class UnitGrads:
         grad.is_used = self.has_unreduced = True
         if value.is_sparse:
             value = value.to_dense()
-        is_on_first_stream = self.slot is None or not self.slot.has_streams or self.slot.join()
-        if grad.is_written:
+        current = self._streams.current_id()
+        if self.slot is not None:
+            self.slot.join(current)
+        if grad.is_written or current != self._staged_on:
             self._copy_staged()
+        if grad.is_written:
             grad.in_slot.add_(value)
             self._tell_of_write()
-        elif not is_on_first_stream:
-            grad.in_slot.copy_(value)
-            self._tell_of_write()
         else:
+            if not self._staged:
+                self._staged_on, self._staged_stream = current, self._streams.device_stream(StreamName.COMPUTE)
             self._staged.append((grad.in_slot, value))
             self._staged_bytes += value.nbytes
             if self._staged_bytes >= _STAGED_BYTES:
@@ -309,17 +317,17 @@ class UnitGrads:
         grad.is_written = True
 
     def _copy_staged(self) -> None:
-        """Copy the gradients that `write` has kept. On the stream on which the slot was opened, which made them."""
+        """Copy the gradients that `write` has kept, on the stream that made them, whose allocator owns their memory."""
         if self._staged:
             places, values = zip(*self._staged, strict=True)
-            with self.slot.on_first_stream() if self.slot is not None else contextlib.nullcontext():
+            with self._streams.on_device_stream(self._staged_stream):
                 torch._foreach_copy_(places, values)
             self._staged.clear()
             self._staged_bytes = 0
             self._tell_of_write()
 
     def _tell_of_write(self) -> None:
-        for observer in self.flat_params[0].ranks.streams.observers:
+        for observer in self._streams.observers:
             observer.on_event(StepEvent.GRAD_WRITTEN, self._index)
 
     def spill(self) -> None:
@@ -340,8 +348,8 @@ class UnitGrads:
         self.has_unreduced = False
         self._copy_staged()
         slot = self.slot
-        if slot is not None and slot.has_streams:
-            slot.join()
+        if slot is not None:
+            slot.join(self._streams.current_id())
         for grad in self._trained:
             if not grad.is_written and (grad.is_kept or self.counts(grad)):  # or frozen, with a kept gradient
                 grad.in_slot.zero_()

@@ -275,7 +275,9 @@ class PiecesOfState(dict[str, Any]):
 
 
 def take_over_state(optimizer: Optimizer) -> None:
-    """Cut full moments, from before the model was sharded, into this rank's pieces.
+    """Cut full moments, from before the model was sharded, into this rank's pieces, and move state to the parameters.
+
+    Step counts stay where the optimizer's class reads them: on the CPU, unless it is fused or capturable.
 
     Raises:
         ShardingError: state is neither full nor this rank's piece.
@@ -284,10 +286,14 @@ def take_over_state(optimizer: Optimizer) -> None:
         for inner in in_place():
             take_over_state(inner)
         return
-    for param in _params_of(optimizer):
-        piece, values = piece_of(param), optimizer.state.get(param)
-        if piece is not None and values:
-            _cut(optimizer, piece, values, param.device)
+    for group in optimizer.param_groups:
+        stay = () if group.get("fused") or group.get("capturable") else NUMBERS
+        for param in group["params"]:
+            piece, values = piece_of(param), optimizer.state.get(param)
+            if piece is not None and values:
+                _cut(optimizer, piece, values, param.device)
+                moving = [key for key, value in values.items() if isinstance(value, torch.Tensor) and key not in stay]
+                values.update({key: values[key].to(param.device) for key in moving})
 
 
 def _cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,9 @@ optimizer built before sharding keeps working; their data become pieces of the m
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +145,6 @@ class GradSlot:
     Attributes:
         buffer: [n_bytes] uint8.
         content: index of the unit whose unreduced gradients the slot holds; None: of no unit.
-        has_streams: on a device gradients may be written on several streams, each of which has to call `join`.
         written: fence of rule 4, recorded after a unit's last gradient.
         drained: fence of rule 3, recorded after the reduction.
     """
@@ -165,45 +162,29 @@ class GradSlot:
         self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
         self.scratch = scratch
-        self.has_streams = streams.has_streams
         self._streams = streams
-        self._writers: dict[Any, Any] = {}  # streams on which gradients have been written, by `Streams.current_id`
+        self._writers: dict[Any, Any] = {}  # streams on which gradients are written, by `Streams.current_id`
 
     def open(self, unit: int) -> None:
         """The slot is `unit`'s from here on (rule 3)."""
         self._writers.clear()
-        if self.has_streams:
-            self.join()
-        else:
-            self.drained.wait()
+        self.join(self._streams.current_id())
         self.content = unit
 
-    def join(self) -> bool:
-        """The current stream of the device is about to write: it waits for the slot (rule 3), once.
-
-        Returns:
-            Whether the current stream is the first one.
+    def join(self, current: Any) -> None:
+        """The device's current stream, whose `Streams.current_id` is `current`, is about to write: it waits (rule 3).
 
         autograd makes a gradient on the stream of the forward, which a layer may change (shared experts, say), and
         lets that of the caller wait for all of them at the end of backward only.
         """
-        current = self._streams.current_id()
         if current not in self._writers:
             stream = self._streams.device_stream(StreamName.COMPUTE)
             self.drained.wait(stream)  # rule 3
             self._writers[current] = stream
-        return bool(current == next(iter(self._writers)))
-
-    def on_first_stream(self) -> AbstractContextManager[object]:
-        """Run the body on the stream on which the slot was opened."""
-        if not self.has_streams or self.join():
-            return contextlib.nullcontext()
-        context: AbstractContextManager[object] = self._streams.module.stream(next(iter(self._writers.values())))
-        return context
 
     def finish_writing(self) -> None:
         """Nothing is written any more: the comm stream goes on after what was, on whatever stream (rule 4)."""
-        for stream in self._writers.values() or (None,):
+        for stream in self._writers.values():
             self.written.record(stream=stream)
             self.written.wait()
 

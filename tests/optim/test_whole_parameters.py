@@ -34,7 +34,7 @@ from tests.reference import (
     seed,
     stack_step,
 )
-from tests.simulated import late, simulated_device
+from tests.simulated import checking_streams, late, simulated_device
 
 NEAR = Tolerance(1e-4, 1e-5)  # ranks sum gradients in another order than one process
 
@@ -169,11 +169,12 @@ def test_exchanges_are_ordered_and_may_be_late(context: RankContext, on_a_device
     "what", ["pieces for owners", "whole parameters", "new weights of owners", "new weights of pieces"]
 )
 def test_each_wait_of_a_round_is_needed(context: RankContext, what: str) -> None:
-    """Without it the race detector names a race on the rounds' buffers."""
-    with simulated_device():
+    """Without it the race detector names a race on the rounds' buffers. Exchanges are on the comm stream."""
+    with simulated_device() as device:
         model = _sharded()
         optimizer = _muon_and_adamw(model)
-        _train(model, optimizer, context, steps=1)
+        with checking_streams(device) as streams, streams.of(model):
+            _train(model, optimizer, context, steps=1)
         engine = engine_inside(model)
         engine.streams.dropped_rules = frozenset({what})
         with detect_races(model, raise_at_exit=False) as detector:

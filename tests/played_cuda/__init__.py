@@ -30,13 +30,18 @@ __all__ = ["play"]
 TOTAL_BYTES = 16 << 30
 
 
-@functools.cache
-def play(devices: int = 1, total_bytes: int = TOTAL_BYTES) -> None:
-    """From now on this process has as many CUDA devices, each of that much memory. Builds the device first, once."""
+def build() -> Any:
+    """Compile the device, if there is none of this source, and return it."""
     from torch.utils.cpp_extension import load
 
     source = Path(__file__).with_name("device.cpp")
-    device: Any = load("played_cuda", [str(source)], extra_cflags=["-O1", "-w", "-DUSE_C10D"])
+    return load("played_cuda", [str(source)], extra_cflags=["-O1", "-w", "-DUSE_C10D"])
+
+
+@functools.cache
+def play(devices: int = 1, total_bytes: int = TOTAL_BYTES) -> None:
+    """From now on this process has as many CUDA devices, each of that much memory. Builds the device first, once."""
+    device = build()
     device.begin(devices, total_bytes)
     _give_streams(device)
     _give_device(device, devices, total_bytes)

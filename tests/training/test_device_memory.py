@@ -1,4 +1,4 @@
-"""A device's memory, played on the CPU: what is freed while collectives use it, and what building a model takes."""
+"""A device's memory, played on the CPU: what building a model takes."""
 
 from __future__ import annotations
 
@@ -7,52 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Collective, Observer, StreamName
-from streamshard.inspect import engine_inside
 from tests.ranks import RankContext, on_ranks
-from tests.scenarios import BF16, sharded, train
+from tests.scenarios import BF16
 from tests.simulated import simulated_device
 
 SLOTS = pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
-
-
-@on_ranks(4)
-@SLOTS
-def test_memory_of_collectives_is_not_reused_until_their_stream_is_done(
-    context: RankContext, slots: dict[str, str]
-) -> None:
-    """A model may be freed in the middle of a pass, after an exception say, while gathers are under way.
-
-    The device's allocator would reuse the memory at once; ``record_stream`` tells it to wait.
-    """
-    used: list[tuple[Tensor, StreamName, str]] = []
-
-    class Uses(Observer):
-        def on_collective(
-            self,
-            stream: StreamName,
-            collective: Collective,
-            tag: int | None,
-            reads: Sequence[Tensor],
-            writes: Sequence[Tensor],
-        ) -> None:
-            used.extend((tensor, stream, f"{collective.value} of {tag}") for tensor in (*reads, *writes))
-
-    with simulated_device() as device:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = sharded("plain", BF16, mesh=mesh, **slots)
-        streams = engine_inside(model).streams
-        with streams.observed_by(Uses()):
-            train(model, "plain", context)
-    assert {stream for _, stream, _ in used} == set(StreamName) - {StreamName.COMPUTE}
-    for tensor, stream, what in used:
-        keeping = device.kept.get(tensor.untyped_storage().data_ptr(), ())
-        assert streams.device_stream(stream) in keeping, f"{what} uses {tuple(tensor.shape)} that is not kept for it"
 
 
 class Wide(nn.Module):
