@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,32 +29,30 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """A machine with four GPUs, as far as one can ask of it."""
-    module = types.SimpleNamespace(
-        device_count=lambda: 4,
-        current_device=lambda: 0,
-    )
+    module = types.SimpleNamespace(device_count=lambda: 4, current_device=lambda: 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return module
 
 
-@pytest.fixture
-def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """A group that has nothing for GPUs."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+def _group(backends: str, tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group(backends, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group that has nothing for GPUs."""
+    yield from _group("gloo", tmp_path)
 
 
 @pytest.fixture
 def both(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     """One that serves GPUs as well; torch has a backend that does nothing."""
-    dist.init_process_group("cpu:gloo,cuda:fake", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    yield from _group("cpu:gloo,cuda:fake", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -109,27 +107,13 @@ def _leave_group() -> None:
     dist.destroy_process_group()
 
 
-def _unnamed(context: RankContext, place: str) -> Any:
-    dist.init_process_group(init_method=f"file://{place}", rank=context.rank, world_size=context.world_size)
-    assert dist.get_backend() == "undefined"
-    return None
-
-
-def _mesh(context: RankContext, place: str) -> Any:
-    _unnamed(context, place)
-    return init_device_mesh("cpu", (context.world_size,))
-
-
-STARTS: dict[str, Callable[[RankContext, str], Any]] = {"unnamed": _unnamed, "mesh": _mesh}
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("start", list(STARTS))
-def test_it_trains_however_the_group_was_made(context: RankContext, start: str, tmp_path: Path) -> None:
-    """Without a backend's name, by a mesh, for several kinds of device."""
+def test_it_trains_with_a_group_of_several_kinds_of_device(context: RankContext, tmp_path: Path) -> None:
+    """Which has no backend's name."""
     _leave_group()
-    mesh = STARTS[start](context, f"{tmp_path}/store")
-    assert_trains_like_plain(context, Stack, stack_step, mesh=mesh)
+    dist.init_process_group(init_method=f"file://{tmp_path}/store", rank=context.rank, world_size=context.world_size)
+    assert dist.get_backend() == "undefined"
+    assert_trains_like_plain(context, Stack, stack_step, mesh=init_device_mesh("cpu", (context.world_size,)))
 
 
 @on_ranks(2)

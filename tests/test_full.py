@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,8 @@ def test_what_works_with_pieces_is_refused_inside(context: RankContext, tmp_path
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
     def in_a_thread() -> None:
-        errors: list[ShardingError] = []
-
-        def forward() -> None:
-            try:
-                model(x)
-            except ShardingError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=forward)
-        thread.start()
-        thread.join()
-        raise errors[0]
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(model, x).result()
 
     refused: dict[str, Callable[[], object]] = {
         "a forward inside": in_a_thread,

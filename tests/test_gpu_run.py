@@ -51,15 +51,12 @@ class _Forked:
 
     @property
     def returncode(self) -> int | None:
-        """As there."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """As there."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None) -> None:
-        """As there."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a job", timeout or 0.0)

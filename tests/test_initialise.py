@@ -136,13 +136,11 @@ class Block(nn.Module):
         self.gain = nn.Parameter(torch.ones(DIM))
 
     def init_weights(self, std: float) -> None:
-        """Called by the model."""
         nn.init.trunc_normal_(self.linear.weight, std=std)
         nn.init.zeros_(self.linear.bias)
         nn.init.ones_(self.gain)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> the same"""
         return self.linear(x) * self.gain
 
 
@@ -156,7 +154,6 @@ class Titan(nn.Module):
         self.register_buffer("table", torch.arange(DIM).float(), persistent=False)
 
     def init_weights(self, device: torch.device | None = None) -> None:
-        """All weights, and the table."""
         with torch.device(device or self.table.device):
             self.table = torch.arange(DIM).float()
         nn.init.normal_(self.embedding.weight)
@@ -164,7 +161,6 @@ class Titan(nn.Module):
             layer.init_weights(0.1 / number)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[rows] -> [rows, DIM]"""
         x = self.embedding(tokens) * self.table
         for layer in self.layers.values():
             x = layer(x)

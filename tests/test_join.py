@@ -284,11 +284,6 @@ def _nothing(model: nn.Module, optimizer: Optimizer) -> None:
     pass
 
 
-def _step_twice(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.step()
-    optimizer.step()
-
-
 def _clip_more(model: nn.Module, optimizer: Optimizer) -> None:
     model.clip_grad_norm_(0.5)  # type: ignore[operator]  # a StreamShard
     optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import ConfigError, Precision, StreamShard
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.streams import Collective, Observer, StreamName
+from streamshard.comm.streams import Collective
 from streamshard.inspect import engine_inside
 from tests.models import Stack
+from tests.reference import heard_collectives
 from tests.scenarios import BF16
 from tests.simulated import simulated_device
 
@@ -49,24 +50,6 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Collectives(Observer):
-    """Counts what the comm stream does."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[Collective] = Counter()
-
-    def on_collective(
-        self,
-        stream: StreamName,
-        collective: Collective,
-        tag: int | None,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-    ) -> None:
-        """See `Observer.on_collective`."""
-        self.counts[collective] += 1
-
-
 def _counts_of_a_step(world_size: int, precision: Precision) -> dict[str, object]:
     """What building a model takes and what a steady step does, as one of `world_size` ranks."""
     with _one_of(world_size), simulated_device():
@@ -77,16 +60,17 @@ def _counts_of_a_step(world_size: int, precision: Precision) -> dict[str, object
         assert isinstance(engine.ranks.transport, NcclTransport)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
-            collectives = _Collectives()
-            with _Ops() as step, engine.streams.observed_by(collectives):
+            with _Ops() as step, heard_collectives(engine) as heard:
                 model(torch.ones(2, 64)).float().sum().backward()
                 model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
+        report = model.memory_report()
+        assert report.held_bytes["main weights"] < 4 * (report.numel / world_size + 9 * 16)  # as far as padding lets
         return {
             "construction": sum(building.counts.values()),
             "step": dict(step.counts),
-            "collectives": dict(collectives.counts),
+            "collectives": {collective: len(units) for collective, units in heard.items() if units},
             "slots": engine.plan,
             "buffers": Counter(category for category, _ in engine.ledger.buffers),
         }
@@ -98,7 +82,7 @@ def _counts_of_a_step(world_size: int, precision: Precision) -> dict[str, object
     ids=["fp32 wire", "16-bit wire"],
 )
 def test_nothing_that_a_rank_does_grows_with_the_number_of_ranks(precision: Precision) -> None:
-    """Operators of construction and of a step, collectives, slots, buffers."""
+    """Operators of construction and of a step, collectives, slots, buffers. Shards shrink with the number of ranks."""
     _counts_of_a_step(SIZES[0], precision)  # what is made once in a process
     counts = {size: _counts_of_a_step(size, precision) for size in SIZES}
     for size in SIZES[1:]:
@@ -142,15 +126,6 @@ def test_no_host_waits_for_another_one_in_a_steady_step(size: int, has_statistic
     assert {kind: count for kind, count in control.items() if count} == (
         {RecordKind.BROADCAST: 2} if has_statistics else {}
     )
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_what_a_rank_holds_is_what_the_formula_says(size: int) -> None:
-    """Shards shrink with the number of ranks, as far as padding lets them."""
-    with _one_of(size), simulated_device():
-        model: Any = StreamShard(Stack((64,) * 9), precision=BF16)
-        report = model.memory_report()
-    assert report.held_bytes["main weights"] < 4 * (report.numel / size + 9 * 16)
 
 
 @pytest.mark.parametrize(("size", "raises"), [(256, False), (257, True)])

@@ -36,7 +36,6 @@ class ThreadGroup(RankGroup):
         self._told = told
 
     def gather_bytes(self, data: bytes, *, with_replicas: bool = True) -> list[bytes]:
-        """Every thread's."""
         self._told[self.rank] = data
         self._barrier.wait()
         everyone = list(self._told)

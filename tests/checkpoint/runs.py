@@ -29,15 +29,12 @@ class Counted(TinyLM):
         self.calls: dict[str, Any] = {"seen": 0}
 
     def get_extra_state(self) -> dict[str, Any]:
-        """How often it was called."""
         return dict(self.calls)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """What `get_extra_state` gave."""
         self.calls = state
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits that depend on the buffer."""
         if self.training:
             self.counts += 1
             self.calls["seen"] += 1

@@ -23,7 +23,7 @@ from streamshard.checkpoint.directory import open_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint import runs
-from tests.models import DIM, Stack, next_token_loss, token_batch
+from tests.models import DIM, next_token_loss, token_batch
 from tests.ranks import RankContext, RankPool
 from tests.reference import FP32
 
@@ -139,7 +139,6 @@ def test_we_go_on_where_fsdp2_has_stopped(ranks: RankPool, tmp_path: Path, layou
 
 
 def test_there_and_back_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
-    """Every weight, moment and step."""
     ranks(2).run(_train_ours, tmp_path / "run")
     to_dcp(tmp_path / "run", tmp_path / "dcp")
     path, left_out = from_dcp(tmp_path / "dcp", tmp_path / "back", step=7)
@@ -153,11 +152,6 @@ def test_there_and_back_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path) 
 def _everything(path: Path) -> dict[str, torch.Tensor]:
     opened = open_checkpoint(path)
     return {name: opened.read_whole(name) for name in opened.manifest.tensors}
-
-
-def _save_stack(context: RankContext, directory: Path) -> None:
-    torch.manual_seed(0)
-    save_checkpoint(directory, StreamShard(Stack(), precision=FP32))
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit
@@ -234,7 +228,7 @@ def test_an_interrupt_is_one_and_leaves_nothing(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it reads or writes. Until all is written, the directory does not have its name."""
-    ranks(1).run(_save_stack, tmp_path / "run")
+    ranks(1).run(_train_ours, tmp_path / "run")
     out = tmp_path / "out"
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
-import resource
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from streamshard.checkpoint.directory import (
 from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from streamshard.checkpoint.safetensors_file import FileRecord
 from streamshard.errors import CheckpointError
+from tests.checkpoint.crafted import few_files
 
 FILE = "rank-00000-of-00001.safetensors"
 
@@ -129,19 +127,6 @@ def test_the_error_says_why_a_checkpoint_cannot_be_read(tmp_path: Path) -> None:
             find_checkpoint(directory)
 
 
-@contextlib.contextmanager
-def _as_another_user() -> Iterator[None]:
-    """Root may enter any directory."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-
-
 def test_directories_that_may_not_be_entered_are_passed_over(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Such as lost+found at a volume's root, or a colleague's. A checkpoint that is write-protected stays."""
     directory = tmp_path_factory.mktemp("run")
@@ -149,7 +134,10 @@ def test_directories_that_may_not_be_entered_are_passed_over(tmp_path_factory: p
         path.chmod(0o777)
         if path.name.startswith("pytest-of-"):
             break
-    with _as_another_user():
+    is_root = os.geteuid() == 0
+    if is_root:  # which may enter any directory
+        os.seteuid(65534)
+    try:
         first = _put(directory, 1)
         (directory / "lost+found").mkdir(mode=0)
         first.chmod(0o555)
@@ -158,22 +146,16 @@ def test_directories_that_may_not_be_entered_are_passed_over(tmp_path_factory: p
         assert _put(directory, 3, keep=1) == latest(directory)
         assert _names(directory) == {"checkpoint-1", "checkpoint-3", "lost+found"}
         first.chmod(0o777)
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 def test_a_process_with_too_many_open_files_finds_no_checkpoint_damaged(tmp_path: Path) -> None:
     """`latest` would return None, and a run would begin again."""
     _put(tmp_path, 1)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limits[1]))
-    held = os.dup(0)
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            latest(tmp_path)
-    finally:
-        os.close(held)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with few_files(0), pytest.raises(OSError, match="Too many open files"):
+        latest(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ two runs

@@ -58,7 +58,6 @@ def test_nested_values_come_back_with_their_types(value: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_tensors_and_numbers_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """With their dtypes and shapes."""
     tensor = torch.ones(shape, dtype=dtype)
     found = there_and_back({"a": [tensor], "inf": torch.tensor(-math.inf)})
     assert found["a"][0].dtype == dtype

@@ -29,6 +29,7 @@ from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.comm import flight_recorder
 from streamshard.errors import StreamShardError
 from streamshard.optim import elementwise
+from tests.checkpoint.changes import at_change
 from tests.models import DIM, Stack
 from tests.ranks import forkserver
 from tests.reference import piece_of
@@ -37,7 +38,6 @@ GROUP_TIMEOUT_S = 60.0
 ENDS_WITHIN_S = 30.0  # how long a rank whose peer has died may take: half of what its group would wait
 KEEP = 2
 HEARD = 0  # exit code of a rank that had an error that names what was wrong
-CALLS = ("open", "ftruncate", "pwrite", "fsync", "link", "replace", "rename", "unlink", "mkdir", "rmdir", "write")
 
 
 class Plan(NamedTuple):
@@ -64,7 +64,6 @@ class Plan(NamedTuple):
 
     @classmethod
     def drawn(cls, generator: random.Random, world_size: int) -> Plan:
-        """Any."""
         everybody = tuple(range(world_size))
         victims = everybody if generator.random() < 0.25 else (generator.choice(everybody),)
         call = generator.randrange(120) if generator.random() < 0.5 else None
@@ -108,24 +107,6 @@ def _state(count: int) -> tuple[StreamShard, Fill]:
     return model, optimizer
 
 
-def _die_at(call: int) -> None:
-    """Kill this process before a change to the file system, by whichever thread."""
-    done = 0
-
-    def watch(real: Any) -> Any:
-        def dying(*args: Any, **kwargs: Any) -> Any:
-            nonlocal done
-            if done == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            done += 1
-            return real(*args, **kwargs)
-
-        return dying
-
-    for name in CALLS:
-        setattr(os, name, watch(getattr(os, name)))
-
-
 def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix: str, ready: Connection) -> None:
     """Go on from what is there, and save until the end comes."""
     torch.set_num_threads(1)
@@ -143,34 +124,29 @@ def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix:
         for tensor in optimizer.tensors():
             assert bool((tensor == count).all()), f"{loaded.path} mixes {count} with {tensor.unique()}"
     note = os.open(notes / f"rank-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    write = os.write
     ready.send(count)
+    dies_at = plan.call if plan.call is not None and rank in plan.victims else -1
     try:
         dist.barrier()
-        if plan.call is not None and rank in plan.victims:
-            _die_at(plan.call)
-        while True:
-            count += 1
-            optimizer.become(count)
-            step = count % 3 if plan.repeats else None
-            saving = save_checkpoint(
-                directory, model, optimizer, {"count": count}, keep=KEEP, step=step, wait=plan.waits
-            )
-            # In the background the one before is through when this one begins.
-            write(note, b"%d\n" % (count if plan.waits else count - 1))
-            if plan.last and count % 4 == 0:
-                os._exit(HEARD)
-            if not plan.waits and count % 4 == 0:
-                optimizer.become(-count)
-                saving.wait()
-                write(note, b"%d\n" % count)
+        with at_change(dies_at, lambda _: os.kill(os.getpid(), signal.SIGKILL)):
+            while True:
+                count += 1
+                optimizer.become(count)
+                step = count % 3 if plan.repeats else None
+                saving = save_checkpoint(
+                    directory, model, optimizer, {"count": count}, keep=KEEP, step=step, wait=plan.waits
+                )
+                # In the background the one before is through when this one begins.
+                os.write(note, b"%d\n" % (count if plan.waits else count - 1))
+                if plan.last and count % 4 == 0:
+                    os._exit(HEARD)
+                if not plan.waits and count % 4 == 0:
+                    optimizer.become(-count)
+                    saving.wait()
+                    os.write(note, b"%d\n" % count)
     except (StreamShardError, RuntimeError) as error:
-        write(note, f"{type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n")
+        os.write(note, f"{type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n")
         os._exit(HEARD)  # what a launcher does to those that are left
-
-
-def _is_checkpoint(name: str) -> bool:
-    return re.fullmatch(r"checkpoint-\d+(-\d+)?", name) is not None
 
 
 def _returned(notes: Path) -> int:
@@ -247,5 +223,5 @@ def test_runs_that_are_killed_while_saving_lose_nothing_they_had_saved(tmp_path:
         wanted = max(_returned(notes), found)
         saves += wanted - found
     names = sorted(path.name for path in checkpoints.iterdir())
-    assert len(names) == KEEP and all(map(_is_checkpoint, names)), names
+    assert len(names) == KEEP and all(re.fullmatch(r"checkpoint-\d+(-\d+)?", name) for name in names), names
     assert saves > 0

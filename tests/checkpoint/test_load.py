@@ -43,6 +43,17 @@ def load(model: nn.Module, directory: Path, world_size: int) -> dict[str, torch.
     return whole
 
 
+def errors_of_load(model: nn.Module, directory: Path) -> list[str]:
+    """What each of two simulated ranks raises. No weight has changed, those of `model` being in `directory`."""
+    ranks = [shards_for(model, rank, 2) for rank in range(2)]
+    before = [shard.main.clone() for shards in ranks for shard in shards]
+    outcomes = on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, directory))
+    after = [shard.main for shards in ranks for shard in shards]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
+    return [str(outcome) for outcome in outcomes]
+
+
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("original_format", [True, False])
 def test_load_reads_what_save_pretrained_writes(
@@ -88,14 +99,9 @@ def test_load_names_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> Non
     tensors["first.bias"] = torch.zeros(3)
     tensors["last.bias"] = torch.zeros(7, dtype=torch.int8)
     save_file(tensors, tmp_path / "model.safetensors")
-    ranks = [shards_for(model, rank, 2) for rank in range(2)]
-    before = [shard.main.clone() for shards in ranks for shard in shards]
-    for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
-        assert isinstance(outcome, CheckpointError)
-        assert "does not fit Plain: missing scale; unexpected stray; mismatched first.bias (is [3], " in str(outcome)
-        assert "last.bias (is torch.int8, wanted torch.float32)" in str(outcome)
-    after = [shard.main for shards in ranks for shard in shards]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for error in errors_of_load(model, tmp_path):
+        assert "does not fit Plain: missing scale; unexpected stray; mismatched first.bias (is [3], " in error
+        assert "last.bias (is torch.int8, wanted torch.float32)" in error
 
 
 # ------------------------------------------------------------------------------------------------ what files hold
@@ -208,13 +214,7 @@ def test_copies_on_disks_of_their_own(same: bool, tmp_path: Path, monkeypatch: p
     if same:
         assert torch.equal(load(Plain(), tmp_path, 2)["last.bias"], model.last.bias)
         return
-    ranks = [shards_for(model, rank, 2) for rank in range(2)]
-    before = [shard.main.clone() for shards in ranks for shard in shards]
-    for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
-        assert isinstance(outcome, CheckpointError)
-        assert "ranks see different files there" in str(outcome)
-    after = [shard.main for shards in ranks for shard in shards]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all("ranks see different files there" in error for error in errors_of_load(model, tmp_path))
 
 
 def test_file_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,11 +244,6 @@ def test_read_error_on_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: py
         read(*args)
 
     monkeypatch.setattr(loading, "copy_range", fail)
-    ranks = [shards_for(model, rank, 2) for rank in range(2)]
-    for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
-        assert isinstance(outcome, CheckpointError)
-        assert "the model holds some of its weights now: load again" in str(outcome)
-        assert "rank 1: OSError: the disk is gone" in str(outcome)
-
-
-# ------------------------------------------------------------------------------------------------ large mistakes
+    for error in errors_of_load(model, tmp_path):
+        assert "the model holds some of its weights now: load again" in error
+        assert "rank 1: OSError: the disk is gone" in error

@@ -9,12 +9,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from torch import nn
 
 from streamshard.checkpoint import export as exports_module
@@ -23,22 +22,20 @@ from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import StoredDirectory
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
+from tests.checkpoint.changes import at_change
 from tests.checkpoint.exporting import (
     Plain,
     ThreadGroup,
-    export,
     filled,
     names_in,
     shards_for,
     stored_bytes,
 )
-from tests.families import llama
 
 # Limits of a file's bytes at which the model takes three files and two. What is tried grows with the square of that.
 THREE, TWO = 180, 250
 # As (old, new) max_shard_size: the same file, the same number of files, fewer, more, one to several and back.
 SIZES = [("5GB", "5GB"), (TWO, TWO), (THREE, TWO), (TWO, THREE), ("5GB", TWO), (TWO, "5GB")]
-CALLS = ("open", "pwrite", "replace", "rename", "unlink", "mkdir", "rmdir")
 
 
 class Exports(NamedTuple):
@@ -69,17 +66,11 @@ def kinds_in(directory: Path) -> list[str]:
     return [re.sub("-[0-9a-f]{8}-", "-", name) for name in names_in(directory)]
 
 
-def make_exports(
-    root: Path,
-    old_size: int | str,
-    new_size: int | str,
-    make: Callable[[], nn.Module] = Plain,
-    old_dtype: torch.dtype = torch.float32,
-) -> Exports:
+def make_exports(root: Path, old_size: int | str, new_size: int | str) -> Exports:
     """Two of the same class, with other values."""
-    new = make()
+    new = Plain()
     exports = Exports(root / "old", root / "new", lambda directory: _export_alone(new, directory, new_size))
-    _export_alone(filled(make, old_dtype), exports.old, old_size)
+    _export_alone(filled(Plain), exports.old, old_size)
     exports.replace(exports.new)
     return exports
 
@@ -94,43 +85,6 @@ class Killed(BaseException):
     """The process is no more."""
 
 
-@pytest.fixture
-def at_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """``with at_call(n, act) as reached:`` calls ``act(real_call)`` instead of the n-th change to the file system.
-
-    `lasting`: instead of all later ones as well. `reached()` tells whether there were that many.
-    """
-    real = {name: getattr(os, name) for name in CALLS}
-
-    @contextlib.contextmanager
-    def arm(
-        number: int, act: Callable[[Callable[[], Any]], Any], lasting: bool = False
-    ) -> Iterator[Callable[[], bool]]:
-        count = 0
-
-        def watch(name: str) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                nonlocal count
-                if name == "open" and not args[1] & os.O_CREAT:
-                    return real[name](*args, **kwargs)
-                count += 1
-                if count - 1 == number or lasting and count > number:
-                    return act(lambda: real[name](*args, **kwargs))
-                return real[name](*args, **kwargs)
-
-            return call
-
-        for name in CALLS:
-            monkeypatch.setattr(os, name, watch(name))
-        try:
-            yield lambda: count > number
-        finally:
-            for name in CALLS:
-                monkeypatch.setattr(os, name, real[name])
-
-    yield arm
-
-
 def _kill(call: Callable[[], Any]) -> None:
     raise Killed
 
@@ -139,66 +93,30 @@ def _fail(call: Callable[[], Any]) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+@pytest.mark.parametrize("act", [_kill, _fail])
 @pytest.mark.parametrize(("old", "new"), SIZES)
-def test_export_killed_anywhere_leaves_the_old_one_or_the_new(
-    old: int | str, new: int | str, tmp_path: Path, at_call: Callable[..., Any]
+def test_a_kill_or_an_error_anywhere_leaves_the_old_export_or_the_new(
+    old: int | str, new: int | str, act: Callable[..., None], tmp_path: Path
 ) -> None:
     """After every single change to the file system; the next export sweeps up what is left."""
     exports = make_exports(tmp_path, old, new)
     found: list[str] = []
     for number in itertools.count():
         directory = exports.copy_old(tmp_path / str(number))
-        with at_call(number, _kill, lasting=True) as reached, contextlib.suppress(Killed):
+        has_ended = False
+        with at_change(number, act, lasting=act is _kill) as reached, contextlib.suppress(Killed, CheckpointError):
             exports.replace(directory)
+            has_ended = True
         if not reached():
             break
         found.append(exports.found(directory))
+        assert found[-1] == "new" or not has_ended  # an error can be made up for
         exports.replace(directory)
         assert kinds_in(directory) == names_in(exports.new)
         assert exports.found(directory) == "new"
     assert set(found) == {"old", "new"}
-    assert found == sorted(found, reverse=True)
+    assert act is _fail or found == sorted(found, reverse=True)
     assert kinds_in(directory) == names_in(exports.new)
-
-
-@pytest.mark.parametrize(("old", "new"), SIZES)
-def test_error_anywhere_leaves_the_old_one_or_the_new(
-    old: int | str, new: int | str, tmp_path: Path, at_call: Callable[..., Any]
-) -> None:
-    """One call fails; the next export works."""
-    exports = make_exports(tmp_path, old, new)
-    found = set()
-    for number in itertools.count():
-        directory = exports.copy_old(tmp_path / str(number))
-        with at_call(number, _fail) as reached:
-            raised = None
-            try:
-                exports.replace(directory)
-            except CheckpointError as error:
-                raised = error
-        if not reached():
-            break
-        which = exports.found(directory)
-        found.add(which)
-        if raised is None:
-            assert which == "new"  # it could be made up for
-        exports.replace(directory)
-        assert kinds_in(directory) == names_in(exports.new)
-    assert found == {"old", "new"}
-
-
-def test_export_replaces_one_with_more_files(tmp_path: Path) -> None:
-    """Files of the earlier export are gone, other files stay."""
-    model = filled(llama)
-    export(model, tmp_path, 2, max_shard_size="3KB")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    many = len(names_in(tmp_path))
-    export(model, tmp_path, 2, max_shard_size="20KB")
-    names = names_in(tmp_path)
-    assert "tokenizer.json" in names
-    assert 5 < len(names) < many
-    export(model, tmp_path, 2)
-    assert names_in(tmp_path) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
 
 
 @pytest.mark.parametrize(("old", "new"), SIZES)

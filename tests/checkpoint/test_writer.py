@@ -65,25 +65,20 @@ def _resident_bytes() -> int:
 # ------------------------------------------------------------------------------------------------ failures
 
 
-def _fail_on(rank: int, monkeypatch: pytest.MonkeyPatch, name: str = "pwrite", number: int = errno.ENOSPC) -> None:
-    """Make ``os.<name>`` fail on one simulated rank."""
-    real = getattr(os, name)
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread().name == f"rank {rank}":
-            raise OSError(number, os.strerror(number))
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(os, name, failing)
-
-
 @pytest.mark.parametrize(("rank", "call"), [(0, "pwrite"), (1, "pwrite"), (2, "fsync"), (0, "replace")])
 def test_failure_on_one_rank_is_raised_on_all(
     rank: int, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everyone hears which rank failed and why, and no file is left."""
     model = filled(llama)
-    _fail_on(rank, monkeypatch, call)
+    real = getattr(os, call)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == f"rank {rank}":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, call, failing)
 
     def action(group: ThreadGroup) -> list[str]:
         return export_shards(model, shards_for(model, group.rank, 3), group, tmp_path, None, "3KB")

@@ -7,54 +7,26 @@ from typing import Any
 import torch
 
 from tests import families
+from tests.families import _DECODER, _LAYERS, _make
 
-_DECODER = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_GPT2 = {"bos_token_id": 1, "eos_token_id": 2}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _IMAGE_TOKEN = 60
-
-
-def _make(name: str, **sizes: Any) -> Any:
-    import transformers
-
-    kind: Any = getattr(transformers, name)
-    return kind(kind.config_class(**sizes))
 
 
 def _llava() -> Any:
     import transformers
 
-    vision = transformers.CLIPVisionConfig(
-        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
-        **{"image_size": 8, "patch_size": 4},
-    )
-    text = transformers.LlamaConfig(**_DECODER)
-    return _make(
-        "LlavaForConditionalGeneration",
-        **{"vision_config": vision, "text_config": text, "image_token_id": _IMAGE_TOKEN},
-        **{"vision_feature_layer": -1, "image_seq_length": 4},
-    )
+    vision = transformers.CLIPVisionConfig(**_LAYERS, image_size=8, patch_size=4)
+    text = transformers.LlamaConfig(**_DECODER, **_ENDS, max_position_embeddings=32, pad_token_id=0)
+    sizes = {"vision_config": vision, "text_config": text, "image_token_id": _IMAGE_TOKEN}
+    return _make("LlavaForConditionalGeneration", {**sizes, "vision_feature_layer": -1, "image_seq_length": 4})
 
 
 FAMILIES: dict[str, Any] = {
-    "llama": lambda **sizes: families.llama(**{"bos_token_id": 1, "eos_token_id": 2, **sizes}),
+    "llama": lambda **sizes: families.llama(**{**_ENDS, **sizes}),
     "llama-tied": lambda **sizes: families.llama(tie_word_embeddings=True, **sizes),
-    "gpt2": lambda: families.gpt2(**_GPT2),
-    "bert": lambda: _make(
-        "BertForSequenceClassification",
-        **{"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
-        **{"intermediate_size": 24, "num_labels": 3},  # with dropout
-    ),
+    "gpt2": lambda: families.gpt2(**_ENDS),
+    "bert": lambda: _make("BertForSequenceClassification", {**_LAYERS, "vocab_size": 61, "num_labels": 3}),  # dropout
     "t5": families.t5,
     "mixtral": lambda **sizes: families.mixtral(pad_token_id=0, **sizes),
     "llava": _llava,
@@ -83,6 +55,13 @@ def make_rows(family: str, count: int = 16, length: int = 12) -> list[dict[str, 
             row["pixel_values"] = torch.randn(3, 8, 8, generator=generator)
         made.append(row)
     return made
+
+
+def make_texts(count: int, lengths: tuple[int, int], seed: int) -> list[str]:
+    """Of the tokenizer's words; `lengths`: from, and up to but not including."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(*lengths, (count,), generator=generator).tolist()
+    return [" ".join(f"w{n}" for n in torch.randint(0, 56, (each,), generator=generator).tolist()) for each in drawn]
 
 
 def make_tokenizer() -> Any:

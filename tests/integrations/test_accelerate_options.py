@@ -100,16 +100,12 @@ def test_processes_that_do_not_know_of_each_other(context: RankContext) -> None:
                 StreamShardAccelerator()
 
 
-def _alone() -> tuple[int, str]:
-    dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    run = Trained(StreamShardAccelerator, steps=2)
-    return run.accelerator.num_processes, run.accelerator.distributed_type.value
-
-
 @on_ranks(1)
 def test_a_script_that_was_started_alone(context: RankContext) -> None:
     """Without a launcher: ``python script.py``."""
     with launched(context):
-        assert _alone() == (1, "NO")
+        dist.destroy_process_group()
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        accelerator = Trained(StreamShardAccelerator, steps=2).accelerator
+        assert (accelerator.num_processes, accelerator.distributed_type.value) == (1, "NO")

@@ -66,8 +66,6 @@ def test_accelerates_own_class_saves_no_pieces(context: RankContext, tmp_path: P
 
 
 class Counter:
-    """An object with a state."""
-
     def __init__(self, count: int) -> None:
         self.count = count
 

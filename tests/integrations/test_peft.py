@@ -31,12 +31,8 @@ peft: Any = pytest.importorskip("peft", reason="PEFT is not installed")
 
 
 def _step(model: nn.Module, call: Call) -> Tensor:
-    tokens = _tokens(model, call.step, call.rank)
+    tokens = token_batch(call.step, call.rank).to(next(model.parameters()).device)
     return call.backward(model(input_ids=tokens, labels=tokens).loss)
-
-
-def _tokens(model: nn.Module, step: int, rank: int) -> Tensor:
-    return token_batch(step, rank).to(next(model.parameters()).device)
 
 
 def _lora(**options: Any) -> Any:
@@ -146,9 +142,7 @@ def _saved_without_sharding(model: Any, build: Callable[[], Any], directory: Pat
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "kind", ["lora", "dora", "modules to save", "embedding", "tokens", "vera", "prompt", "projected prefix", "experts"]
-)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_save_pretrained_writes_what_peft_writes_without_sharding(
     context: RankContext, tmp_path: Path, kind: str
 ) -> None:

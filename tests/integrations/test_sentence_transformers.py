@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from streamshard import StreamShard
 from tests.integrations.accelerating import on_ranks
-from tests.integrations.models import make_tokenizer
-from tests.integrations.trainers import Run, assert_equal, launched, train
+from tests.integrations.models import make_texts, make_tokenizer
+from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, train
 from tests.ranks import RankContext
 
 with warnings.catch_warnings():
@@ -25,14 +25,6 @@ with warnings.catch_warnings():
 
 from sentence_transformers.sentence_transformer import losses, modules  # noqa: E402
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator  # noqa: E402
-
-
-def _trainers(name: str = "SentenceTransformerTrainer") -> tuple[Any, Any]:
-    """sentence-transformers' trainer of that name, and the same with our mixin."""
-    from streamshard.integrations.transformers import StreamShardTrainerMixin
-
-    theirs = getattr(st, name)
-    return theirs, type(f"Sharded{name}", (StreamShardTrainerMixin, theirs), {})
 
 
 @contextlib.contextmanager
@@ -63,25 +55,18 @@ def _sentences(directory: Path, *more: Any) -> Any:
     return st.SentenceTransformer(modules=layers, device="cpu")
 
 
-def _words(count: int, seed: int) -> list[str]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 9, (count,), generator=generator).tolist()
-    return [" ".join(f"w{n}" for n in torch.randint(0, 56, (each,), generator=generator).tolist()) for each in lengths]
-
-
 def _data(labels: list[float] | list[int] | None = None) -> Any:
     from datasets import Dataset
 
-    columns: dict[str, Any] = {"anchor": _words(16, 0), "positive": _words(16, 1)}
+    columns: dict[str, Any] = {"anchor": make_texts(16, (3, 9), 0), "positive": make_texts(16, (3, 9), 1)}
     return Dataset.from_dict(columns if labels is None else {**columns, "label": labels})
 
 
 def _train(each: Any, model: Any, out: Path, data: Any, loss: Any, *, given: Any = None, **options: Any) -> Run:
-    arguments = st.SentenceTransformerTrainingArguments
     return train(
         *(each, model, out / each.__name__, data),
         given={"loss": loss, **(given or {})},
-        arguments_class=arguments,
+        arguments_class=st.SentenceTransformerTrainingArguments,
         **options,
     )
 
@@ -111,7 +96,7 @@ def test_losses_equal_ddp(context: RankContext, case: str, optim: str, tmp_path:
     build, labels, loss = _CASES[case]
     runs = []
     with launched(context), _quiet():
-        for each in _trainers():
+        for each in and_sharded(st.SentenceTransformerTrainer):
             model = build(tmp_path)
             torch.manual_seed(3)
             options = {"per_device_train_batch_size": 4, "optim": optim}
@@ -131,20 +116,25 @@ def test_a_run_evaluates_saves_and_goes_on_as_with_ddp(context: RankContext, tmp
 
     def given() -> dict[str, Any]:
         evaluator = EmbeddingSimilarityEvaluator(
-            _words(9, 2), _words(9, 3), scores, batch_size=2, write_csv=False, show_progress_bar=False
+            make_texts(9, (3, 9), 2),
+            make_texts(9, (3, 9), 3),
+            scores,
+            batch_size=2,
+            write_csv=False,
+            show_progress_bar=False,
         )
         return {"eval_dataset": _data(), "evaluator": evaluator}
 
     with launched(context), _quiet():
         runs, encoded = [], []
-        for each in _trainers():
+        for each in and_sharded(st.SentenceTransformerTrainer):
             model = _with_dense(tmp_path)
             loss = losses.MultipleNegativesRankingLoss(model)
             run = _train(each, model, tmp_path, _data(), loss, given=given(), **saving, max_steps=4)
             run.trainer.save_model()
             dist.barrier()
             found = st.SentenceTransformer(str(tmp_path / each.__name__), device="cpu")
-            encoded += [run.trainer.model.encode(_words(5, 4)), found.encode(_words(5, 4))]
+            encoded += [run.trainer.model.encode(make_texts(5, (3, 9), 4)), found.encode(make_texts(5, (3, 9), 4))]
             model = _with_dense(tmp_path)
             loss = losses.MultipleNegativesRankingLoss(model)
             resume = tmp_path / each.__name__ / "checkpoint-2"
@@ -157,7 +147,7 @@ def test_a_run_evaluates_saves_and_goes_on_as_with_ddp(context: RankContext, tmp
     assert_equal(runs[3], runs[1], resumed=True)
     for one in encoded[1:]:
         torch.testing.assert_close(one, encoded[0], rtol=1e-4, atol=2e-6)
-    theirs, ours = (tmp_path / each.__name__ for each in _trainers())
+    theirs, ours = (tmp_path / each.__name__ for each in and_sharded(st.SentenceTransformerTrainer))
     for directory in (ours, ours / "checkpoint-4"):
         other = theirs / directory.relative_to(ours)
         assert {path.name for path in directory.iterdir()} == {path.name for path in other.iterdir()}

@@ -19,7 +19,7 @@ from streamshard.errors import CheckpointError, ConfigError
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import FAMILIES, make_model, make_rows
-from tests.integrations.trainers import assert_equal, launched, run_example, train, whole_weights
+from tests.integrations.trainers import and_sharded, assert_equal, launched, run_example, train, whole_weights
 from tests.ranks import RankContext, RankPool
 from tests.reference import assert_same
 
@@ -38,7 +38,6 @@ def _trainers() -> tuple[Any, Any]:
 @on_ranks(2)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_training_equals_ddp(context: RankContext, family: str, tmp_path: Path) -> None:
-    """Losses, norms, flops and weights."""
     theirs_class, ours_class = _trainers()
     data = make_rows(family)
     with launched(context):
@@ -106,19 +105,19 @@ def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(
             assert_equal(resumed, whole[0], resumed=True)
 
 
-def _at_other_size(context: RankContext, out: str, stored: str | None, family: str) -> dict[str, Any]:
+def _at_other_size(context: RankContext, out: Path, stored: Path | None) -> dict[str, Any]:
     """Train with both trainers, each going on from the other's checkpoint if there is one; the same global batch."""
-    data = make_rows(family)
+    data = make_rows("llama")
     weights = {}
     with launched(context):
         for number, trainer_class in enumerate(_trainers()):
             other = _trainers()[1 - number].__name__
             run = train(
                 trainer_class,
-                make_model(family),
-                Path(out) / trainer_class.__name__,
+                make_model("llama"),
+                out / trainer_class.__name__,
                 data,
-                resume=None if stored is None else Path(stored) / other / "checkpoint-2",
+                resume=None if stored is None else stored / other / "checkpoint-2",
                 per_device_train_batch_size=4 // context.world_size,
                 **_SAVING,
             )
@@ -128,9 +127,9 @@ def _at_other_size(context: RankContext, out: str, stored: str | None, family: s
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_runs_go_on_at_another_number_of_processes(ranks: RankPool, before: int, after: int, tmp_path: Path) -> None:
-    stored, resumed = str(tmp_path / "stored"), str(tmp_path / "resumed")
-    whole = ranks(before, backend="of accelerator").run(_at_other_size, stored, None, "llama")[0]["Trainer"]
-    for weights in ranks(after, backend="of accelerator").run(_at_other_size, resumed, stored, "llama")[0].values():
+    stored, resumed = tmp_path / "stored", tmp_path / "resumed"
+    whole = ranks(before, backend="of accelerator").run(_at_other_size, stored, None)[0]["Trainer"]
+    for weights in ranks(after, backend="of accelerator").run(_at_other_size, resumed, stored)[0].values():
         for name, weight in whole.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-6)
 
@@ -246,17 +245,12 @@ def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(
     """Whichever file cannot be written, on whichever rank."""
     from transformers import Trainer, TrainerState
 
-    from streamshard.integrations.transformers import StreamShardTrainerMixin
-
     saved: list[int] = []
 
     class Counting(Trainer):
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             saved.append(self.state.global_step)
             super()._save_checkpoint(model, trial)
-
-    class Ours(StreamShardTrainerMixin, Counting):
-        pass
 
     def fail_at_second(original: Any, name_of: Any) -> Any:
         def save(*args: Any, **kwargs: Any) -> Any:
@@ -275,7 +269,7 @@ def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(
         ),
         pytest.raises(CheckpointError, match="rank [01]: OSError: the disk is full"),
     ):
-        train(Ours, make_model("gpt2"), out, make_rows("gpt2"), save_strategy="steps", save_steps=1)
+        train(and_sharded(Counting)[1], make_model("gpt2"), out, make_rows("gpt2"), save_strategy="steps", save_steps=1)
     dist.barrier()
     assert saved == [1, 2]
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-1"}
@@ -307,11 +301,6 @@ def test_generating_evaluation_of_unequal_lengths(context: RankContext, tmp_path
     """`predict_with_generate`: ranks finish their sequences at different times, and go on until all have."""
     from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, StoppingCriteriaList
 
-    from streamshard.integrations.transformers import StreamShardTrainerMixin
-
-    class Ours(StreamShardTrainerMixin, Seq2SeqTrainer):
-        pass
-
     data = make_rows("t5")
     lengths: list[int] = []
 
@@ -333,7 +322,7 @@ def test_generating_evaluation_of_unequal_lengths(context: RankContext, tmp_path
     with launched(context):
         runs = []
         predictions = []
-        for each in (Seq2SeqTrainer, Ours):
+        for each in and_sharded(Seq2SeqTrainer):
             run = train(
                 *(each, model(), tmp_path, data),
                 given={"eval_dataset": data[:6]},
@@ -387,7 +376,6 @@ def test_training_arguments_that_contradict_sharding_are_refused(
 
 @on_ranks(2)
 def test_the_example_gives_what_it_gives_with_ddp(context: RankContext, tmp_path: Path) -> None:
-    """And goes on."""
     theirs_class, _ = _trainers()
     with launched(context):
         theirs = run_example("trainer", theirs_class, directory=str(tmp_path / "theirs"))

@@ -13,40 +13,25 @@ import torch.distributed as dist
 from streamshard import StreamShard
 from streamshard.errors import ConfigError, ShardingError
 from tests.integrations.accelerating import on_ranks
-from tests.integrations.models import make_model, make_tokenizer
-from tests.integrations.trainers import Run, assert_equal, launched, run_example, train
+from tests.integrations.models import make_model, make_texts, make_tokenizer
+from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, run_example, train
 from tests.ranks import RankContext
 
 trl: Any = pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
 pytest.importorskip("peft", reason="needs peft: pip install streamshard[hf]")
 
 
-def _words(count: int, length: int, seed: int) -> list[str]:
-    """Texts of up to that many words."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(length // 2, length, (count,), generator=generator).tolist()
-    return [" ".join(f"w{n}" for n in torch.randint(0, 56, (each,), generator=generator).tolist()) for each in lengths]
-
-
 def _texts(count: int = 16) -> Any:
     from datasets import Dataset
 
-    return Dataset.from_list([{"text": text} for text in _words(count, 12, 0)])
+    return Dataset.from_list([{"text": text} for text in make_texts(count, (6, 12), 0)])
 
 
 def _preferences(count: int = 16) -> Any:
     from datasets import Dataset
 
-    columns = {name: _words(count, 8, seed) for seed, name in enumerate(("prompt", "chosen", "rejected"))}
+    columns = {name: make_texts(count, (4, 8), seed) for seed, name in enumerate(("prompt", "chosen", "rejected"))}
     return Dataset.from_dict(columns)
-
-
-def _both(name: str) -> tuple[Any, Any]:
-    """TRL's trainer of that name, and the same with our mixin."""
-    from streamshard.integrations.transformers import StreamShardTrainerMixin
-
-    theirs = getattr(trl, name)
-    return theirs, type(f"Sharded{name}", (StreamShardTrainerMixin, theirs), {})
 
 
 def _compare(
@@ -61,7 +46,7 @@ def _compare(
 ) -> list[Run]:
     """Train with both; `model` and `given` make what they are given, `resume` says where they go on."""
     runs = []
-    for each, stored in zip(_both(name), resume, strict=True):
+    for each, stored in zip(and_sharded(getattr(trl, name)), resume, strict=True):
         runs.append(
             train(
                 *(each, model(), out / each.__name__, data),
@@ -183,7 +168,7 @@ def test_grpo_equals_ddp(context: RankContext, beta: float, tmp_path: Path) -> N
             max_completion_length=24,
             generation_kwargs={"sequence_bias": [[[2], 2.0]]},  # the end, now and then
         )
-        ours = _both("GRPOTrainer")[1]
+        ours = and_sharded(trl.GRPOTrainer)[1]
         made = {"reward_funcs": _reward, "processing_class": make_tokenizer()}
         asked: Any = {"arguments_class": trl.GRPOConfig, "given": made, "num_generations": 2}
         with pytest.raises(ConfigError, match="use_vllm=True .* generate with transformers"):
@@ -197,14 +182,13 @@ def test_grpo_equals_ddp(context: RankContext, beta: float, tmp_path: Path) -> N
 
 @on_ranks(2)
 def test_distillation_is_refused_because_it_reads_the_teachers_head(context: RankContext, tmp_path: Path) -> None:
-    """Behind its forward."""
     if not hasattr(trl, "DistillationTrainer"):
         pytest.skip("TRL has no distillation but an experimental one")
     data = _preferences(4).select_columns("prompt")
     given = {"teacher_model": _llama(), "processing_class": make_tokenizer()}
     with launched(context), pytest.raises(ShardingError, match=r"parameter 'lm_head.weight' outside of its model's"):
         train(
-            _both("DistillationTrainer")[1],
+            and_sharded(trl.DistillationTrainer)[1],
             _llama(),
             tmp_path,
             data,

@@ -27,6 +27,13 @@ def launched(context: RankContext, **environment: str) -> Iterator[None]:
         yield
 
 
+def and_sharded(theirs: Any) -> tuple[Any, Any]:
+    """A trainer's class, and the same with our mixin."""
+    from streamshard.integrations.transformers import StreamShardTrainerMixin
+
+    return theirs, type(f"Sharded{theirs.__name__}", (StreamShardTrainerMixin, theirs), {})
+
+
 class Run(NamedTuple):
     """What came of a training.
 

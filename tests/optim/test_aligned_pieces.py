@@ -114,7 +114,6 @@ def test_blockwise_moments_are_those_of_the_unsharded_model(context: RankContext
 @on_ranks(4)
 def test_pieces_begin_where_blocks_do(context: RankContext) -> None:
     """What `local_ranges` says is what parameters hold."""
-    whole = _stack().state_dict()
     model: Any = StreamShard(_stack(), precision=FP32, align_pieces_to=16)
     whole = full_weights(model)
     for name, param in model.named_parameters():

@@ -112,7 +112,6 @@ def _steps_in_threads_equal_serial_ones(context: RankContext, is_locked: bool) -
 
 @on_ranks(2)
 def test_concurrent_steps_equal_serial_ones(context: RankContext) -> None:
-    """Four threads on each of two ranks."""
     assert _steps_in_threads_equal_serial_ones(context, is_locked=True)
 
 
@@ -184,7 +183,6 @@ def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankCont
 @pytest.mark.gpu
 @on_ranks(2, backend="nccl")
 def test_an_error_on_one_rank_reaches_all_on_a_gpu(context: RankContext) -> None:
-    """The same, over NCCL."""
     _an_error_reaches_all(context)
 
 
@@ -208,16 +206,6 @@ def test_a_failed_collective_inside_a_step_is_not_exchanged(context: RankContext
 # -- an optimizer like any other ------------------------------------------------------------------------------------
 
 
-def _wrapped(build: Callable[[nn.Module], Optimizer]) -> Callable[[nn.Module], Optimizer]:
-    """`build`, and around it the wrapper where the model is sharded."""
-
-    def make(model: nn.Module) -> Optimizer:
-        optimizer = build(model)
-        return DistributedOptimizer(optimizer, model) if isinstance(model, StreamShard) else optimizer
-
-    return make
-
-
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),  # asks for defaults
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
@@ -233,7 +221,9 @@ def test_schedulers_drive_the_inner_optimizer(context: RankContext, name: str) -
     schedulers: dict[int, Any] = {}
 
     def build(model: nn.Module) -> Optimizer:
-        optimizer = _wrapped(_momentum)(model)
+        optimizer = _momentum(model)
+        if isinstance(model, StreamShard):
+            optimizer = DistributedOptimizer(optimizer, model)
         schedulers[id(model)] = SCHEDULERS[name](optimizer)
         return optimizer
 
@@ -247,12 +237,11 @@ def test_schedulers_drive_the_inner_optimizer(context: RankContext, name: str) -
 @on_ranks(2)
 def test_grad_scaler_unscales_through_the_wrapper(context: RankContext) -> None:
     """A fused optimizer unscales inside its step when GradScaler tells it to, which the wrapper must not hide."""
-
-    def build(model: nn.Module) -> Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
-
     plain, model = _plain(), _sharded(context)
-    optimizer, plain_optimizer = DistributedOptimizer(build(model), model), build(plain)
+    fused, plain_optimizer = (
+        torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9, fused=True) for each in (model, plain)
+    )
+    optimizer = DistributedOptimizer(fused, model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
     for number in range(4):
         for rank in range(2):

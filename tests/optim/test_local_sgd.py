@@ -160,7 +160,6 @@ def test_the_exchange_of_errors_goes_inside(context: RankContext) -> None:
 
 @on_ranks(4)
 def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
-    """No replicas, a period of zero, two warm-ups."""
     model = _model()
     with pytest.raises(ConfigError, match="this model has one: shard it with a 2-D mesh"):
         LocalSGD(sgd(model), model, period=2)

@@ -73,73 +73,19 @@ WAYS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"for
     [*((name, "foreach") for name in OPTIMIZERS), *((name, "fused") for name in FUSED), ("AdamW", "plain")],
 )
 def test_an_optimizer_trains_like_on_the_unsharded_model(context: RankContext, name: str, way: str) -> None:
-    """Two param groups, three steps."""
     assert_trains_like_plain(
         context, Stack, stack_step, optimizer=_two_groups(name, **WAYS[way]), tolerance=NEAR, checked=(2,)
     )
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in FUSED])
-def test_torch_has_no_other_fused_optimizers(name: str) -> None:
-    """Once it has one, that belongs into `FUSED`."""
-    kind, settings = OPTIMIZERS[name]
-    with pytest.raises((TypeError, RuntimeError)):
-        kind([nn.Parameter(torch.ones(1))], fused=True, **settings)  # type: ignore[call-arg]
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", ["SGD, nesterov", "AdamW", "Rprop"])
-def test_closures_are_called_inside_the_step(context: RankContext, name: str) -> None:
-    """Forward and backward in it, as without sharding; its loss is returned."""
-    sharded, plain = _model(context), _plain(name)[0]
-    ends = []
-    for model in (sharded, plain):
-        optimizer = _two_groups(name)(model)
-        for number in range(3):
-
-            def closure(model: nn.Module = model, number: int = number, optimizer: Optimizer = optimizer) -> float:
-                optimizer.zero_grad()
-                return float(stack_step(model, Call(number, 0, 1, 1.0)))
-
-            ends.append(optimizer.step(closure))
-    assert ends[:3] == pytest.approx(ends[3:])
-    assert_same(full_weights(sharded), dict(plain.state_dict()), "weights", NEAR)
-
-
 # -- what needs whole parameters ----------------------------------------------------------------------------------
 
 
-def _lbfgs(model: nn.Module) -> Optimizer:
-    return torch.optim.LBFGS(model.parameters())
-
-
-def _muon(model: nn.Module) -> Optimizer:
-    return torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
-
-
 WHOLE: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "LBFGS": _lbfgs,
-    "Muon": _muon,
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
+    "Muon": lambda model: torch.optim.Muon([param for param in model.parameters() if param.ndim == 2]),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
 }
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("has_closure", [False, True])
-@pytest.mark.parametrize("name", list(WHOLE))
-def test_an_optimizer_that_needs_whole_parameters_raises_at_its_first_step(
-    context: RankContext, name: str, has_closure: bool
-) -> None:
-    """By name; an elementwise one goes on afterwards."""
-    model = _model(context)
-    optimizer = WHOLE[name](model)
-    if not has_closure:
-        stack_step(model, Call(0, 0, 1, 1.0))
-    closure = (lambda: float(stack_step(model, Call(0, 0, 1, 1.0)))) if has_closure else lambda: 0.0
-    with pytest.raises(ShardingError, match=f"{name} is not known to work element by element"):
-        optimizer.step(closure)
-    model.zero_grad()
-    _train(model, _two_groups("AdamW")(model), context, 0, steps=1)
 
 
 @on_ranks(1)
@@ -194,6 +140,15 @@ def _unpacked(state: bytes) -> dict[str, Any]:
     return loaded
 
 
+def _assert_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for number, values in wanted["state"].items():
+        assert set(found["state"][number]) == set(values)
+        for key, value in values.items():
+            if torch.is_tensor(value):
+                assert found["state"][number][key].dtype is value.dtype
+                assert_same({key: found["state"][number][key]}, {key: value}, f"state of {number}", NEAR)
+
+
 def _resumed(context: RankContext, name: str, weights: dict[str, Tensor], state: bytes) -> dict[str, Tensor]:
     model = _model(context, weights)
     optimizer = _two_groups(name)(model)
@@ -210,12 +165,11 @@ def _plain(name: str, weights: dict[str, Tensor] | None = None) -> tuple[nn.Modu
     return model, _two_groups(name)(model)
 
 
-STATEFUL = [name for name in OPTIMIZERS if name != "SGD"]
 # Tensors alone, a count beside them, products, state that is there from the start, learning rates.
 KINDS_OF_STATE = ["SGD, nesterov", "AdamW", "NAdam", "Adagrad", "ASGD"]
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "SGD"])
 def test_state_of_two_ranks_is_resumed_by_three_and_by_plain_torch(ranks: RankPool, name: str) -> None:
     """And equals the state that the unsharded model's optimizer has."""
     weights, state = ranks(2).run(_collected, name)[0]
@@ -224,13 +178,7 @@ def test_state_of_two_ranks_is_resumed_by_three_and_by_plain_torch(ranks: RankPo
     wanted = optimizer.state_dict()
     found = _unpacked(state)
     assert found["param_groups"] == wanted["param_groups"]
-    for number, values in wanted["state"].items():
-        assert set(found["state"][number]) == set(values)
-        for key, value in values.items():
-            if torch.is_tensor(value):
-                assert found["state"][number][key].dtype is value.dtype
-                assert_same({key: found["state"][number][key]}, {key: value}, f"state of {number}", NEAR)
-
+    _assert_state(found, wanted)
     resumed, optimizer = _plain(name, weights)
     optimizer.load_state_dict(found)
     _train(resumed, optimizer, RankContext(0, 1, torch.device("cpu")), 3)
@@ -337,10 +285,7 @@ def test_whole_state_is_cut_when_the_optimizer_itself_loads_it(
         _train(model, ours, context, 7, steps=1)
         model.load_state_dict(plain.state_dict())
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    whole = full_optimizer_state_dict(model, ours, rank0_only=False)
-    for number, values in theirs.state_dict()["state"].items():
-        tensors = {key: value for key, value in values.items() if torch.is_tensor(value)}
-        assert_same({key: whole["state"][number][key] for key in tensors}, tensors, f"state of {number}", NEAR)
+    _assert_state(full_optimizer_state_dict(model, ours, rank0_only=False), theirs.state_dict())
     _train(plain, theirs, context, 3)
     _train(model, ours, context, 3)
     assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
@@ -359,10 +304,7 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
     for each, optimizer in ((plain, theirs), (model, ours)):
         _train(each, optimizer, context, 3)
     assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
-    whole = full_optimizer_state_dict(model, ours, rank0_only=False)
-    for number, values in theirs.state_dict()["state"].items():
-        tensors = {key: value for key, value in values.items() if torch.is_tensor(value)}
-        assert_same({key: whole["state"][number][key] for key in tensors}, tensors, f"state of {number}", NEAR)
+    _assert_state(full_optimizer_state_dict(model, ours, rank0_only=False), theirs.state_dict())
 
 
 @on_ranks(2)

@@ -30,7 +30,6 @@ from tests.reference import (
 FP16 = Precision(param_dtype=torch.float16)
 SLOTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
-    "ZeRO-2": {"weight_slots": "all"},
     "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},
 }
 WAYS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -44,7 +43,6 @@ class Tiny(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> [rows, 1]"""
         x = x[:, :1]
         for layer in self.layers:
             x = x + layer(x)
@@ -62,7 +60,6 @@ def _backward(model: Any, scaler: GradScaler, rank: int, number: int = 0) -> Non
 
 
 def _copied(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state on this rank."""
     return {
         f"{number}.{name}": value.detach().clone()
         for number, values in enumerate(optimizer.state.values())

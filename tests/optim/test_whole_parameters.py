@@ -49,7 +49,6 @@ class MixedLayer(Layer):
         self.experts = nn.Parameter(torch.randn(3, DIM, DIM) / DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The experts' sum, scaled, is added."""
         return super().forward(x) * self.one + torch.einsum("bd,edf->bf", x, self.experts) * self.scale
 
 
@@ -64,7 +63,6 @@ class Mixed(nn.Module):
         self.unused = nn.Linear(DIM, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """All but `unused` compute."""
         for layer in self.layers:
             x = layer(x)
         return self.head(x + self.frozen)
@@ -219,8 +217,6 @@ def test_state_lives_with_the_owner(context: RankContext) -> None:
 
 
 class _Picky(torch.optim.SGD):
-    """Raises where it is told to."""
-
     fails_on: int | None = None
     rows = 5
 
@@ -278,8 +274,6 @@ class _Coupled(torch.optim.SGD):
 
 
 class _Noisy(torch.optim.SGD):
-    """Adds noise to gradients."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         for group in self.param_groups:
@@ -325,7 +319,6 @@ class _KeepsGrads(torch.optim.SGD):
     ],
 )
 def test_optimizers_that_cannot_be_separated_are_refused(kind: type[Optimizer], message: str) -> None:
-    """When they are made, by name."""
     with pytest.raises(ConfigError, match=message) as caught:
         WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], kind, lr=0.1)
     assert kind.__name__ in str(caught.value)
@@ -354,23 +347,19 @@ def test_optimizers_that_step_each_parameter_by_itself_are_accepted(kind: type[O
     ],
 )
 def test_wrong_arguments_are_named(groups: Any, kind: Any, options: dict[str, Any], message: str) -> None:
-    """When the optimizer is made."""
     param = nn.Parameter(torch.ones(4, 4))
     groups = [param] if groups is None else [{**group, "params": [param]} for group in groups]
     with pytest.raises(ValueError, match=message):
         WholeParameterOptimizer(groups, kind, **options)
 
 
-def _sharded(**options: Any) -> StreamShard:
+def _sharded() -> StreamShard:
     seed(3)
-    return StreamShard(Mixed(), precision=FP32, **options)
+    return StreamShard(Mixed(), precision=FP32)
 
 
-def _train(
-    model: nn.Module, optimizer: Optimizer, context: RankContext, steps: int = 3, *, clears: bool = True
-) -> None:
+def _train(model: nn.Module, optimizer: Optimizer, context: RankContext, steps: int = 3) -> None:
     for number in range(steps):
         stack_step(model, Call(number, context.rank, context.world_size, 1.0))
         optimizer.step()
-        if clears:
-            optimizer.zero_grad()
+        optimizer.zero_grad()

@@ -162,7 +162,6 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     "clipping": (_clips,),
     "closures": (_calls_closures,),
     "StepLR": (_schedules(lr_scheduler.StepLR, step_size=1, gamma=0.5),),
-    "OneCycleLR": (_schedules(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=STEPS),),
     "a tensor lr": (
         _schedules(lr_scheduler.StepLR, step_size=2),
         lambda model: _optimizer(model, lr=torch.tensor(0.02)),
@@ -188,13 +187,7 @@ def test_programs_train_as_on_the_unsharded_model(context: RankContext, name: st
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"weight_slots": "all", "grad_slots": "all"},
-        {"min_unit_size": 1000},
-    ],
-)
+@pytest.mark.parametrize("settings", [{"weight_slots": "all", "grad_slots": "all"}, {"min_unit_size": 1000}])
 def test_settings_change_no_number(context: RankContext, settings: dict[str, Any]) -> None:
     _assert_like_plain(context, _clips, **settings)
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import re
+import importlib
+import warnings
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from streamshard.errors import UnitError
-from streamshard.plan.discovery import find_groups
-from tests import families
+from streamshard.integrations import huggingface
+from streamshard.plan.discovery import embedding_params, find_groups
+from streamshard.plan.structure import params_of, tie_on_meta
 from tests.models import Layer
-from tests.units_scan import look_at
 
 
-def _units(model: nn.Module) -> list[str]:
-    return [unit.name for unit in find_groups(model, None)[0]]
+def _units(model: nn.Module, *named: str) -> list[str]:
+    return [unit.name for unit in find_groups(model, named or None)[0]]
 
 
 class Parts(nn.Module):
@@ -50,6 +51,40 @@ MODELS: dict[str, tuple[dict[str, int], float]] = {
 }
 
 
+class Found(NamedTuple):
+    """What becomes of one model.
+
+    Attributes:
+        share: of the weights that are no embeddings', what is in the root unit.
+        layers: how many units stream, by the class of their layer.
+        heard: the warnings.
+    """
+
+    share: float
+    layers: dict[str, int]
+    heard: list[str]
+
+
+def look_at(name: str) -> Found:
+    kind: Any = getattr(importlib.import_module("transformers"), name)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers'
+        model = kind(kind.config_class())
+        huggingface.tie_weights(model)
+    tie_on_meta(model)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        units, groups = find_groups(model, None)
+    embeddings = embedding_params(model)
+    root = {each.param for each in groups[0]} - embeddings
+    weights = set(params_of(model).values()) - embeddings
+    return Found(
+        sum(param.numel() for param in root) / sum(param.numel() for param in weights),
+        dict(Counter(type(unit.modules[0]).__name__ for unit in units if not unit.is_resident)),
+        [str(each.message) for each in heard],
+    )
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_large_list_of_a_transformers_model_is_found(name: str) -> None:
     """Both halves of an encoder and decoder, all towers, whole layers; and not a table of small embeddings."""
@@ -61,14 +96,6 @@ def test_every_large_list_of_a_transformers_model_is_found(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- plain models
-
-
-def _by_key() -> nn.Module:
-    return Parts(layers=nn.ModuleDict({str(number): Layer() for number in range(3)}))
-
-
-def _two_towers() -> nn.Module:
-    return Parts(towers=nn.ModuleDict({key: nn.Sequential(*_layers(3)) for key in "ab"}))
 
 
 class Stage(nn.Module):
@@ -91,49 +118,44 @@ class Experts(Stage):
         self.attention = nn.Linear(width, width)
 
 
-def _stages() -> nn.Module:
-    return Parts(stages=nn.ModuleList(Stage(width) for width in (16, 32)))
-
-
-def _layers_with_lists() -> nn.Module:
-    return Parts(stages=nn.ModuleList(Experts(16) for _ in range(2)))
-
-
-def _one_list_of_many() -> nn.Module:
-    return Parts(first=_layers(8), second=nn.ModuleList(nn.Linear(16, 4) for _ in range(2)), third=_layers(2, 4))
-
-
-def _a_little_large() -> nn.Module:
-    return Parts(first=_layers(32, 4096), second=_layers(2, 1024), third=_layers(2, 1023))
-
-
-def _tables() -> nn.Module:
-    tables = nn.ModuleList(nn.Embedding(200, 16) for _ in range(10))
-    return Parts(tables=tables, layers=_layers(2))
-
-
-def _mostly_embedding() -> nn.Module:
-    return Parts(embedding=nn.Embedding(9999, 16), encoder=_layers(2), decoder=_layers(3))
-
-
 def _in(prefix: str, count: int) -> list[str]:
     return [f"{prefix}.{number}" for number in range(count)]
 
 
-def _pairs() -> nn.Module:
-    return Parts(layers=nn.ModuleList(nn.ModuleList([Layer(), nn.Linear(16, 16)]) for _ in range(3)))
-
-
 FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "lists in a list": (_pairs, [f"layers.{layer}.{part}" for layer in range(3) for part in range(2)]),
-    "a dict of layers": (_by_key, _in("layers", 3)),
-    "a dict of towers": (_two_towers, _in("towers.a", 3) + _in("towers.b", 3)),
-    "stages with lists": (_stages, _in("stages.0.layers", 3) + _in("stages.1.layers", 3)),
-    "layers with lists": (_layers_with_lists, _in("stages", 2)),
-    "lists of a twentieth": (_one_list_of_many, _in("first", 8) + _in("second", 2)),
-    "layers of a million": (_a_little_large, _in("first", 32) + _in("second", 2)),
-    "a list of tables": (_tables, _in("tables", 10) + _in("layers", 2)),
-    "beside a large embedding": (_mostly_embedding, ["embedding", *_in("encoder", 2), *_in("decoder", 3)]),
+    "lists in a list": (
+        lambda: Parts(layers=nn.ModuleList(nn.ModuleList([Layer(), nn.Linear(16, 16)]) for _ in range(3))),
+        [f"layers.{layer}.{part}" for layer in range(3) for part in range(2)],
+    ),
+    "a dict of layers": (
+        lambda: Parts(layers=nn.ModuleDict({str(number): Layer() for number in range(3)})),
+        _in("layers", 3),
+    ),
+    "a dict of towers": (
+        lambda: Parts(towers=nn.ModuleDict({key: nn.Sequential(*_layers(3)) for key in "ab"})),
+        _in("towers.a", 3) + _in("towers.b", 3),
+    ),
+    "stages with lists": (
+        lambda: Parts(stages=nn.ModuleList(Stage(width) for width in (16, 32))),
+        _in("stages.0.layers", 3) + _in("stages.1.layers", 3),
+    ),
+    "layers with lists": (lambda: Parts(stages=nn.ModuleList(Experts(16) for _ in range(2))), _in("stages", 2)),
+    "lists of a twentieth": (
+        lambda: Parts(first=_layers(8), second=nn.ModuleList(nn.Linear(16, 4) for _ in range(2)), third=_layers(2, 4)),
+        _in("first", 8) + _in("second", 2),
+    ),
+    "layers of a million": (
+        lambda: Parts(first=_layers(32, 4096), second=_layers(2, 1024), third=_layers(2, 1023)),
+        _in("first", 32) + _in("second", 2),
+    ),
+    "a list of tables": (
+        lambda: Parts(tables=nn.ModuleList(nn.Embedding(200, 16) for _ in range(10)), layers=_layers(2)),
+        _in("tables", 10) + _in("layers", 2),
+    ),
+    "beside a large embedding": (
+        lambda: Parts(embedding=nn.Embedding(9999, 16), encoder=_layers(2), decoder=_layers(3)),
+        ["embedding", *_in("encoder", 2), *_in("decoder", 3)],
+    ),
 }
 
 
@@ -145,19 +167,9 @@ def test_lists_that_are_worth_streaming_are_found(case: str) -> None:
         assert _units(build()) == names
 
 
-def _named(model: nn.Module, *units: str) -> list[str]:
-    return [unit.name for unit in find_groups(model, units)[0]]
-
-
 def test_classes_can_be_named() -> None:
     """As for FSDP's transformer_layer_cls_to_wrap: every module of a class of that name, beside modules by theirs."""
     model = Parts(body=Parts(layers=nn.ModuleList(Layer() for _ in range(3))), head=nn.Linear(16, 4))
-    assert _named(model, "Layer") == _in("body.layers", 3)
-    assert _named(model, "head", "Layer") == [*_in("body.layers", 3), "head"]
-    assert _named(Parts(Linear=nn.LayerNorm(4), other=nn.Linear(4, 4)), "Linear") == ["Linear"]  # a module's name first
-
-
-@pytest.mark.parametrize("name", ["LlamaLayer", "model.layer.1", nn.Conv2d, nn.Linear(2, 2), 5], ids=str)
-def test_what_is_neither_a_module_nor_a_class_raises(name: Any) -> None:
-    with pytest.raises(UnitError, match=re.escape(f"units names {name!r}, which is neither a module inside the model")):
-        find_groups(families.llama(), [name])
+    assert _units(model, "Layer") == _in("body.layers", 3)
+    assert _units(model, "head", "Layer") == [*_in("body.layers", 3), "head"]
+    assert _units(Parts(Linear=nn.LayerNorm(4), other=nn.Linear(4, 4)), "Linear") == ["Linear"]  # a module's name first

@@ -76,14 +76,3 @@ def test_the_ranks_ranges_tile_every_parameter(params: list[ParamLayout], world_
             else:
                 assert local == LocalRange(0, 0, 0)
         assert owned == list(range(param.numel))
-
-
-def test_an_example_by_hand() -> None:
-    """Two ranks, bf16: starts are multiples of 8 elements, the end is a multiple of 16."""
-    layout = _plan([ParamLayout("weight", (3, 5)), ParamLayout("bias", (3,)), ParamLayout("scale", ())], 2)
-    assert [(param.offset, param.numel) for param in layout.params] == [(0, 15), (16, 3), (24, 1)]
-    assert (layout.padded_numel, layout.shard_numel, layout.numel) == (32, 16, 19)
-    weight, bias, scale = layout.params
-    assert [layout.local_range(weight, rank) for rank in (0, 1)] == [LocalRange(0, 15, 0), LocalRange(0, 0, 0)]
-    assert layout.local_range(bias, 1) == LocalRange(0, 3, 0)
-    assert layout.local_range(scale, 1) == LocalRange(0, 1, 8)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, ShardingError, StreamShardError
@@ -83,19 +83,11 @@ def test_views_of_one_storage_that_do_not_overlap_are_fine() -> None:
 # ---------------------------------------------------------------------------------------------- classes
 
 
-class AbstractFirstLayer(abc.ABC, nn.Module):
+class AbstractFirstLayer(abc.ABC, Layer):
     """Python adds its instances' ``__dict__`` to `abc.ABC`, not to `object`: another layout than nn.Module's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """tanh(W x + b)"""
-        return torch.tanh(self.linear(x))
-
-
-class Registered(nn.Module):
+class Registered(Layer):
     """A base class that keeps a register of its subclasses, each with a key."""
 
     known: dict[str, type] = {}
@@ -112,14 +104,6 @@ class Mixin:
 
 class RegisteredLayer(Mixin, Registered, key="layer"):
     """One of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """tanh(W x + b)"""
-        return torch.tanh(self.linear(x))
 
 
 @on_ranks(1, 2)
