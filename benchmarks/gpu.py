@@ -207,7 +207,7 @@ def _tests(scratch: Path, *, rehearses: bool) -> list[Job]:
             command += ["-m", "gpu", *(str(path.relative_to(ROOT)) for path in files)]
         played = {"STREAMSHARD_TEST_PLAYED_GPU": "1"} if rehearses else {}
         if rehearses:
-            chosen = "overflow or local_sgd"
+            chosen = "overflow or replicas_train"
         environment = _environment(
             rehearses=rehearses,
             STREAMSHARD_TEST_GROUP_TIMEOUT_S=timeout_s,

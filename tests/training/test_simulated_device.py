@@ -305,8 +305,9 @@ def test_gradients_that_come_on_other_streams_are_in_time(
             optimizer = adamw(model)
             with checker.of(model):
                 for number in range(3):
-                    with model.no_sync():
-                        stack_step(model, Call(2 * number, context.rank, context.world_size, 1.0))
+                    if number != 1:
+                        with model.no_sync():
+                            stack_step(model, Call(2 * number, context.rank, context.world_size, 1.0))
                     stack_step(model, Call(2 * number + 1, context.rank, context.world_size, 1.0))
                     optimizer.step()
                     optimizer.zero_grad()
