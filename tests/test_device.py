@@ -6,7 +6,6 @@ import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
