@@ -288,12 +288,12 @@ class _SharedExpert(nn.Module):
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("side_first", [False, True])
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+@pytest.mark.parametrize("slots", [{"weight_slots": "all"}, {"weight_slots": "all", "grad_slots": "all"}])
 def test_gradients_that_come_on_other_streams_are_in_time(
     context: RankContext, side_first: bool, slots: dict[str, Any]
 ) -> None:
     """As layers with a stream for shared experts have them, small and large ones: rules 3 and 4 hold for each."""
-    for staged_bytes in (1 << 20, 600):  # the second: in the middle of a layer
+    for staged_bytes in (1 << 20, 600, 1):  # copied after a layer, in the middle of it, each by itself
         with (
             simulated_device() as device,
             checking_streams(device) as checker,
