@@ -31,7 +31,7 @@ from tests.reference import FP32, Call, full_grads, lm_step, stack_step
 
 
 def _state_of(model: nn.Module) -> list[object]:
-    """What a failed call must not change: classes, attributes, hooks, Parameters, their storage and their values."""
+    """State that a failed call must not change: classes, attributes, hooks, Parameters, storages and values."""
     return [
         *((name, type(each), sorted(vars(each)), len(each._forward_hooks)) for name, each in model.named_modules()),
         *((name, id(p), p.data_ptr(), p.requires_grad, p.tolist()) for name, p in model.named_parameters()),
@@ -85,7 +85,7 @@ def test_models_that_cannot_be_sharded_are_refused(context: RankContext, what: s
 
 @on_ranks(2)
 def test_a_sharded_model_is_not_sharded_again(context: RankContext) -> None:
-    """Neither itself, nor a part of it, nor a model that contains it; it goes on working."""
+    """Sharding the model, a part of it, or a model that contains it raises. The sharded model still works."""
     model: Any = StreamShard(TinyLM(), precision=FP32)
     with pytest.raises(ShardingError, match="already sharded"):
         StreamShard(model, precision=FP32)
@@ -128,7 +128,7 @@ BAD_UNITS: dict[str, tuple[Callable[[Any], Any], str]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("what", BAD_UNITS)
 def test_bad_units_are_refused_by_name(context: RankContext, what: str) -> None:
-    """Overlaps, strangers, empty ones; afterwards the same model can be sharded."""
+    """Overlapping units, modules of another model, empty lists. Afterwards the same model can be sharded."""
     units_of, match = BAD_UNITS[what]
     model = TinyLM()
     assert_refused(model, UnitError, f"(?s){match}", units_of(model))
@@ -211,7 +211,7 @@ def test_ranks_with_different_settings_are_refused_on_every_rank(
 
 @on_ranks(2)
 def test_one_rank_whose_model_is_refused_does_not_leave_the_other_hanging(context: RankContext) -> None:
-    """Rank 1's units are wrong; rank 0 hears of it."""
+    """Rank 1's units are wrong; rank 0 raises too."""
     model = Stack()
     with pytest.raises(StreamShardError, match=r"nowhere" if context.rank else r"rank 1|nowhere"):
         StreamShard(model, units=["nowhere"] if context.rank else None)
@@ -223,7 +223,7 @@ def test_one_rank_whose_model_is_refused_does_not_leave_the_other_hanging(contex
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["deepcopy", "copy of a block", "pickle", "torch.save", "copy"])
 def test_copying_pickling_and_ddp_raise_with_a_hint(context: RankContext, how: str, tmp_path: Path) -> None:
-    """A copy of shards is no model; the error says what to use instead."""
+    """A copy would have only pieces; the error names the alternative."""
     model: Any = StreamShard(TinyLM(), precision=FP32)
     actions: dict[str, Callable[[], Any]] = {
         "deepcopy": lambda: copy.deepcopy(model),
@@ -244,7 +244,7 @@ def test_copying_pickling_and_ddp_raise_with_a_hint(context: RankContext, how: s
 
 @pytest.mark.ranks
 def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start(tmp_path: Path) -> None:
-    """A plain `python train.py` gets a sentence about torchrun, not a stack of c10d."""
+    """`python train.py` raises an error that recommends torchrun, instead of one of c10d."""
     script = """
         from streamshard import StreamShard
         from tests.models import TinyLM

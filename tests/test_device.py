@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A machine with four GPUs, as far as one can ask of it."""
+    """Makes torch report four GPUs."""
     module = types.SimpleNamespace(
         device_count=lambda: 4,
         current_device=lambda: 0,
@@ -40,7 +40,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 @pytest.fixture
 def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """A group that has nothing for GPUs."""
+    """A process group without a backend for GPUs."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -49,7 +49,7 @@ def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 @pytest.fixture
 def both(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """One that serves GPUs as well; torch has a backend that does nothing."""
+    """A process group with a backend for GPUs too: torch's fake backend, which does nothing."""
     dist.init_process_group("cpu:gloo,cuda:fake", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -67,7 +67,7 @@ def test_a_model_on_the_cpu_moves_to_the_accelerator_of_its_rank(
     current: int,
     index: int,
 ) -> None:
-    """The one that somebody has chosen, else the launcher's; the only one where a process sees one."""
+    """The current device if it was set, else LOCAL_RANK, else SLURM_LOCALID; device 0 if LOCAL_RANK is too large."""
     monkeypatch.setenv("SLURM_LOCALID", "3" if local_rank is None and index == 3 else "0")
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -89,7 +89,7 @@ def test_training_on_the_cpu_beside_idle_accelerators_says_so(
 
 
 def test_a_group_without_a_backend_for_the_parameters_is_refused(gloo: dist.ProcessGroup) -> None:
-    """It says which it has, and which is wanted."""
+    """The error names the group's backends, and the missing one."""
     streams = types.SimpleNamespace(device=torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=r"on cuda:0, .*\(cpu:gloo,cuda:gloo\) has no backend: .*'nccl'"):
         Communicator(gloo, streams)  # type: ignore[arg-type]  # no GPU is here
@@ -99,7 +99,7 @@ def test_a_group_without_a_backend_for_the_parameters_is_refused(gloo: dist.Proc
 
 
 def _leave_group() -> None:
-    """The test's own group: not before all have it, or gloo would take whoever leaves it for dead."""
+    """Leave the test's process group, after all ranks have made it: else gloo takes a rank that leaves for dead."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -120,7 +120,7 @@ STARTS: dict[str, Callable[[RankContext, str], Any]] = {"unnamed": _unnamed, "me
 
 @on_ranks(2)
 @pytest.mark.parametrize("start", list(STARTS))
-def test_it_trains_however_the_group_was_made(context: RankContext, start: str, tmp_path: Path) -> None:
+def test_a_model_trains_however_the_process_group_was_made(context: RankContext, start: str, tmp_path: Path) -> None:
     """Without a backend's name, by a mesh, for several kinds of device."""
     _leave_group()
     mesh = STARTS[start](context, f"{tmp_path}/store")
@@ -128,8 +128,8 @@ def test_it_trains_however_the_group_was_made(context: RankContext, start: str, 
 
 
 @on_ranks(2)
-def test_hosts_talk_although_the_group_serves_devices_only(context: RankContext, tmp_path: Path) -> None:
-    """Over a second group, which every further model uses too; an exception ends their waits."""
+def test_hosts_communicate_if_the_process_group_serves_devices_only(context: RankContext, tmp_path: Path) -> None:
+    """Over a second group, which all models share. An exception on one rank ends the other ranks' waits."""
     _leave_group()
     dist.init_process_group(
         "cuda:fake", init_method=f"file://{tmp_path}/store", rank=context.rank, world_size=context.world_size

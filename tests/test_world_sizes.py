@@ -145,7 +145,7 @@ def test_no_host_waits_for_another_one_in_a_steady_step(size: int, has_statistic
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_rank_holds_is_what_the_formula_says(size: int) -> None:
+def test_a_ranks_memory_equals_the_formula(size: int) -> None:
     """Shards shrink with the number of ranks, as far as padding lets them."""
     with _one_of(size), simulated_device():
         model: Any = StreamShard(Stack((64,) * 9), precision=BF16)

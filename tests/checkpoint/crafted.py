@@ -1,4 +1,4 @@
-"""Checkpoints that strangers may make: their manifest says something else, and has a checksum that fits."""
+"""Malicious checkpoints: their manifests are changed, with a matching checksum."""
 
 from __future__ import annotations
 

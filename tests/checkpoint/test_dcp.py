@@ -97,7 +97,7 @@ def _go_on_with_fsdp2(context: RankContext, directory: Path, flatten: bool) -> l
     return _train(model, optimizer, 3, 6)
 
 
-def test_fsdp2_goes_on_where_we_have_stopped(ranks: RankPool, tmp_path: Path) -> None:
+def test_fsdp2_continues_from_our_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
     """Weights, a tied one, buffers, moments, steps and both groups' options: the same losses, however it names them."""
     wanted = ranks(2).run(_train_ours, tmp_path / "run")[0]
     out = tmp_path / "out"
@@ -126,7 +126,7 @@ def _go_on_with_ours(context: RankContext, directory: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("layout", "flatten"), [("dcp", True), ("accelerate", False)])
-def test_we_go_on_where_fsdp2_has_stopped(ranks: RankPool, tmp_path: Path, layout: str, flatten: bool) -> None:
+def test_we_continue_from_fsdp2s_checkpoints(ranks: RankPool, tmp_path: Path, layout: str, flatten: bool) -> None:
     """Both ways of FSDP2 to name param groups, and Accelerate's directories; on another number of ranks too."""
     theirs = tmp_path / "theirs"
     own = ("pytorch_model_fsdp_0", "optimizer_0") if layout == "accelerate" else ("", "")
@@ -138,7 +138,7 @@ def test_we_go_on_where_fsdp2_has_stopped(ranks: RankPool, tmp_path: Path, layou
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def test_there_and_back_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
+def test_converting_to_dcp_and_back_keeps_every_bit(ranks: RankPool, tmp_path: Path) -> None:
     """Every weight, moment and step."""
     ranks(2).run(_train_ours, tmp_path / "run")
     to_dcp(tmp_path / "run", tmp_path / "dcp")
@@ -175,7 +175,7 @@ def _refused(context: RankContext, directory: Path, what: str) -> str:
     return str(caught.value)
 
 
-def test_what_does_not_fit_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """DCP does not name the optimizer's class, but has its options; a weight that is tied there only is seen."""
     ranks(1).run(_train_ours, tmp_path / "run")
     to_dcp(tmp_path / "run", tmp_path / "dcp")
@@ -230,7 +230,7 @@ def test_other_prefixes_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert _everything(path).keys() == {"model/weight"}
 
 
-def test_an_interrupt_is_one_and_leaves_nothing(
+def test_an_interrupted_conversion_raises_keyboard_interrupt_and_leaves_nothing(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it reads or writes. Until all is written, the directory does not have its name."""

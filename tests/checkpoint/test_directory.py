@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which is the latest, and what becomes of directories that runs have left."""
+"""Finding checkpoints and the latest one, and cleaning up directories of killed runs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_second_checkpoint_with_a_number_does_not_overwrite_the_first(tmp_path
 
 @pytest.mark.parametrize("name", ["best", "checkpoint-best"])
 @pytest.mark.parametrize("is_link", [False, True])
-def test_copies_and_links_of_ones_own_are_not_deleted(name: str, is_link: bool, tmp_path: Path) -> None:
+def test_the_users_copies_and_links_of_checkpoints_are_not_deleted(name: str, is_link: bool, tmp_path: Path) -> None:
     """A user may keep the best one, or a link to the latest, in the same directory."""
     for number in (1, 2, 3):
         path = _put(tmp_path, number, keep=2)
@@ -119,7 +119,7 @@ def test_copies_and_links_of_ones_own_are_not_deleted(name: str, is_link: bool, 
 
 
 def test_the_error_says_why_a_checkpoint_cannot_be_read(tmp_path: Path) -> None:
-    """And the one about any other directory, what can be done with it."""
+    """The error about another kind of directory says what to do with it."""
     _put(tmp_path, 1)
     (tmp_path / "checkpoint-1" / FILE).unlink()
     with pytest.raises(CheckpointError, match=f"checkpoint-1 is not whole: {FILE}: No such file"):
@@ -131,7 +131,7 @@ def test_the_error_says_why_a_checkpoint_cannot_be_read(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def _as_another_user() -> Iterator[None]:
-    """Root may enter any directory."""
+    """Run as another user than root, because root may enter any directory."""
     is_root = os.geteuid() == 0
     if is_root:
         os.seteuid(65534)
@@ -161,7 +161,7 @@ def test_directories_that_may_not_be_entered_are_passed_over(tmp_path_factory: p
 
 
 def test_a_process_with_too_many_open_files_finds_no_checkpoint_damaged(tmp_path: Path) -> None:
-    """`latest` would return None, and a run would begin again."""
+    """Otherwise `latest` would return None, and the run would start from the beginning."""
     _put(tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
@@ -195,7 +195,7 @@ def test_two_runs_that_save_one_number_at_once_both_leave_a_checkpoint(
 def test_another_run_right_before_the_rename_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str
 ) -> None:
-    """It publishes the same number, or sweeps up."""
+    """The other run publishes the same number, or removes partial directories."""
     first, second = _begin(tmp_path, 5), _begin(tmp_path, 5)
     rename = os.rename
 

@@ -220,7 +220,7 @@ def test_save_pretrained_of_a_sharded_model_exports_it(context: RankContext, tmp
 
 
 @on_ranks(2)
-def test_what_save_pretrained_of_a_sharded_model_cannot_do_raises(context: RankContext, tmp_path: Path) -> None:
+def test_unsupported_arguments_of_save_pretrained_raise(context: RankContext, tmp_path: Path) -> None:
     """On all ranks, and says what to call."""
     model: Any = StreamShard(llama())
     with pytest.raises(CheckpointError, match=r"variant='fp16'.*full_state_dict.*state_dict=weights, variant="):

@@ -93,7 +93,7 @@ def test_files_that_are_cut_lost_longer_or_flipped_are_named_before_anything_cha
 def test_the_error_about_a_damaged_latest_checkpoint_names_the_newest_intact_one(
     context: RankContext, tmp_path: Path
 ) -> None:
-    """Of those beside it, another may be damaged as well. Without an intact one, the error names none."""
+    """Another checkpoint beside it may be damaged too. If none is intact, the error names none."""
     run = start(0)
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, *run, step=step)
@@ -317,8 +317,8 @@ STRANGE: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_a_manifest_of_a_stranger_is_refused_and_passed_over(saved: Path, tmp_path: Path, what: str) -> None:
-    """Nothing is read or written elsewhere, and there is an older checkpoint."""
+def test_a_malicious_manifest_is_refused_and_skipped(saved: Path, tmp_path: Path, what: str) -> None:
+    """Nothing outside of the directory is read or written. An older checkpoint is used instead."""
     for number in (1, 2):
         shutil.copytree(saved, tmp_path / f"checkpoint-{number}")
         rewrite(tmp_path / f"checkpoint-{number}", lambda content: content.update(number=number))  # noqa: B023
@@ -347,10 +347,10 @@ STRANGE_TREES: list[Any] = [
 
 
 @pytest.mark.parametrize("number", range(len(STRANGE_TREES)))
-def test_a_value_of_a_stranger_is_refused_before_anything_changes(
+def test_a_malicious_value_is_refused_before_anything_changes(
     ranks: RankPool, saved: Path, tmp_path: Path, number: int
 ) -> None:
-    """Such as an attribute of torch, which would be handed to the user's objects."""
+    """For example an attribute of torch in place of a dtype, which would reach the user's objects."""
     path = tmp_path / "checkpoint-1"
     shutil.copytree(saved, path)
     rewrite(path, lambda c: _set(c, *TREES, "extra.text", 0, STRANGE_TREES[number]))
@@ -361,7 +361,7 @@ def test_a_value_of_a_stranger_is_refused_before_anything_changes(
     "body", [b"", b"[]", b"7", b"{}", b'{"format":4}', b"\xff", b'{"format":' + b"9" * 5000 + b"}", b"[" * 100_000]
 )
 def test_a_manifest_of_any_other_shape_is_refused(tmp_path: Path, body: bytes) -> None:
-    """Whatever Python's parser makes of it."""
+    """For example numbers and nested lists that Python's parser accepts."""
     write_body(tmp_path, body)
     with pytest.raises(CheckpointError, match="checkpoint.json cannot be used: "):
         read_manifest(tmp_path)

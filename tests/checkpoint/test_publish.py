@@ -91,7 +91,7 @@ def _export_alone(model: nn.Module, directory: Path, size: int | str) -> None:
 
 
 class Killed(BaseException):
-    """The process is no more."""
+    """Stands for the death of the process."""
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_export_killed_anywhere_leaves_the_old_one_or_the_new(
 
 
 @pytest.mark.parametrize(("old", "new"), SIZES)
-def test_error_anywhere_leaves_the_old_one_or_the_new(
+def test_export_failing_anywhere_leaves_the_old_one_or_the_new(
     old: int | str, new: int | str, tmp_path: Path, at_call: Callable[..., Any]
 ) -> None:
     """One call fails; the next export works."""
@@ -248,7 +248,7 @@ def test_no_name_of_a_numbered_file_is_used_again(tmp_path: Path) -> None:
         seen |= numbered
 
 
-def test_sweep_keeps_what_is_not_an_exports(tmp_path: Path) -> None:
+def test_sweep_keeps_files_that_are_not_an_exports(tmp_path: Path) -> None:
     """Names that look alike are the user's; while the index cannot be read, its files stay."""
     _export_alone(filled(Plain), tmp_path, TWO)
     own = ["model-fp16-00001-of-00002.safetensors", "model-old.partial", "model.safetensors.partial", "model-1.bin"]

@@ -252,7 +252,7 @@ REFUSED = [
 def test_a_value_that_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
     context: RankContext, tmp_path: Path, case: str
 ) -> None:
-    """Whatever holds the pieces, and whichever rank has some."""
+    """In any container, and also if only one rank has pieces."""
     run = start(0)
     steps(run, 0, 1)
     given, words = _refused(case, run)
@@ -380,9 +380,7 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
 
 
 @on_ranks(2)
-def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_a_rank_that_dies_before_the_first_background_save_is_reported(context: RankContext, tmp_path: Path) -> None:
     """The others make a group for it, at the store, which does not say that nobody comes any more."""
     run = start(0)
 
@@ -402,7 +400,7 @@ def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
 
 @on_ranks(3)
 def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(context: RankContext, tmp_path: Path) -> None:
-    """The others hear of it; the next save works, and so does training."""
+    """The other ranks raise. The next save and training work."""
     run = start(0)
     _start_saving(tmp_path, run, wait=False).wait()
 
@@ -432,7 +430,7 @@ def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(contex
 
 @on_ranks(2)
 def test_a_rank_that_is_interrupted_while_it_writes_tells_the_others(context: RankContext, tmp_path: Path) -> None:
-    """So all of them end the save, and go on together if the user wants."""
+    """So all ranks end the save, and can continue."""
     run = start(0)
 
     def interrupt(*args: Any) -> Any:
@@ -536,7 +534,7 @@ def _is_done_everywhere(saving: Any) -> bool:
 
 @on_ranks(2)
 def test_an_error_in_the_background_is_raised_by_the_next_call(context: RankContext, tmp_path: Path) -> None:
-    """Once, on every rank; nothing is left of it, and what was there before stays."""
+    """Once, on every rank. Its files are removed, and earlier checkpoints stay."""
     run = start(0)
     before = _save(tmp_path, run)
     patch = _break_writing(context, 1)
@@ -555,7 +553,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(context: RankCont
 def test_an_error_that_one_rank_has_seen_is_raised_on_all_by_the_next_call(
     context: RankContext, tmp_path: Path
 ) -> None:
-    """So that they go on together; once all have heard of it, it is over."""
+    """So ranks stay in step. After all ranks have raised, the next save works."""
     run = start(0)
     patch = _break_writing(context, 0)
     for waiting in ([0], [0, 1]):
@@ -572,7 +570,7 @@ def test_an_error_that_one_rank_has_seen_is_raised_on_all_by_the_next_call(
 
 
 @on_ranks(1)
-def test_an_error_anywhere_leaves_what_was_there_or_the_new_one(context: RankContext, tmp_path: Path) -> None:
+def test_a_save_failing_anywhere_leaves_the_old_or_the_new_checkpoint(context: RankContext, tmp_path: Path) -> None:
     """Each change to the file system fails once, whether or not it was carried out; no error once the new one is whole.
 
     What has to be deleted then, and cannot be, is no checkpoint any more, and the next save sweeps it up.
@@ -644,8 +642,8 @@ def _failing(number: int, is_done: bool) -> Iterator[Callable[[], bool]]:
 
 
 @on_ranks(2)
-def test_arguments_that_differ_between_ranks(context: RankContext, tmp_path: Path) -> None:
-    """By name and rank, on all ranks, before anything is written; they would wait for each other in vain."""
+def test_arguments_that_differ_between_ranks_raise_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
+    """The error names argument and rank, on all ranks, before anything is written. Else ranks would wait forever."""
     run, rank = start(0), context.rank
     for name, settings in (
         ("wait", {"wait": bool(rank)}),
@@ -665,8 +663,8 @@ def test_arguments_that_differ_between_ranks(context: RankContext, tmp_path: Pat
 
 
 @on_ranks(2)
-def test_gradients_that_wait_for_a_step_are_lost_with_a_word(context: RankContext, tmp_path: Path) -> None:
-    """Weights are right all the same; those that a step has used are not spoken of."""
+def test_saving_while_gradients_wait_in_no_sync_warns(context: RankContext, tmp_path: Path) -> None:
+    """The saved weights are right. Gradients that a step has used cause no warning."""
     for settings in ({}, {"weight_slots": "all", "grad_slots": "all"}):
         model: Any = StreamShard(Stack(), precision=FP32, **settings)
         optimizer = adamw(model)
@@ -775,7 +773,7 @@ def _load_a_loader(context: RankContext, path: Path) -> None:
 
 @pytest.mark.ranks
 def test_values_that_differ_between_ranks_need_the_same_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    """Nobody can say where a loader of another number of ranks is; what was the same goes to all."""
+    """On another number of ranks, values that differed between ranks raise; equal values go to all ranks."""
     ranks(2).run(_save_a_loader, tmp_path)
     ranks(1).run(_load_a_loader, tmp_path)
 
@@ -858,8 +856,8 @@ def test_state_that_only_some_ranks_keep_is_named(context: RankContext, tmp_path
 
 
 @on_ranks(2)
-def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> None:
-    """By name, before anything is written."""
+def test_invalid_arguments_raise_by_name(context: RankContext, tmp_path: Path) -> None:
+    """The error names the argument, before anything is written."""
     run = start(0)
     for settings, words in (
         ({"keep": 0}, "keep=0: wanted an integer of at least 1"),
@@ -932,7 +930,7 @@ def test_replicas_that_train_on_their_own_are_all_saved(context: RankContext, tm
 
 @on_ranks(2)
 def test_a_model_from_the_meta_device_takes_over(context: RankContext, tmp_path: Path) -> None:
-    """Without ever having had values of its own."""
+    """The model has no values before it is loaded."""
     run = start(0)
     steps(run, 0, 2, spread=4)
     _save(tmp_path, run)

@@ -116,8 +116,8 @@ def test_full_state_dict_is_what_the_plain_model_gives(context: RankContext, nam
 
 
 @on_ranks(2)
-def test_what_a_module_raises_on_one_rank_is_an_error_on_all(context: RankContext) -> None:
-    """And the parameters are pieces again."""
+def test_an_error_in_a_modules_state_dict_on_one_rank_is_raised_on_all(context: RankContext) -> None:
+    """Afterwards the parameters are pieces again."""
 
     class Refusing(Layer):
         def get_extra_state(self) -> Any:
@@ -172,7 +172,7 @@ def test_pieces_of_parts_are_not_saved_as_if_they_were_whole(context: RankContex
 
 @on_ranks(2)
 def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
-    """They would take pieces for whole tensors; with one rank they are."""
+    """They would take pieces for full tensors. On one rank they work, because pieces are full."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_model_state_dict,
@@ -197,7 +197,7 @@ def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
+def test_errors_about_shapes_show_full_shapes(context: RankContext) -> None:
     """The parameter, both whole shapes, and what is wanted; not the shape of a piece alone."""
     model, plain = _model()
     state = {**plain.state_dict(), "layers.0.linear.weight": torch.zeros(3, 3), "head.bias": torch.zeros(2)}
@@ -214,8 +214,8 @@ def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("is_piece", [True, False])
-def test_assign_raises_whatever_is_given(context: RankContext, is_piece: bool) -> None:
-    """It would put other parameters under the optimizer."""
+def test_load_state_dict_with_assign_raises(context: RankContext, is_piece: bool) -> None:
+    """`assign=True` would replace the parameters that the optimizer steps."""
     model, plain = _model()
     state = model.state_dict() if is_piece else plain.state_dict()
     with pytest.raises(ShardingError, match="assign=True.*'layers.0.linear.weight'"):
@@ -255,7 +255,7 @@ MEMORY_OF: dict[str, Callable[[nn.Parameter], Any]] = {
 def test_views_of_main_weights_are_not_pickled(
     context: RankContext, name: str, slots: Any, precision: Precision
 ) -> None:
-    """However it was come by, unless it is whole. A clone is the user's, who says that he knows."""
+    """Any view of a piece raises in pickle, unless the piece is the full tensor. A clone can be pickled."""
     model: Any = StreamShard(Stack(), precision=precision, weight_slots=slots)
     param = next(model.layers[0].parameters())
     for save in (lambda value: torch.save(value, io.BytesIO()), pickle.dumps):

@@ -109,7 +109,7 @@ def _alone() -> tuple[int, str]:
 
 
 @on_ranks(1)
-def test_a_script_that_was_started_alone(context: RankContext) -> None:
+def test_a_script_without_a_launcher_trains_on_one_process(context: RankContext) -> None:
     """Without a launcher: ``python script.py``."""
     with launched(context):
         assert _alone() == (1, "NO")

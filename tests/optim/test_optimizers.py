@@ -81,7 +81,7 @@ def test_an_optimizer_trains_like_on_the_unsharded_model(context: RankContext, n
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in FUSED])
 def test_torch_has_no_other_fused_optimizers(name: str) -> None:
-    """Once it has one, that belongs into `FUSED`."""
+    """If torch gets another one, add it to `FUSED`."""
     kind, settings = OPTIMIZERS[name]
     with pytest.raises((TypeError, RuntimeError)):
         kind([nn.Parameter(torch.ones(1))], fused=True, **settings)  # type: ignore[call-arg]
@@ -145,7 +145,7 @@ def test_an_optimizer_that_needs_whole_parameters_raises_at_its_first_step(
 @on_ranks(1)
 @pytest.mark.parametrize("name", list(WHOLE))
 def test_one_rank_has_whole_parameters(context: RankContext, name: str) -> None:
-    """So every optimizer works there."""
+    """On one rank every optimizer works."""
     model = _model(context)
     optimizer = WHOLE[name](model)
     stack_step(model, Call(0, 0, 1, 1.0))

@@ -249,8 +249,8 @@ def test_an_error_on_one_owner_is_raised_on_all_ranks(context: RankContext, on_a
 
 
 @on_ranks(2)
-def test_ranks_that_disagree_about_gradients_hear_which(context: RankContext) -> None:
-    """A user clears one on one rank: no whole parameter is stepped, and training can go on."""
+def test_ranks_that_disagree_about_gradients_raise_and_name_the_parameter(context: RankContext) -> None:
+    """The user clears a gradient on one rank. No full parameter is stepped, and training can continue."""
     model = _sharded()
     optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=1)
     before = full_weights(model)
@@ -324,7 +324,7 @@ class _KeepsGrads(torch.optim.SGD):
     ],
 )
 def test_optimizers_that_cannot_be_separated_are_refused(kind: type[Optimizer], message: str) -> None:
-    """When they are made, by name."""
+    """The constructor raises, and names the optimizer."""
     with pytest.raises(ConfigError, match=message) as caught:
         WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], kind, lr=0.1)
     assert kind.__name__ in str(caught.value)

@@ -158,6 +158,6 @@ def test_classes_can_be_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["LlamaLayer", "model.layer.1", nn.Conv2d, nn.Linear(2, 2), 5], ids=str)
-def test_what_is_neither_a_module_nor_a_class_raises(name: Any) -> None:
+def test_a_unit_that_is_neither_a_module_nor_a_class_raises(name: Any) -> None:
     with pytest.raises(UnitError, match=re.escape(f"units names {name!r}, which is neither a module inside the model")):
         find_groups(families.llama(), [name])

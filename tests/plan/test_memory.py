@@ -295,7 +295,7 @@ def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> No
 
 
 @on_ranks(1, 2)
-def test_a_model_that_nobody_uses_any_more_is_freed(context: RankContext) -> None:
+def test_a_deleted_model_frees_its_buffers(context: RankContext) -> None:
     """Buffers go with it, so that the next model has room: before and after it was trained."""
     for steps in (0, 2):
         model = sharded("plain", PRECISIONS["bf16, reduced in fp32"])

@@ -37,7 +37,7 @@ LAYERS = [f"layers.{k}" for k in range(4)]
 
 
 def _resident(resident: Any, **settings: Any) -> list[str]:
-    """Units, those that are resident with a star."""
+    """The units' names; resident ones with a star."""
     return [unit.name + "*" * unit.is_resident for unit in find_groups(Wide(), None, resident, **settings)[0]]
 
 
@@ -54,7 +54,7 @@ def _resident(resident: Any, **settings: Any) -> list[str]:
     ],
 )
 def test_modules_named_in_resident_are_resident(resident: Any, wanted: list[str]) -> None:
-    """Beside what is large anyway."""
+    """In addition to large modules, which are resident by default."""
     assert _resident(resident) == wanted
 
 
@@ -107,7 +107,7 @@ def test_resident_modules_are_printed_and_counted(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_disagree_about_it_raise(context: RankContext) -> None:
+def test_ranks_with_different_resident_modules_raise(context: RankContext) -> None:
     """By name."""
     with pytest.raises(RankMismatchError, match=r"resident layers\.1"):
         StreamShard(Wide(), precision=FP32, resident=["layers.1"] if context.rank else [])
