@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: the command's arguments; None: those of the process.
+        argv: the command's arguments. None: the arguments of the process.
 
     Returns:
         The exit code: 0; 1 after an error (one line on standard error); 2 after wrong usage.
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: object, stream: TextIO | None = None) -> None:
-    """Print one line. It may hold names from a checkpoint that a stranger made, so control characters are escaped."""
+    """Print one line. Control characters are escaped: names from an untrusted checkpoint may contain some."""
     print(printable(str(text)), file=stream)
 
 

@@ -41,32 +41,32 @@ class StreamShard(ShardedModule):
     and backward ``p.shape`` is the full shape, and the memory holds this rank's piece of the fp32 main weights.
 
     Parameters that are frozen when the model is sharded have no main grads, keep their dtype (unless layers compute in
-    fp32), and cannot train later. All ranks must freeze the same parameters, and call forward and backward equally
-    often.
+    fp32), and cannot train later. All ranks must freeze the same parameters, and call forward and backward the same
+    number of times.
 
     Args:
-        module: the model, the same on every rank, on the CPU or one accelerator. Training starts from rank 0's weights
-            and buffers, which rank 0 sends to the others: their models may be on the meta device. From the CPU it
-            moves to this rank's accelerator if there is one that the process group can serve, unless `mesh` is one of
-            CPUs. Parameters and buffers on the meta device get memory there without values: `load_safetensors` or
-            `init_weights` fills them.
+        module: the model, the same on every rank, on the CPU or one accelerator. Rank 0 sends its weights and buffers
+            to the other ranks, whose models may be on the meta device. A model on the CPU moves to this rank's
+            accelerator if the process group has a backend for it, unless `mesh` is a CPU mesh. Parameters and buffers
+            on the meta device get memory without values: `load_safetensors` or `init_weights` fills them.
         units: the modules to all-gather and reduce as one unit each: classes, modules, or names of either
             (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several. None: repeated layers, and large modules beside
-            them whose parameters are not tied. `streamshard.plan.discovery` says which. All other parameters form the
-            root unit; warns if these are more than a quarter of the weights.
+            them whose parameters are not tied (see `streamshard.plan.discovery`). All other parameters form the root
+            unit. Warns if the root unit has more than a quarter of the weights.
         resident: modules whose weights are read outside of their own layer's forward: names, modules or classes, one or
-            several. Each gets slots of its own, is all-gathered once in a step and then stays in place, as embeddings
-            and heads do. The parameters of a module inside a layer move to the root unit.
-        mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
-            the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
-            from the launcher's environment if there is none.
-        precision: dtypes of weights, gradients and reductions; None is ``Precision()``, bf16 and fp32.
-        weight_slots: number of buffers for the weights of streamed units, at least 2. The last layers of forward that
-            fit stay for backward; with "all" nothing is all-gathered twice in a step (ZeRO-2).
-        grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
-            (ZeRO-1).
-        min_unit_size: put consecutive units together until each has at least so many bytes in `param_dtype`, e.g.
-            ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
+            several. Each gets its own slots, is all-gathered once in a step and then stays unsharded, as embeddings and
+            heads do. The parameters of a module inside a layer move to the root unit.
+        mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards over the
+            second axis, averages gradients over the first (hybrid sharding). None: the default group; if there is none,
+            it is made from the launcher's environment.
+        precision: dtypes of weights, gradients and reductions. None: ``Precision()``: layers compute in bf16,
+            reductions are in fp32.
+        weight_slots: number of buffers for the weights of streamed units, at least 2. The last layers of forward stay
+            in their slots for backward. With "all" each unit is all-gathered once in a step (ZeRO-2).
+        grad_slots: number of buffers for gradients, at least 2. With "all" gradients are accumulated locally inside
+            `no_sync` and reduced once (ZeRO-1).
+        min_unit_size: combine consecutive units until each has at least this many bytes in `param_dtype`, e.g.
+            ``"1MiB"``, so that tiny layers share collectives. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
@@ -113,8 +113,9 @@ class StreamShard(ShardedModule):
         One context around several micro-batches is faster than one around each.
 
         With ``grad_slots="all"`` gradients wait in their slots, and the next backward outside reduces them. With fewer
-        slots every backward reduces over the shard group, and the next one outside averages over replicas. While
-        gradients wait for either, steps, clipping and reading raise. The sum is the same.
+        slots every backward reduces over the shard group, and the next backward outside averages over replicas. While
+        gradients wait to be reduced or averaged, stepping, clipping and reading them raise. The sum is the same in both
+        cases.
         """
         self.set_requires_gradient_sync(False)
         try:
@@ -123,7 +124,7 @@ class StreamShard(ShardedModule):
             self.set_requires_gradient_sync(True)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Enter (False) or leave (True) what `no_sync` does."""
+        """False: start to accumulate, like entering `no_sync`. True: stop, like leaving it."""
         engine_of(self).casts.set_synced(requires_gradient_sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -146,21 +147,21 @@ class StreamShard(ShardedModule):
         divide_by_initial_world_size: bool = True,
         **others: Any,
     ) -> UnevenHook:
-        """For ``torch.distributed.algorithms.Join([model], repeat=function)``, whose keyword arguments arrive here.
+        """Called by ``torch.distributed.algorithms.Join([model], repeat=function)`` with its keyword arguments.
 
         Args:
-            repeat: what a rank that has run out does after each synchronised backward of the others: all that follows
-                it in the loop, such as ``optimizer.step``. Only training needs it.
+            repeat: a rank without inputs calls it after each synchronised backward of the other ranks. It does all that
+                follows a backward in the loop, such as ``optimizer.step``. Only training needs it.
             divide_by_initial_world_size: as for DistributedDataParallel: gradients are means over all ranks (True, the
-                default), or over those that have inputs.
-            **others: for other joinables, to which ``Join`` gives the same.
+                default), or over the ranks with inputs (False).
+            **others: ignored; ``Join`` passes all its keyword arguments to every joinable.
         """
         engine = engine_of(self)
         return UnevenHook(UnevenInputs(self, engine, repeat, divide_by_initial_world_size), engine)
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join`` counts ranks."""
+        """The device on which ``Join`` counts ranks."""
         return engine_of(self).streams.device
 
     @property
@@ -172,21 +173,21 @@ class StreamShard(ShardedModule):
 
     @contextlib.contextmanager
     def summon_full_params(self, writeback: bool = False, with_grads: bool = False) -> Iterator[None]:
-        """Inside, parameters are full on every rank: original names and shapes, dtypes as outside. Collective.
+        """Inside, parameters are full tensors on every rank: original names and shapes, dtypes as outside. Collective.
 
         Args:
-            writeback: at the end, copy this rank's piece of each full tensor back; nothing after an exception.
-            with_grads: gradients are full too, but read-only: no change is written back.
+            writeback: at the end, copy this rank's piece of each full tensor back. An exception inside copies nothing.
+            with_grads: gradients are full tensors too, read-only: changes are not written back.
 
         Raises:
-            ShardingError: inside a forward or backward; at the end, if what was done would be lost.
+            ShardingError: called inside a forward or backward; at the end, if a change inside would be lost.
         """
         engine = engine_at_rest(self, "summon_full_params")
         with leave_inference_mode(), summon(engine, writeback=writeback, with_grads=with_grads):
             yield
 
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
-        """The whole model's state dict: original names and shapes, in CPU memory. Collective.
+        """The state dict of the unsharded model: original names and shapes, in CPU memory. Collective.
 
         Weights are fp32; frozen parameters have their storage dtype. One unit is all-gathered at a time. The modules'
         own hooks and ``state_dict()`` methods see full tensors. Tied names share one tensor.
@@ -198,15 +199,15 @@ class StreamShard(ShardedModule):
         return gather_state_dict(engine, self, rank0_only=rank0_only)
 
     def local_ranges(self) -> dict[str, LocalRange]:
-        """Which elements of which parameter this rank owns, by name: the range map of Megatron's distributed optimizer.
+        """Which elements of each parameter this rank owns, by name: the range map of Megatron's distributed optimizer.
 
-        Element ``start`` up to ``stop`` of the flattened parameter. ``shard_offset`` counts from the start of the
-        rank's shard of the unit. Further names of tied parameters are left out.
+        The rank owns elements ``start`` up to ``stop`` of the flattened parameter. ``shard_offset`` counts from the
+        start of the rank's shard of the unit. A tied parameter has one entry, under its first name.
         """
         return {shard.name: shard.local for shard in engine_of(self).param_shards}
 
     def memory_report(self) -> MemoryReport:
-        """Bytes the engine holds on this rank by category, beside the formula. Printable."""
+        """Bytes that the engine holds on this rank by category, beside the formula. Printable."""
         return report_memory(engine_of(self))
 
     def __repr__(self) -> str:
@@ -257,7 +258,7 @@ def export_safetensors(
     Args:
         model: a model made by `StreamShard`.
         directory: on storage that all ranks share; made if it is not there.
-        dtype: of floating-point weights in the files, such as ``torch.bfloat16`` or ``"bfloat16"``; None: each
+        dtype: dtype of floating-point weights in the files, such as ``torch.bfloat16`` or ``"bfloat16"``. None: each
             parameter's dtype before sharding.
         max_shard_size: the largest size of a file, such as ``"500MB"``; more weights are split over several files.
 
@@ -266,8 +267,8 @@ def export_safetensors(
 
     Raises:
         ConfigError: `dtype` or `max_shard_size` cannot be read.
-        CheckpointError: on every rank: the files cannot be written, the model's class stores its weights in a way that
-            does not consist of ranges of its parameters, or a module inside it has adapters.
+        CheckpointError: on every rank: the files cannot be written, the model's class stores its weights as other
+            values than ranges of its parameters, or a module inside it has adapters.
     """
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")
@@ -277,25 +278,25 @@ def export_safetensors(
 def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> Difference:
     """Load an export, or any safetensors directory in the Hugging Face layout. Call it on every rank.
 
-    A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). Names must agree: each parameter
-    and persistent buffer is in the files, and nothing else is. For transformers' models tensors are converted as by
-    ``from_pretrained``: renamed, merged or split, with or without the base model's prefix. One of several tied names is
-    enough; if the files have more, the first in the model's order counts.
+    A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). The files must have exactly the
+    names of the model's parameters and persistent buffers. For transformers' models tensors are converted as by
+    ``from_pretrained``: renamed, merged or split, with or without the base model's prefix. Of several tied names one is
+    enough; if the files have more, the first in the model's order is loaded.
 
-    If the model was sharded on the meta device, buffers that no file has (rotary tables) are computed by the model's
-    own initialisation, as by `init_weights`.
+    If the model was sharded on the meta device, its own initialisation computes buffers that no file has, such as
+    rotary tables, as in `init_weights`.
 
-    All ranks check each file before a weight changes. If storage fails afterwards, the model holds some of the weights,
-    and the error says so.
+    All ranks check each file before a weight changes. If storage fails afterwards, some weights are new and some are
+    old, and the error says so.
 
     Args:
         model: a model made by `StreamShard`.
         directory: holds ``model.safetensors``, or numbered files and their index, or links to them (a snapshot of the
-            hub); every rank can read it, or a copy.
+            hub). Every rank must be able to read it, or a copy of it.
         strict: False: load the tensors that fit. Other parameters keep their values, or stay empty.
 
     Returns:
-        Names that are ``missing``, ``unexpected`` or ``mismatched``; with `strict` there are none.
+        The names that are ``missing``, ``unexpected`` or ``mismatched``; none if `strict`.
 
     Raises:
         CheckpointError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the
@@ -313,23 +314,23 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
 def init_weights(
     model: nn.Module, init: Callable[[nn.Module], object] | None = None, *, seed: int | None = None
 ) -> None:
-    """Give empty parameters and buffers values by the model's own initialisation. Call it on every rank.
+    """Fill empty parameters and buffers by the model's own initialisation. Call it on every rank.
 
     A tensor is empty if it was on the meta device when the model was sharded, and was not loaded since. Other tensors
-    keep their values. The initialisation runs once for each unit: weights of this unit are full then, and all others on
-    the meta device, where writing does nothing and reading raises. The weights have the model's own distribution and
-    are equal on any number of ranks; other `units` give other numbers.
+    keep their values. The initialisation runs once for each unit. In each run the unit's weights are full tensors; all
+    other weights are on the meta device, where writing does nothing and reading raises. The weights have the model's
+    own distribution and are equal on any number of ranks. Other `units` give other random numbers.
 
     Args:
         model: made by `StreamShard`.
-        init: called in each run with each module, children first, as by ``model.apply(init)``. None:
-            ``initialize_weights`` of transformers' models, ``init_weights()`` of modules that have one without
-            arguments, for everything in them, and ``reset_parameters`` of other modules.
-        seed: of torch's random numbers inside; None: ``torch.initial_seed()``. Rank 0's counts.
+        init: called in each run with each module, children first, as by ``model.apply(init)``. None: calls
+            ``initialize_weights`` of transformers' models, ``init_weights()`` of modules that have it without arguments
+            (it must initialise all modules inside), and ``reset_parameters`` of other modules.
+        seed: seed of torch's random numbers; None: ``torch.initial_seed()``. Rank 0's seed counts.
 
     Raises:
         ShardingError: names a module whose ``init_weights`` or ``_init_weights`` takes arguments, parameters and
-            buffers that nothing fills, or a parameter that the initialisation has replaced. All stays empty then.
+            buffers that nothing fills, or a parameter that the initialisation has replaced. Then all stay empty.
     """
     engine = engine_at_rest(not_a_layer(model), "init_weights", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():
@@ -341,7 +342,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
 
     Args:
         model: a model made by `StreamShard`.
-        optimizer: of its parameters or some of them: elementwise, or a `WholeParameterOptimizer`.
+        optimizer: an optimizer of the model's parameters, or some of them: elementwise, or a `WholeParameterOptimizer`.
         rank0_only: other ranks get an empty dict.
 
     Returns:
@@ -349,7 +350,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
         torch and ZeroRedundancyOptimizer load it.
 
     Raises:
-        ConfigError, ShardingError, RankMismatchError: on every rank; names what cannot be put together.
+        ConfigError, ShardingError, RankMismatchError: on every rank; names the state that cannot be combined.
     """
     return gather_state(engine_of_both(optimizer, model), optimizer, rank0_only)
 
@@ -359,9 +360,9 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
 
     Args:
         model: a model made by `StreamShard`.
-        optimizer: of the same class over the same parameters, in the same order, as the one whose state it is.
-        state_dict: as `full_optimizer_state_dict`, plain torch, or ZeroRedundancyOptimizer after
-            ``consolidate_state_dict`` make it. Rank 0's counts; other ranks may give None.
+        optimizer: has the class of the optimizer that the state is from, and the same parameters in the same order.
+        state_dict: from `full_optimizer_state_dict`, plain torch, or ZeroRedundancyOptimizer after
+            ``consolidate_state_dict``. Rank 0's counts; other ranks may pass None.
 
     Raises:
         ConfigError, ShardingError: on every rank, before anything is changed; names the first parameter that is wrong.

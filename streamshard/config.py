@@ -31,8 +31,8 @@ class ReductionMode(enum.Enum):
     """
 
     FP32 = enum.auto()
-    """Gradients are converted to fp32 when they are written into the grad slot. fp32 is sent and summed. The sum goes
-    straight into main grads unless it is added to earlier gradients."""
+    """Gradients are converted to fp32 when they are written into the grad slot. fp32 is sent and summed. The sum is
+    written straight into main grads, unless it is added to earlier gradients."""
     EXCHANGE_16 = enum.auto()
     """16-bit chunks are exchanged. Each rank sums the chunks that it receives, in fp32 and in rank order (as in
     Megatron-LM's ``reduce_scatter_with_fp32_accumulation``)."""
@@ -59,9 +59,9 @@ class Precision:
     On GPUs:
 
     - `EXCHANGE_16` sends half as many bytes as `FP32` within a machine. Between M machines of G GPUs each it sends
-      G (1 - 1/M) / 2 times as many: more, from three machines of four GPUs or two machines of eight.
-    - `SUM_16` adds up in 16 bits. In bf16 a sum of 256 equal gradients stops growing (in fp16, of 2048), so
-      `StreamShard` refuses more ranks than that.
+      G (1 - 1/M) / 2 times as many bytes: more on three or more machines of four GPUs, or on two machines of eight.
+    - `SUM_16` adds up in 16 bits. A bf16 sum stops growing after 256 equal gradients, an fp16 sum after 2048, so
+      `StreamShard` refuses more ranks.
 
     On CPUs every rank sends to every other rank in all three modes, and sums are in fp32.
 
@@ -73,12 +73,11 @@ class Precision:
         grad_dtype: dtype of grad slots and of the gradients that are sent; None means `reduce_dtype`.
         output_dtype: floating-point outputs of the model are cast to it; None leaves them.
         cast_inputs: cast floating-point inputs of the model and of each unit to `param_dtype`.
-        fp32_modules: modules and parameters that stay in fp32: module classes, or names that contain these whole
-            words (``"router"``, ``"model.norm"``). Their all-gathers, compute and reductions are in fp32. Their
+        fp32_modules: modules and parameters that stay in fp32: module classes, or names that contain these whole words
+            (``"router"``, ``"model.norm"``). Their all-gathers, compute and reductions are in fp32. Their
             floating-point inputs are cast to fp32. A unit returns fp32; any other module returns the dtype of its
-            inputs. You need not list what the class of a transformers model keeps in fp32
-            (``_keep_in_fp32_modules_strict``; in fp16 ``_keep_in_fp32_modules`` too), nor norms whose running
-            statistics are in fp32.
+            inputs. You need not list modules that a transformers class keeps in fp32 (``_keep_in_fp32_modules_strict``;
+            in fp16 ``_keep_in_fp32_modules`` too), nor norms whose running statistics are in fp32.
 
     Raises:
         ConfigError: a dtype is not one of those above, or `fp32_modules` is not a list of classes and names.
@@ -107,7 +106,7 @@ class Precision:
 
     @property
     def slot_grad_dtype(self) -> torch.dtype:
-        """The dtype of grad slots: `grad_dtype`, or `reduce_dtype` where that is None."""
+        """The dtype of grad slots: `grad_dtype`, or `reduce_dtype` if `grad_dtype` is None."""
         return self.grad_dtype if self.grad_dtype is not None else self.reduce_dtype
 
     @property
@@ -175,7 +174,7 @@ _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
-    """A number of bytes from a number, or text such as ``"5GB"`` or ``"70GiB"``.
+    """Read a number of bytes from an integer, or from text such as ``"5GB"`` or ``"70GiB"``.
 
     Args:
         name: of the argument, for messages.
@@ -199,14 +198,14 @@ def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
 
 
 def parse_path(name: str, path: object) -> Path:
-    """A path from text or an ``os.PathLike`` object.
+    """Make a path from text or an ``os.PathLike`` object.
 
     Args:
         name: of the argument, for messages.
         path: the argument's value.
 
     Raises:
-        ConfigError: `path` is neither, or is a path of bytes.
+        ConfigError: `path` is neither text nor an ``os.PathLike``, or it is a path of bytes.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):

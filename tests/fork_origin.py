@@ -1,13 +1,13 @@
-"""Imported last by what processes of tests are forked from: they inherit what is done here.
+"""Imported last by the process from which test processes are forked: they inherit its settings.
 
-Garbage collection looks through nothing that was imported until then. It would in each process: 0.2 s and 90 MiB, as
-pages are copied when the collector writes to them.
+Garbage collection skips everything imported so far. In each process it would take 0.2 s and 90 MiB, because the
+collector writes to pages and so copies them.
 
 Ranks do not take a core from each other when a message comes, but when their time is up. gloo's thread wakes up when
 the peer answers, while a rank still holds the connection to send, and asks again and again until it is let go of: on
 two cores that was a third of the CPU time of a test.
 
-Nothing waits for a disk. What was not synced is lost when a machine crashes, not when a process does.
+fsync does nothing. Unsynced data is lost if the machine crashes, not if a process does.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ _until_exit = contextlib.ExitStack()
 
 
 def has_gpu(*, may_be_played: bool = True) -> bool:
-    """Whether ranks have one, or one that is played.
+    """Whether ranks have a GPU, or a simulated one.
 
-    Asked when a test begins. What ranks are forked from imports this module and must not ask: the question starts CUDA,
-    which does not survive a fork.
+    Call this only inside a test. The process from which ranks are forked imports this module and must not call it: the
+    call starts CUDA, which does not survive a fork.
     """
     return may_be_played if IS_PLAYED or IS_PLAYED_CUDA else torch.cuda.is_available()
 
@@ -69,7 +69,7 @@ def enter_gpu() -> torch.device:
 
 
 def _let_collectives_be_late() -> None:
-    """In all models that are sharded from now on."""
+    """Make collectives slow in all models that are sharded from now on."""
     from streamshard import build
     from streamshard.inspect.adversary import AdversarialTransport
 

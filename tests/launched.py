@@ -1,6 +1,6 @@
-"""Processes with the environment that torchrun gives, without what it takes to start them: they are forked.
+"""Processes with torchrun's environment variables. They are forked, which is faster than torchrun.
 
-A fresh interpreter takes seconds to import torch. What is tested is hardly ever that.
+A fresh interpreter would take seconds to import torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def free_port() -> int:
-    """One that nobody listens at, at present."""
+    """A TCP port of 127.0.0.1 that is free at present."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def launched_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher tells the process of a rank."""
+    """The environment variables that a launcher sets for a rank."""
     sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     return {**sizes, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -52,11 +52,11 @@ def run_file(arguments: list[str]) -> None:
 
 
 class Launched:
-    """Processes that have been started. Owns them.
+    """Owns processes that it has started.
 
     Args:
         world_size: how many ranks; 0 is one process that was not launched.
-        directory: of what they print.
+        directory: holds their output.
         target, args: what each of them calls.
         start: what starts them. "fork" in a process that was started so: its server would import everything anew.
     """
@@ -79,7 +79,7 @@ class Launched:
             self.processes[-1].start()
 
     def end(self, awaited: Iterable[int] | None = None, timeout_s: float = 60.0) -> list[tuple[int | None, str]]:
-        """Exit code and output of each rank. Those that are `awaited`, or all, have to end; the others are killed."""
+        """Wait for the `awaited` ranks (default: all), kill the others. Returns exit code and output of each rank."""
         try:
             for rank in range(len(self.processes)) if awaited is None else awaited:
                 self.processes[rank].join(timeout_s)
@@ -90,7 +90,7 @@ class Launched:
             self.kill()
 
     def kill(self) -> None:
-        """By SIGKILL, all that are left."""
+        """End all remaining processes by SIGKILL."""
         for process in self.processes:
             process.kill()
             process.join()

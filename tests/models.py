@@ -14,7 +14,7 @@ VOCABULARY = 48
 
 
 def _seeded(*key: int) -> torch.Generator:
-    """A generator of its own for every key, so that data does not depend on who asks first."""
+    """A random generator seeded by the key, so that data does not depend on the order of calls."""
     seed = 17
     for number in key:
         seed = seed * 1009 + number + 1

@@ -209,7 +209,7 @@ _leaving: threading.Thread | None = None
 
 
 def _leave_groups() -> None:
-    """End the groups of an earlier run: here and not at its end, where a slower rank may still be reading from us.
+    """End an earlier run's process groups. At that run's end a slower rank might still read from this one.
 
     gloo's threads look for the end every 10 ms, and are waited for: that is left to a thread, which does nothing else.
     """
@@ -230,7 +230,7 @@ def await_groups_of_before() -> None:
 
 
 def _start_clean() -> None:
-    """Undo what an earlier run may have left: its groups, its garbage, its settings."""
+    """Remove an earlier run's process groups, garbage and settings."""
     _leave_groups()
     _collect_garbage()
     if "torch._dynamo" in sys.modules:
@@ -269,7 +269,7 @@ class _Worker:
         theirs.close()
 
     def stacks(self) -> str:
-        """Where every thread of the process is now."""
+        """The current stack of each thread."""
         before = Path(self.dump_path).stat().st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
@@ -281,7 +281,7 @@ class _Worker:
         return Path(self.dump_path).read_text()[before:]
 
     def last_words(self) -> str:
-        """What a process that died wrote about it."""
+        """The last output of a process that died."""
         return Path(self.dump_path).read_text()
 
     def kill(self) -> None:

@@ -41,7 +41,7 @@ each_setting = pytest.mark.parametrize(
 
 @contextmanager
 def case(name: object) -> Iterator[None]:
-    """Name the entry of a table in an error raised inside."""
+    """Add the name of a table's entry to an error that is raised inside."""
     try:
         yield
     except Exception as error:
@@ -49,7 +49,7 @@ def case(name: object) -> Iterator[None]:
 
 
 def seed(number: int) -> None:
-    """Random numbers begin here. ``torch.manual_seed`` notes the caller's stack for devices that are not there."""
+    """Seed the CPU's generator. ``torch.manual_seed`` is slower: it records the stack for missing devices."""
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
@@ -71,7 +71,7 @@ def only_sharded(compile_it: Callable[[Any], None]) -> Callable[[nn.Module, int]
 
 
 class Call(NamedTuple):
-    """Whose step it is.
+    """The rank and step of one call of a step function.
 
     Attributes:
         step: counts from 0.
@@ -237,7 +237,7 @@ def assert_trains_like_plain(
 
 
 class _Course(NamedTuple):
-    """How a model trains, in CPU memory: the losses of each step, gradients of checked steps, weights at the end."""
+    """A training run's results in CPU memory: losses of each step, gradients of checked steps, final weights."""
 
     losses: list[list[Tensor]]
     grads: dict[int, dict[str, Tensor | None]]
@@ -328,7 +328,7 @@ def _built(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 class _Collectives(Observer):
-    """Notes what is issued, and for which unit; None: flags, or an average of something else than main grads."""
+    """Records collectives and their units; None: flags, or an average of other things than main grads."""
 
     def __init__(self, engine: Engine, note: Callable[[Collective, int | None], None]) -> None:
         self.units: dict[Collective, list[int | None]] = {collective: [] for collective in Collective}

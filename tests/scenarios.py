@@ -1,4 +1,4 @@
-"""Ways of training that leave the beaten path, for tests of order and time: each is a model and one training step.
+"""Unusual ways of training, for tests of order and time: each is a model and one training step.
 
 A step runs forwards and backwards of a *sharded* model, as many as the way of training wants, up to the optimizer step.
 """
@@ -229,7 +229,7 @@ def _summoning(model: nn.Module, call: Call) -> None:
 
 
 class _Stop(Exception):
-    """What a user's code raises."""
+    """An exception of the user's code."""
 
 
 def _stop_halfway(model: nn.Module, call: Call) -> None:

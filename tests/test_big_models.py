@@ -1,4 +1,4 @@
-"""Models that no rank could hold: what ranks take at most while they get their weights, measured by the kernel."""
+"""Models that are too large for a rank: peak memory of ranks while they get their weights, measured by the kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make() -> Any:
 
 
 def memory_bytes() -> int:
-    """What this process has now, but for files that are mapped: their pages the system can take back."""
+    """The memory of this process, without mapped files, whose pages the system can reclaim."""
     found = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
     return sum(map(int, found)) * 1024
 
@@ -108,8 +108,8 @@ def running(way: str, directory: Path) -> Iterator[list[Connection]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", ["loaded and initialised", "rank 0"])
-def test_a_rank_takes_its_shard_a_unit_and_a_chunk(way: str, tmp_path: Path) -> None:
-    """While a model several times larger is loaded, initialised, or had from the rank that has it."""
+def test_a_rank_needs_memory_for_its_shard_one_unit_and_one_chunk(way: str, tmp_path: Path) -> None:
+    """While a model several times larger is loaded from files, initialised, or received from rank 0."""
     assert MODEL_BYTES > 4 * ALLOWED_BYTES
     if way != "rank 0":
         save_file(

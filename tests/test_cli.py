@@ -55,7 +55,9 @@ def test_inspect_says_what_a_checkpoint_holds(saved: Path, capsys: pytest.Captur
     assert lines[-1] == "verified: all is as written"
 
 
-def test_inspect_of_a_directory_has_a_line_for_each(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_directory_prints_a_line_for_each_checkpoint(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By number. The latest is marked."""
     assert main(["inspect", str(saved)]) == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -82,10 +84,10 @@ def test_inspect_finds_damage(saved: Path, tmp_path: Path, capsys: pytest.Captur
     assert "damaged" not in one and ("damaged" in two) == (damage != "flip")  # a list reads no tensors
 
 
-def test_nothing_that_a_terminal_obeys_is_printed(
+def test_control_characters_from_a_checkpoint_are_not_printed(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stranger's checkpoint could say that all is well, by its name or its contents."""
+    """Names in a malicious checkpoint could otherwise fake the output of a successful check."""
     attack = "\x1b]0;owned\x07\x1b[2K\rverified: all is as written\n\u202e\udcff"
     path = tmp_path / os.fsdecode(b"run\x1b[2K\n\xff") / "checkpoint-1"
     shutil.copytree(saved / "checkpoint-10", path)
@@ -115,7 +117,7 @@ def test_nothing_that_a_terminal_obeys_is_printed(
 
 
 def test_errors_are_one_line_and_an_exit_code(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """1 for what is not there, or another library's, with what to run; 2 for wrong usage."""
+    """1 for a missing checkpoint or another library's, with advice; 2 for wrong usage."""
     out, nowhere, fsdp2 = str(tmp_path / "out"), str(tmp_path / "nowhere"), str(tmp_path / "fsdp2")
     assert main(["convert", str(saved), fsdp2, "--to", "dcp"]) == 0
     for told, command in (
@@ -135,7 +137,7 @@ def test_errors_are_one_line_and_an_exit_code(saved: Path, tmp_path: Path, capsy
         assert left.value.code == 2
 
 
-def test_it_is_a_program_that_imports_no_integration(saved: Path) -> None:
+def test_python_m_streamshard_imports_no_integration(saved: Path) -> None:
     """As ``python -m streamshard`` runs it, in a fresh interpreter; the package's version is the installed one."""
     others = "accelerate", "datasets", "peft", "transformers", "trl"
     code = f"""

@@ -1,4 +1,4 @@
-"""Example jobs: what goes on from a checkpoint has the losses of a run that went through."""
+"""Example scripts: a run that continues from a checkpoint has the losses of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _launch(directory: Path, *arguments: str, samples: bool = False) -> Launched
 
 
 def _run(directory: Path, *arguments: str, samples: bool = False) -> str:
-    """What the first of its ranks said."""
+    """The output of rank 0."""
     (code, told), (other, _) = _launch(directory, *arguments, samples=samples).end(timeout_s=200.0)
     assert (code, other) == (0, 0), told
     return told
@@ -67,7 +67,7 @@ def _curve(out: Path) -> dict[str, list[float]]:
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_the_main_job_goes_on_after_it_was_killed(tmp_path: Path) -> None:
-    """SIGKILL for every rank, once there are checkpoints; the losses are those of a run that went through."""
+    """All ranks get SIGKILL after the first checkpoints. The resumed run has the losses of an uninterrupted run."""
     data = tmp_path / "text.txt"
     data.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(2000)))
     sizes = [*SIZES.split(), "--data", str(data), "--steps", "40"]

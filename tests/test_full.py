@@ -1,4 +1,4 @@
-"""Full parameters for a while: what is done inside `summon_full_params` is right, or refused by what it is."""
+"""Inside `summon_full_params`: reads and changes of full parameters are right, and everything else raises."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.reference import FP32, Call, adamw, assert_same, stack_step
 
 
 @on_ranks(1, 2)
-def test_what_works_with_pieces_is_refused_inside(context: RankContext, tmp_path: Path) -> None:
-    """Passes, of other threads too, steps, and what collects pieces; afterwards everything works as before."""
+def test_passes_steps_and_collecting_raise_inside_summon_full_params(context: RankContext, tmp_path: Path) -> None:
+    """Passes (in other threads too), steps, and calls that collect pieces raise. Afterwards everything works."""
     model: Any = StreamShard(Stack(), precision=FP32)
     optimizer = adamw(model)
     x = vector_batch(0, context.rank)
@@ -63,7 +63,7 @@ def test_edits_inside_no_sync_are_what_the_next_forward_uses(context: RankContex
 
 @on_ranks(1, 2)
 def test_changes_that_would_be_lost_raise_at_the_end(context: RankContext) -> None:
-    """With every piece back in its place and nothing written."""
+    """After the error every piece is back in its place, unchanged."""
     model = StreamShard(Stack(), precision=FP32)
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     full = model.full_state_dict(rank0_only=False)

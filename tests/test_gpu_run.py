@@ -118,7 +118,7 @@ def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
     assert json.loads((tmp_path / "timeline-8.json").read_text())["traceEvents"]
 
 
-def test_a_job_that_is_out_of_time_is_ended_and_what_it_found_is_kept(jobs: Any, tmp_path: Path) -> None:
+def test_a_job_out_of_time_is_stopped_and_its_results_are_kept(jobs: Any, tmp_path: Path) -> None:
     """The next one runs; results say what happened."""
     slow = _job(jobs, tmp_path, "a.slow", 'found.write_text(\'{"told": "half"}\'); time.sleep(600)', limit_s=1.0)
     quick = _job(jobs, tmp_path, "a.quick", "print('words'); found.write_text('{\"told\": \"all\"}')")

@@ -96,7 +96,7 @@ def test_numbers_are_the_models_own_distribution_and_equal_on_any_number_of_rank
 
 @on_ranks(2)
 @pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "min_unit_size": "1MiB"}])
-def test_a_function_writes_to_whole_weights_of_whatever_module(context: RankContext, settings: dict[str, Any]) -> None:
+def test_an_init_function_may_write_to_weights_of_any_module(context: RankContext, settings: dict[str, Any]) -> None:
     """As with ``apply``: in place, through views and ``.data``, also to weights of modules inside, or beside."""
     for config in (TinyConfig(), TinyConfig(tied=True)):
         torch.manual_seed(3)
@@ -169,7 +169,7 @@ class Titan(nn.Module):
 
 @on_ranks(3)
 def test_a_models_own_init_weights_is_called_and_no_other(context: RankContext) -> None:
-    """Not the ``reset_parameters`` of its parts. What it leaves out is named."""
+    """``reset_parameters`` of its submodules is not called. The error names parameters that it leaves out."""
     model: Any = StreamShard(on_meta(Titan), precision=FP32)
     init_weights(model, seed=5)
     found = full_weights(model)
@@ -186,7 +186,7 @@ def test_a_models_own_init_weights_is_called_and_no_other(context: RankContext) 
 
 @on_ranks(2)
 def test_an_init_weights_that_takes_arguments_is_refused(context: RankContext) -> None:
-    """NanoGPT's constructor applies it to each module, and does more: nobody else knows."""
+    """nanoGPT's constructor applies it to each module, and then changes some weights again."""
 
     class NanoGPT(TinyLM):
         def _init_weights(self, module: nn.Module) -> None:
@@ -206,7 +206,7 @@ def test_an_init_weights_that_takes_arguments_is_refused(context: RankContext) -
 
 
 @on_ranks(2)
-def test_what_has_values_keeps_them(context: RankContext) -> None:
+def test_init_weights_keeps_tensors_that_have_values(context: RankContext) -> None:
     """Loaded weights, statistics of batch norm, layers that were never on meta; a second call changes nothing."""
     torch.manual_seed(0)
     state = {name: value + 1 for name, value in NormStack().state_dict().items()}
@@ -225,7 +225,7 @@ def test_what_has_values_keeps_them(context: RankContext) -> None:
 
 @on_ranks(2)
 def test_an_initialisation_that_reads_another_units_weight_is_refused(context: RankContext) -> None:
-    """Which is on the meta device. It may read those of its unit that it has written to."""
+    """The other unit's weight is on the meta device. Reading weights of the same unit works after they are written."""
 
     class Chain(nn.Sequential):
         def __init__(self) -> None:
@@ -273,7 +273,7 @@ def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callab
 
 
 @on_ranks(2)
-def test_what_a_base_model_lacks_is_initialised_after_it_is_loaded(context: RankContext, tmp_path: Path) -> None:
+def test_a_new_head_on_a_loaded_base_model_is_initialised(context: RankContext, tmp_path: Path) -> None:
     """A head on a base model's file: what ``from_pretrained`` does by itself."""
     torch.manual_seed(0)
     base = llama().model
@@ -295,8 +295,8 @@ def test_what_a_base_model_lacks_is_initialised_after_it_is_loaded(context: Rank
 
 
 @on_ranks(2)
-def test_what_nothing_initialises_is_named(context: RankContext) -> None:
-    """With the function that would help. Then all is empty still."""
+def test_tensors_that_nothing_initialises_are_named(context: RankContext) -> None:
+    """The error recommends a function. All tensors stay empty."""
     model: Any = StreamShard(on_meta(TinyLM), precision=FP32)
     with pytest.raises(
         ShardingError,
@@ -330,8 +330,8 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", IMPOSSIBLE)
-def test_what_an_initialisation_cannot_do_is_named(context: RankContext, what: str) -> None:
-    """What it should have written to is empty still, and can be initialised."""
+def test_an_unsupported_initialisation_raises_and_fills_nothing(context: RankContext, what: str) -> None:
+    """The tensors stay empty, and a later call can initialise them."""
     init, message = IMPOSSIBLE[what]
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
     head = model.head.weight
@@ -344,8 +344,8 @@ def test_what_an_initialisation_cannot_do_is_named(context: RankContext, what: s
 
 
 @on_ranks(2)
-def test_all_ranks_get_the_numbers_of_the_first(context: RankContext) -> None:
-    """Also those of the user's own generators."""
+def test_all_ranks_get_rank_0s_random_numbers(context: RankContext) -> None:
+    """Also numbers from the user's own generators."""
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
 
     def draw(module: nn.Module) -> None:

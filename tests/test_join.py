@@ -258,7 +258,7 @@ def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None
 @on_ranks(2)
 @pytest.mark.parametrize("divides_by_all", [True, False])
 def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all: bool) -> None:
-    """Join tells nobody; passes are not announced any more, and means are over all ranks."""
+    """Join does not report the exception. Passes are no longer announced, and gradients are means over all ranks."""
     wanted, found = _sharded(Stack), _sharded(Stack)
     options = {"repeat": print, "divide_by_initial_world_size": divides_by_all}
     with contextlib.suppress(ZeroDivisionError), Join([found], **options):
@@ -302,7 +302,7 @@ def _clip_more(model: nn.Module, optimizer: Optimizer) -> None:
 def test_ranks_compare_what_they_repeat(
     context: RankContext, loop: After, repeat: After, story: str, more: int
 ) -> None:
-    """When the next pass is announced, and at the end if that was the last."""
+    """Ranks compare steps when the next pass is announced, and after the last pass at the end."""
     model = _sharded(Stack)
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
     with pytest.raises(ShardingError, match=story), Join([model], repeat=lambda: repeat(model, optimizer)):

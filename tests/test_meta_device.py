@@ -26,13 +26,13 @@ def on_meta(make: Callable[[], nn.Module]) -> Any:
 
 
 def assert_empty(model: Any, match: str) -> None:
-    """A forward of the model raises, and says what is empty."""
+    """A forward raises, and names an empty tensor."""
     with pytest.raises(ShardingError, match=match):
         model(vector_batch(0, 0))
 
 
 @on_ranks(1, 2)
-def test_room_is_made_under_the_very_parameters_of_a_model_on_meta(context: RankContext) -> None:
+def test_sharding_a_meta_model_keeps_its_parameter_objects(context: RankContext) -> None:
     """Their attributes, hooks and ties too; an optimizer that was made before has them."""
     model = on_meta(lambda: TinyLM(TinyConfig(tied=True)))
     before = dict(model.named_parameters())
@@ -63,8 +63,8 @@ def test_room_is_made_under_the_very_parameters_of_a_model_on_meta(context: Rank
 
 
 @on_ranks(1, 2)
-def test_whatever_wants_values_names_what_has_none(context: RankContext, tmp_path: Path) -> None:
-    """Passes, and what gives weights away. Looking at parameters and reports is fine."""
+def test_using_an_empty_model_raises_and_names_an_empty_tensor(context: RankContext, tmp_path: Path) -> None:
+    """Passes, state dicts and exports raise. Reading shapes and reports works."""
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
     empty = r"parameter 'layers.0.linear.weight', and 9 more, is empty.*load_safetensors.*init_weights"
     assert_empty(model, "a forward, but " + empty)
@@ -83,7 +83,7 @@ def test_whatever_wants_values_names_what_has_none(context: RankContext, tmp_pat
 
 
 @on_ranks(1, 2)
-def test_it_is_filled_by_state_dicts_of_the_model_and_of_its_parts(context: RankContext) -> None:
+def test_state_dicts_of_the_model_and_of_its_parts_fill_a_meta_model(context: RankContext) -> None:
     """The first that has none is named; then it trains. A value of another shape fills nothing, buffers count too."""
     torch.manual_seed(0)
     plain = NormStack()
@@ -134,8 +134,8 @@ def test_rank_0_has_values_for_ranks_that_have_none(context: RankContext, make: 
 
 
 @on_ranks(2)
-def test_values_that_would_be_lost_are_refused(context: RankContext) -> None:
-    """On both ranks, if only a rank that does not count has them."""
+def test_a_tensor_on_meta_on_rank_0_but_not_on_other_ranks_is_refused(context: RankContext) -> None:
+    """Both ranks raise: rank 0's weights count, and rank 1's values would be lost."""
     model = on_meta(Stack) if context.rank == 0 else Stack()
     with pytest.raises(RankMismatchError, match="'head.bias' is on the meta device on rank 0 .*rank 0's weights count"):
         StreamShard(model)

@@ -6,8 +6,8 @@ from tests.mutants import MUTANTS, ROOT
 from tests.reference import case
 
 
-def test_each_can_be_applied_and_tried() -> None:
-    """Its place is in the function exactly once, what comes of it is Python, and its tests are where it says."""
+def test_each_mutant_can_be_applied_and_has_tests() -> None:
+    """The fragment occurs once in the function, the result is valid Python, and the test files exist."""
     for mutant in MUTANTS:
         with case(mutant):
             source = (ROOT / "streamshard" / f"{mutant.file}.py").read_text()

@@ -83,7 +83,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.ranks
-def test_what_ranks_are_forked_from_does_not_look_for_a_gpu() -> None:
-    """To ask whether there is one starts CUDA, which does not survive a fork: no rank could use it."""
+def test_the_process_that_ranks_are_forked_from_does_not_start_cuda() -> None:
+    """Looking for a GPU would start CUDA, which does not survive a fork, so no rank could use it."""
     preloaded = [*PRELOADED, *PRELOADED_TOO.values(), *PRELOADED_LAST]
     subprocess.run([sys.executable, "-c", _REFUSING, *preloaded], cwd=Path(__file__).parent.parent, check=True)

@@ -2,26 +2,25 @@
 
     plan -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
 
-Between two arrows all ranks meet. A failure on one rank becomes a `CheckpointError` on all ranks that names it. Each
-rank writes its own byte ranges into the same files. Nothing is gathered.
+All ranks synchronise at each arrow. If one rank fails, all ranks raise a `CheckpointError` that names it. Each rank
+writes its own byte ranges into the same files. Nothing is gathered.
 
-[Note: publishing an export]
-All files are written into a partial directory inside of the export's, and synced. See [Note: two runs in one directory]
-in `directory.py` for its lock, by which a second process that exports there is refused. Readers begin at the *front*:
-``model.safetensors``, or the index where there is no such file. The index names the other files. So one rename, of a
-new front over the old one, replaces the whole export:
+[Note: publishing an export] All files are written into a partial directory inside the export's directory, and synced.
+Its lock refuses a second process that exports there: see [Note: two runs in one directory] in `directory.py`. Readers
+begin at the *front*: ``model.safetensors``, or the index if there is no such file. The index names the other files. So
+renaming a new front over the old one replaces the whole export:
 
 1. Several files get their names. In a directory without weights these are save_pretrained's, such as
    ``model-00001-of-00003.safetensors``. In any other directory the names contain the export's random token, such as
    ``model-89abcdef-00001-of-00003.safetensors``. So no name of a numbered file ever stands for different bytes: a
    program that has read the old index opens the old files, or gets FileNotFoundError. It never opens new ones.
-2. The config is replaced, then the front. Where the index takes over from ``model.safetensors``, that file is removed
-   once the index is in place.
-3. Numbered files that the front does not lead to are removed.
+2. The config is replaced, then the front. If an index replaces ``model.safetensors``, that file is removed after the
+   index is in place.
+3. Numbered files that the front does not name are removed.
 
-A run that is killed, or loses power, leaves the old weights or the new ones. The next export removes its other files.
-The config cannot be replaced in the same rename as the weights: an error or a kill between the two leaves the new
-config beside the old weights.
+After a kill or a power failure, readers find the old weights or the new ones. The next export removes other files. The
+config cannot be replaced in the same rename as the weights: an error or a kill between the two leaves the new config
+beside the old weights.
 """
 
 from __future__ import annotations
@@ -74,17 +73,17 @@ def export_shards(
 
     Args:
         model: the model.
-        shards: its parameters, all of them. Together the ranks' pieces cover each, and do not overlap.
-        group: the ranks that call this, all of them.
-        root: the directory, on storage that all ranks share; made if it is not there.
+        shards: all of its parameters. Together the ranks' pieces cover each parameter, and do not overlap.
+        group: all ranks; each calls this function.
+        root: the directory, on storage that all ranks share. Made if it does not exist.
         dtype, max_shard_size: see `streamshard.export_safetensors`.
 
     Returns:
         The names of the files written, the index last.
 
     Raises:
-        CheckpointError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
-            before is still there then, or the new export is, whole.
+        CheckpointError: on every rank, if any rank fails; names the rank and the cause. The directory then has the
+            earlier export, or the new one, complete.
     """
     wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
 
@@ -125,10 +124,10 @@ def export_shards(
 
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that a user gave, perhaps as text.
+    """The dtype that the user passed, as a dtype or as text.
 
     Raises:
-        ConfigError: `dtype` is no floating-point dtype.
+        ConfigError: `dtype` is not a floating-point dtype.
     """
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
@@ -140,14 +139,14 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[FileLayout]:
-    """Distribute tensors over files as huggingface_hub does, so that file names and contents agree with its.
+    """Distribute tensors over files as huggingface_hub does, with the same file names and contents.
 
-    One pass in order; what is too large for any file gets one of its own, numbered before the file that is being filled
-    (huggingface_hub/serialization/_base.py).
+    One pass in order. A tensor that is too large for any file gets its own file, numbered before the file that is being
+    filled (huggingface_hub/serialization/_base.py).
 
     Args:
         specs: the tensors, in the order of the state dict.
-        max_file_bytes: a file holds no more tensor bytes than this, unless it holds one tensor only.
+        max_file_bytes: the largest number of tensor bytes in a file, unless the file has only one tensor.
 
     Returns:
         ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
@@ -174,7 +173,7 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
 
 
 def _name(root: Path, partial: Path, files: Sequence[FileLayout]) -> list[FileLayout]:
-    """Give the files in `partial` the names that they will have in `root`. See [Note: publishing an export]."""
+    """Rename the files in `partial` to the names that they will have in `root`. See [Note: publishing an export]."""
     has_weights = any(each in (SINGLE_NAME, INDEX_NAME) or _NUMBERED.fullmatch(each) for each in os.listdir(root))
     token = f"model-{partial.suffixes[-2][1:]}-" if has_weights else "model-"
     named = [file._replace(name=file.name.replace("model-", token, 1)) for file in files]
@@ -198,12 +197,12 @@ def _write(path: Path, file: FileLayout, held: Held) -> int:
 
 
 def _publish(partial: Partial, root: Path, index: bytes) -> None:
-    """Make what is in `partial` what readers of `root` find. See [Note: publishing an export].
+    """Move the files from `partial` to `root`, so that readers find them. See [Note: publishing an export].
 
     Args:
-        partial: has all files but the index.
+        partial: has all files except the index.
         root: the export's directory.
-        index: the index's content, which is not needed if there is one file.
+        index: the index's content; not needed for a single file.
     """
     own, front, other = partial.path, SINGLE_NAME, INDEX_NAME
     if not (own / SINGLE_NAME).exists():
@@ -228,8 +227,8 @@ def _publish(partial: Partial, root: Path, index: bytes) -> None:
 def _sweep(root: Path) -> None:
     """Remove numbered files of exports that were replaced or killed.
 
-    Keeps what the index names. Keeps all if there is neither an index nor ``model.safetensors``, or if the index cannot
-    be read.
+    Keeps files that the index names. Keeps all files if there is neither an index nor ``model.safetensors``, or if the
+    index cannot be read.
     """
     named: set[str] = set()
     try:

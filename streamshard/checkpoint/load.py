@@ -31,13 +31,13 @@ _SAMPLE_BYTES = 256
 
 
 class StoredDirectory(OpenFiles):
-    """The tensors of a Hugging Face directory. Making one reads the files' headers only.
+    """The tensors of a Hugging Face directory. The constructor reads only the files' headers.
 
     Attributes:
         tensors: by name, views of the mapped files.
 
     Raises:
-        CheckpointError: there are no weights, or files are damaged or contradict the index.
+        CheckpointError: the directory has no weights, or files are damaged or contradict the index.
     """
 
     def __init__(self, root: Path) -> None:
@@ -49,7 +49,7 @@ class StoredDirectory(OpenFiles):
         self.tensors = {name: self.stored(file, name) for name, file in file_of.items()}
 
     def digest(self) -> str:
-        """A hash of names, shapes and some bytes of each tensor. Weights of another training step have another one."""
+        """A hash of names, shapes and some bytes of each tensor. Weights of different training steps differ in it."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.tensors.items()):
             digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
@@ -58,7 +58,7 @@ class StoredDirectory(OpenFiles):
         return digest.hexdigest()
 
     def _read_index(self) -> dict[str, str]:
-        """The file of each tensor."""
+        """Read which file has each tensor."""
         index = self.root / INDEX_NAME
         if not index.is_file():
             raise CheckpointError(
@@ -78,10 +78,10 @@ class StoredDirectory(OpenFiles):
 def load_shards(
     model: nn.Module, shards: Sequence[ParamShard], group: RankGroup, root: Path, *, strict: bool = True
 ) -> tuple[Difference, set[str]]:
-    """What `streamshard.load_safetensors` does, with the model's parameters and ranks given.
+    """Load a directory, as `streamshard.load_safetensors` documents, into `shards`.
 
     Returns:
-        What was left out, and the names of parameters and buffers that were loaded.
+        The difference between files and model, and the names of parameters and buffers that were loaded.
     """
     stored = run_on_all_ranks(group, f"load {root}", lambda: StoredDirectory(root))
     if not group.are_equal(stored.digest()):
@@ -113,10 +113,10 @@ def load_shards(
 
 
 class Difference(NamedTuple):
-    """Names on which the files and the model differ, in the model's order or alphabetical.
+    """Names that differ between the files and the model, in the model's order or alphabetical.
 
     Attributes:
-        missing: names that the model wants and the files do not have.
+        missing: names that the model has and the files do not.
         unexpected: names that the files have and the model does not.
         mismatched: names whose shape or kind differs, each with the difference.
     """
@@ -126,7 +126,7 @@ class Difference(NamedTuple):
     mismatched: list[str]
 
     def error(self, root: Path, model: nn.Module) -> CheckpointError:
-        """The error to raise. Its message shows some of the names, its attributes have all of them."""
+        """The error to raise. Its message shows some of the names, and its attributes have all names."""
         what = "; ".join(
             f"{kind} {', '.join(names[:_NAMES_SHOWN])}{' and more' if len(names) > _NAMES_SHOWN else ''}"
             for kind, names in self._asdict().items()
@@ -141,7 +141,7 @@ class Difference(NamedTuple):
 def _compare(
     model: nn.Module, shards: Sequence[ParamShard], stored: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Run]], Difference]:
-    """What each tensor in the files gives to the model's parameters and buffers, and what does not fit.
+    """Match the tensors in the files with the model's parameters and buffers, and find what does not fit.
 
     A transformers model loads as ``from_pretrained`` does; any other model loads the tensors with its names.
     """
@@ -187,7 +187,7 @@ def _check_kind(there: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def put_back_buffers(model: nn.Module, pieces: Mapping[str, Piece]) -> None:
-    """Copy loaded values into buffers that are not contiguous: they were read into contiguous copies."""
+    """Copy loaded values into buffers that are not contiguous, from the contiguous copies that were read."""
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if name in pieces and not buffer.is_contiguous():

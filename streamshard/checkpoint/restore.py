@@ -46,7 +46,7 @@ class Loaded(dict[str, Any]):
     """The values of ``extra`` that were saved, by key.
 
     Attributes:
-        path: of the checkpoint.
+        path: the checkpoint's path.
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
@@ -60,25 +60,26 @@ def load_checkpoint(
     optimizer: Optimizers | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Continue from a checkpoint of `save_checkpoint`: on any number of ranks, with any units, slots and meshes.
+    """Continue from a checkpoint of `save_checkpoint`, on any number of ranks, with any units, slots and meshes.
 
     On the same number of ranks training continues bit for bit. Every file is verified before anything changes. Each
     rank reads only the parts that it owns.
 
     Args:
-        directory: a checkpoint, or a directory of checkpoints: the latest whole one is used.
+        directory: a checkpoint, or a directory of checkpoints, whose latest complete one is used.
         model: as given to `save_checkpoint`.
-        optimizer: as given to `save_checkpoint`, or None: it stays as it is.
-        extra: objects saved under the same keys; their ``load_state_dict`` is called. Plain values need not be passed.
+        optimizer: as given to `save_checkpoint`. None: load no optimizer.
+        extra: objects saved under the same keys; their ``load_state_dict`` is called. Plain values need not be passed:
+            they are returned.
 
     Returns:
-        What was saved as `extra`, by key.
+        The values that were saved as `extra`, by key.
 
     Raises:
-        CheckpointError: on every rank, before any weight changes; names the file that is damaged or missing and the
-            newest intact checkpoint, or all parameters that do not fit.
+        CheckpointError: on every rank, before any weight changes. Names the damaged or missing file and the newest
+            intact checkpoint, or all parameters that do not fit.
         ConfigError: an argument that cannot work.
-        ShardingError: no model is sharded, or it is called inside a forward or backward.
+        ShardingError: no model is sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, extra, accepts_empty=True)
@@ -114,7 +115,7 @@ def _open(root: Path, ranks: Communicator) -> CheckpointFiles:
 
 
 def _newest_intact(path: Path, ranks: Communicator) -> Path | None:
-    """The newest checkpoint beside `path` whose files are as they were written. Collective."""
+    """The newest checkpoint beside `path` whose files match their checksums. Collective."""
 
     def find() -> list[Path]:
         return [each.root for each in look_into(path.parent)[0] if each.root != path] if ranks.is_first else []
@@ -151,9 +152,9 @@ class Plan:
         files: the checkpoint.
 
     Attributes:
-        loads: calls of ``load_state_dict`` of users' objects, which may raise.
-        steps: what is done then, in order: copies from the files, which stay mapped, and what needs these copies.
-        filled: by model, the parameters and buffers that are read.
+        loads: calls of ``load_state_dict`` of the user's objects, which may raise.
+        steps: then run in order: copies from the mapped files, and work that needs these copies.
+        filled: by model, the parameters and buffers that are loaded.
         values: saved plain values, by the user's key.
 
     Raises:
@@ -187,14 +188,14 @@ class Plan:
         )
 
     def _read(self, what: str, tensor: str, shape: tuple[int, ...], start: int, target: torch.Tensor) -> None:
-        """Plan to fill `target`, [n] 1-D contiguous, by elements [start, start + n) of a tensor of this shape."""
+        """Plan to fill `target`, [n] contiguous, with elements [start, start + n) of a saved tensor of this shape."""
         if (found := self._tensors[tensor].shape) != shape:
             self._wrong.append(f"{what} has shape {list(found)}, wanted {list(shape)}")
         else:
             self.steps.extend(partial(copy_range, *each) for each in self._files.find(tensor, start, target))
 
     def _name_there(self, tensor: str, suffix: str) -> str:
-        """The name of a tensor of which ranks or replicas may have saved their own."""
+        """The saved name of a tensor that each rank or replica may have saved itself."""
         return tensor + suffix if tensor + suffix in self._tensors else tensor
 
     def _plan_model(self, name: str, model: nn.Module, engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -241,7 +242,7 @@ class Plan:
         self.steps.append(partial(optimizer.load_state_dict, {**rest, "state": state}))
 
     def _plan_moment(self, name: str, engine: Engine, shard: ParamShard, saved: str, where: object) -> torch.Tensor:
-        """This rank's piece of a tensor of an optimizer's state, which is read later."""
+        """A tensor for this rank's piece of an optimizer's state, to be filled later."""
         tensor = self._name_there(saved, _of_replica(engine))
         piece = torch.empty(shard.piece.shape, dtype=self._tensors[tensor].dtype, device=self._device)
         self._read(f"{name}: {saved!r}", tensor, shard.layout.shape, shard.local.start, piece.view(-1))
@@ -272,12 +273,12 @@ class Plan:
 
 
 def _of_replica(engine: Engine) -> str:
-    """The suffix of tensors that this rank's replica may have saved; other tensors are the first one's."""
+    """The suffix of tensors that this rank's replica may have saved. Other tensors are from the first replica."""
     return f"@replica{engine.ranks.replica}"
 
 
 def _other_class(optimizer: Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> str:
-    """Why the state is not of this optimizer's class; "" if it is."""
+    """Says how the saved optimizer's class differs from this optimizer's; "" if they are the same."""
     if saved is not None:
         return "" if saved == class_name(optimizer) else f"is {saved}, wanted {class_name(optimizer)}"
     # DCP does not say the class. Options tell most optimizers apart.
@@ -287,7 +288,7 @@ def _other_class(optimizer: Optimizer, saved: str | None, groups: list[dict[str,
 
 
 def _other_groups(here: list[list[str]], there: list[list[str]]) -> str:
-    """Why the param groups, given by names, are not those of the run; "" if they are."""
+    """Says how the saved param groups, given by names, differ from the run's; "" if they are the same."""
     if len(here) != len(there):
         return f"has {len(there)} param groups, wanted {len(here)}"
     for place, (mine, theirs) in enumerate(zip(here, there, strict=True)):

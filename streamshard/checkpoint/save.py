@@ -1,6 +1,6 @@
-"""`save_checkpoint`: write a training run to disk, in the background if wanted.
+"""`save_checkpoint`: write a training run to disk, optionally in the background.
 
-Owns the save that runs in the background, at most one per process, and the process groups of such saves.
+Owns the save in the background (at most one per process) and the process groups of such saves.
 
 collect -> copy to the host, if training goes on meanwhile -> make a partial directory (rank 0) ->
 write and fsync one file (every rank) -> publish by renaming (rank 0)
@@ -56,38 +56,35 @@ def save_checkpoint(
 ) -> Saving:
     """Save the run as a new checkpoint in `directory`. Call it on every rank, between steps.
 
-    A checkpoint holds main weights, buffers, the optimizer's state, random states of every rank, and everything else
-    that you pass. Each rank writes a file of its own, so nothing is gathered. The files are safetensors, the manifest
-    is JSON with checksums of each file; there is no pickle and no code. A checkpoint is complete or absent, even if a
-    rank is killed at any time.
+    A checkpoint holds main weights, buffers, the optimizer's state, the random states of every rank, and `extra`. Each
+    rank writes its own file, so nothing is gathered. The files are safetensors, the manifest is JSON with checksums of
+    each file; there is no pickle and no code. A checkpoint is complete or absent, even if a rank is killed at any time.
 
     Gradients are not saved: save after ``optimizer.step()``, not between the micro-batches of one step. Inside
     ``no_sync()`` a warning says so.
 
     Args:
-        directory: on storage that all ranks share; holds the checkpoints of one run, side by side. Made if it is not
-            there.
-        model: made by `StreamShard`, or a dict of several, some of which may be plain modules.
-        optimizer: over its parameters, or a dict of several.
+        directory: on storage that all ranks share; holds the checkpoints of one run. Made if it does not exist.
+        model: made by `StreamShard`, or a dict of models, some of which may be plain modules.
+        optimizer: an optimizer of the model's parameters, or a dict of optimizers.
         extra: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, a gradient scaler
-            or a data loader, and values (numbers, strings, lists, dicts, tensors). Ranks may give different ones; then
-            the number of ranks that load has to be the same.
-        keep: how many of the newest checkpoints to keep; older ones are deleted once the new one is whole.
-        step: the checkpoint's number, as in ``checkpoint-1000``; None is one more than the largest that is there. If
+            or a data loader, and values (numbers, strings, lists, dicts, tensors). Ranks may pass different objects and
+            values; then the same number of ranks has to load them.
+        keep: how many of the newest checkpoints to keep. Older ones are deleted when the new one is complete.
+        step: the checkpoint's number, as in ``checkpoint-1000``. None: one more than the largest in `directory`. If
             ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten.
-        wait: False: return when everything is copied to host memory; a thread writes the files. See `Saving`.
+        wait: False: return when everything is copied to host memory, while a thread writes the files. See `Saving`.
 
     Returns:
         The handle, with the checkpoint's path. The call first waits for an earlier save that still runs.
 
     Raises:
-        CheckpointError: on every rank; names the rank, the file and the cause. Nothing is left of the new checkpoint,
-            and older ones are untouched. The next call, or the handle's ``wait()``, raises the error of a save in the
-            background.
+        CheckpointError: on every rank; names the rank, the file and the cause. The new checkpoint is removed, and older
+            ones are unchanged. If the save is in the background, the next call or the handle's ``wait()`` raises.
         ConfigError: an argument that cannot work.
-        RankMismatchError: `directory`, `keep`, `step`, `wait`, or which models and optimizers there are, differs
-            between ranks.
-        ShardingError: no model is sharded, or it is called inside a forward or backward.
+        RankMismatchError: `directory`, `keep`, `step`, `wait`, or the names of models and optimizers differ between
+            ranks.
+        ShardingError: no model is sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory)
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
@@ -102,7 +99,7 @@ def save_checkpoint(
 
 
 def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
-    """The checkpoint's number, where all ranks mean the same one, with the same in it."""
+    """The checkpoint's number. Raises unless all ranks pass the same arguments, models and optimizers."""
     ranks = parts.engine.ranks
     mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
     mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers)}
@@ -121,7 +118,7 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
 
 
 def _say_what_is_lost(parts: Parts) -> None:
-    """Warn if unreduced gradients wait inside ``no_sync()``. Elsewhere gradients may be those of the last step."""
+    """Warn if unreduced gradients wait inside ``no_sync()``. Other gradients may be left over from the last step."""
     for name, (_, engine) in parts.models.items():
         params = [shard.param for shard in engine.param_shards if shard.param.grad is not None]
         if params and (not engine.casts.is_synced or any(map(is_unreduced, params))):
@@ -135,7 +132,7 @@ def _say_what_is_lost(parts: Parts) -> None:
 
 
 def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts) -> Saving:
-    """Copy what is saved, and let a thread write the copies."""
+    """Copy the pieces to host memory, and let a thread write the copies."""
     ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
     group = background_ranks(ranks)
     state, pieces = collect(parts)
@@ -172,11 +169,11 @@ def copy_to_host(pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
 
 
 class Saving:
-    """What `save_checkpoint` returns. With ``wait=False`` the save runs in the background.
+    """The handle that `save_checkpoint` returns. With ``wait=False`` the save runs in the background.
 
     The checkpoint holds the state at the call: everything was copied before the call returned.
 
-    When Python exits, after an error or Ctrl-C too, it waits for the save. SIGTERM ends the process at once: the
+    When Python exits, also after an error or Ctrl-C, it waits for the save. SIGTERM ends the process at once: the
     checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers. To finish the
     save, call ``wait()`` in a SIGTERM handler of your own, then exit. Python calls handlers only while the main thread
     is not in a collective.
@@ -199,11 +196,11 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Return the checkpoint's path, once the checkpoint is there.
+        """Wait until the checkpoint is complete, and return its path.
 
         Raises:
             CheckpointError: the checkpoint could not be written; names the rank and the cause. If a rank has died or
-                was interrupted, the others raise as soon as they notice, after 30 minutes at the latest.
+                was interrupted, the others raise when they notice, after at most 30 minutes.
         """
         global _running
         if self._thread is not None:
@@ -244,12 +241,12 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 
 
 def background_ranks(ranks: Communicator) -> RankGroup:
-    """The ranks, for one save in the background. They have a process group that nothing else uses. Collective.
+    """The ranks, with a new process group for one save in the background. Collective.
 
-    Making the group waits at the store, which does not notice that a rank has died: so all ranks meet right before.
+    Making the group waits at the store, which does not notice a dead rank. So all ranks synchronise right before.
 
     Raises:
-        CommunicationError: another rank did not come.
+        CommunicationError: another rank is missing.
     """
     if ranks.total_size == 1:
         return RankGroup()
@@ -267,14 +264,14 @@ def background_ranks(ranks: Communicator) -> RankGroup:
 def write_checkpoint(
     root: Path, number: int, keep: int | None, group: RankGroup, state: Mapping[str, Any], pieces: Sequence[Piece]
 ) -> Path:
-    """Write this rank's file, and let the first rank publish all of them. Collective.
+    """Write this rank's file, then let rank 0 publish all files. Collective.
 
     Args:
         root: the directory of checkpoints.
         number: of the checkpoint.
-        keep: how many to keep; None: all.
+        keep: how many checkpoints to keep; None: all.
         group: the ranks.
-        state: what is saved beside tensors: JSON, the same on all ranks.
+        state: everything except tensors, as JSON, the same on all ranks.
         pieces: this rank's pieces of tensors.
 
     Returns:

@@ -34,21 +34,21 @@ _LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N scri
 class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
     """`accelerate.Accelerator` whose `prepare` shards models with `StreamShard`, at any number of processes.
 
-    `prepare` shards models in place, so optimizers may be made before or after. Everything else works as with
+    `prepare` shards models in place, so you may make optimizers before or after. Everything else works as with
     accelerate's own class.
 
     Args:
-        *args, **kwargs: accelerate's own, and by keyword those of `StreamShard`: ``units``, ``precision``,
-            ``weight_slots``, and so on. They hold for all models.
+        *args, **kwargs: accelerate's own arguments. Options of `StreamShard` (``units``, ``precision``,
+            ``weight_slots``, ...) by keyword; they hold for all models.
 
     ``mixed_precision`` decides the dtype in which layers compute: ``"bf16"`` or ``"fp16"``. With ``"no"`` layers
-    compute in the model's own dtype if its parameters are all of one 16-bit dtype, else in fp32. A given `precision`
-    has the same ``param_dtype``, or fp32.
+    compute in the model's dtype if all its parameters have the same 16-bit dtype, else in fp32. The ``param_dtype`` of
+    `precision` must be this dtype, or fp32.
 
     Raises:
-        ConfigError: FSDP, DeepSpeed, Megatron-LM or tensor parallelism is asked for too; processes do not know of each
-            other. The message says what to run. `prepare` raises for an option that cannot work, and for a `precision`
-            that contradicts ``mixed_precision``.
+        ConfigError: FSDP, DeepSpeed, Megatron-LM or tensor parallelism is configured too, or accelerate sees fewer
+            processes than were launched. The message says what to run. `prepare` raises for an invalid option, and for
+            a `precision` that contradicts ``mixed_precision``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,11 +60,11 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, **options: Any) -> StreamShardAccelerator:
-        """Turn an `Accelerator` that has prepared nothing yet, such as Trainer's, into one of this class.
+        """Change the class of an `Accelerator`, such as Trainer's, to this class, before it prepares anything.
 
         Args:
-            accelerator: is of this class afterwards.
-            **options: those of `StreamShard`.
+            accelerator: has this class afterwards.
+            **options: options of `StreamShard`.
 
         Raises:
             ConfigError: as for the constructor.
@@ -75,7 +75,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return accelerator
 
     def _begin(self, options: dict[str, Any]) -> None:
-        """What follows accelerate's own constructor."""
+        """Set this class's own state, after accelerate's constructor."""
         _check_launch(self)
         self._options = options
         if self.mixed_precision == "fp16":
@@ -92,15 +92,15 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Shard `model` in place. accelerate puts autocast around its forward, and compiles it.
+        """Shard `model` in place. accelerate wraps its forward in autocast, and compiles it if configured.
 
         Args:
-            model: what `StreamShard` accepts, or a sharded model. One without parameters is only placed.
-            device_placement: ignored for models with parameters: their shards decide the place.
-            evaluation_mode: the model gets no room for gradients, and cannot be trained.
+            model: a model that `StreamShard` accepts, or a sharded one. A model without parameters is only moved.
+            device_placement: ignored for models with parameters, which stay on the device of their shards.
+            evaluation_mode: the model gets no memory for gradients, and cannot be trained.
 
         Returns:
-            The same object; with a dynamo backend, what ``torch.compile`` makes of it.
+            The same object; with a dynamo backend, the result of ``torch.compile``.
         """
         if next(model.parameters(), None) is None:
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
@@ -115,7 +115,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def shard(self, model: nn.Module, *, evaluation_mode: bool = False) -> None:
-        """What `prepare_model` does first. `prepare` accepts the model afterwards."""
+        """Shard `model`, as `prepare_model` does first. `prepare` accepts the model afterwards."""
         model = _uncompiled(model)
         options = {**self._options, "precision": self._precision_of(_dtype_of(model))}
         trained = [param for param in model.parameters() if param.requires_grad and evaluation_mode]
@@ -128,7 +128,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
                 param.requires_grad_(True)
 
     def _precision_of(self, own: torch.dtype) -> Precision:
-        """For a model of dtype `own`."""
+        """The precision for a model of dtype `own`."""
         if self.mixed_precision not in _DTYPES:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r}: wanted 'no', 'bf16' or 'fp16'")
         wanted = _DTYPES[self.mixed_precision]
@@ -147,7 +147,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """As accelerate's. The norm of one sharded model's gradients is that of `StreamShard.clip_grad_norm_`."""
+        """Like accelerate's. For a sharded model's parameters it calls `StreamShard.clip_grad_norm_`."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.unscale_gradients()
         for model in filter(None, map(_sharded_in, self._models)):
@@ -157,7 +157,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As accelerate's. Refuses sharded parameters and gradients, which accelerate's LocalSGD would give it."""
+        """Like accelerate's, but refuses sharded parameters and gradients. accelerate's LocalSGD would pass them."""
 
         def check(each: torch.Tensor) -> torch.Tensor:
             if is_piece(each):
@@ -207,15 +207,15 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> Any:
         """Save all that was prepared or registered, as `save_checkpoint` does. Call it on every rank, between steps.
 
-        With automatic naming it is ``project_dir/checkpoints/checkpoint-N``, and older ones go as ``total_limit`` says
-        when the new one is complete.
+        With automatic naming the directory is ``project_dir/checkpoints/checkpoint-N``. When it is complete, older ones
+        are deleted down to ``total_limit``.
 
         Returns:
             The directory.
 
         Raises:
-            CheckpointError: on every rank; nothing is left of the new checkpoint then.
-            ConfigError: there are hooks of ``register_save_state_pre_hook``.
+            CheckpointError: on every rank; the new checkpoint is removed.
+            ConfigError: hooks were registered by ``register_save_state_pre_hook``.
             ShardingError: no prepared model is sharded.
         """
         self._refuse_hooks()
@@ -230,11 +230,11 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return directory
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
-        """Go on where `save_state` was called, on any number of ranks. Call it on every rank.
+        """Continue from a checkpoint of `save_state`, on any number of ranks. Call it on every rank.
 
         Args:
-            input_dir: as given to `save_state`; with automatic naming None is the latest.
-            **kwargs: ignored: nothing is unpickled, and whatever does not fit raises.
+            input_dir: as given to `save_state`. None, with automatic naming: the latest.
+            **kwargs: ignored, because nothing is unpickled, and values that do not fit always raise.
 
         Raises:
             CheckpointError: on every rank, before anything has changed.
@@ -280,7 +280,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
 
 def _sharded_in(model: nn.Module) -> nn.Module | None:
-    """The sharded model that is `model`, or that ``torch.compile`` has wrapped; None if there is none."""
+    """`model`, or the model inside its ``torch.compile`` wrapper, if it is sharded; else None."""
     inner = _uncompiled(model)
     return inner if handle_of(inner) is not None else None
 
@@ -291,14 +291,14 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The 16-bit dtype that all parameters have, else fp32."""
+    """The 16-bit dtype of all parameters, or fp32 if they differ."""
     dtypes = {param.dtype for param in model.parameters()}
     only = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return only if only in _DTYPES.values() else torch.float32
 
 
 def _check_launch(accelerator: Accelerator) -> None:
-    """Raise if accelerate itself shards models, or if fewer processes train together than were launched."""
+    """Raise if accelerate itself would shard models, or if fewer processes train together than were launched."""
     kind = accelerator.distributed_type.value
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") or accelerator.parallelism_config is not None:
         asked = kind if accelerator.parallelism_config is None else "a parallelism_config"
@@ -319,14 +319,14 @@ def _check_launch(accelerator: Accelerator) -> None:
 
 
 def _numbered(each: list[Any]) -> Any:
-    """One by itself, several by their number, which their names have then."""
+    """A single object as it is, several as a dict by number. The numbers become part of their names."""
     if len(each) > 1:
         return {str(number): one for number, one in enumerate(each)}
     return each[0] if each else None
 
 
 def _loader_state(loader: Any) -> dict[str, Any]:
-    """The loader's epoch, the seed of its order if it is a seeded one, and the place of a stateful loader."""
+    """The loader's epoch, the seed of a seeded sampler, and the position of a stateful loader."""
     running = [each for each in loader.gradient_state.dataloader_references if each is not None]
     is_over = loader in running and loader.end_of_dataloader  # the loader itself counts it a moment later
     state: dict[str, Any] = {"iteration": loader.iteration + is_over}

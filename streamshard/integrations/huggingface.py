@@ -1,7 +1,7 @@
-"""What transformers adds to a directory of weights: which names it saves, how it rearranges them, and the config.
+"""transformers' rules for a directory of weights: which names it saves, how it rearranges tensors, and the config.
 
-Nothing here imports transformers or PEFT: a model of their classes cannot exist unless the user has. Transformers' own
-functions decide wherever they can be asked, so that what is saved follows the installed version.
+Nothing here imports transformers or PEFT: if a model has one of their classes, the user has imported them. Where
+possible transformers' own functions decide, so that saved files follow the installed version.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_exportable(model: nn.Module) -> None:
 
 
 def kept_in_fp32(root: nn.Module, dtype: torch.dtype) -> set[str]:
-    """Names of parameters of `root` that models of transformers in it keep in fp32 when they are loaded as `dtype`."""
+    """Names of parameters that transformers' models inside `root` keep in fp32 when they are loaded as `dtype`."""
     names: set[str] = set()
     for prefix, module in modules_of(root):
         if not is_transformers_model(module):
@@ -61,14 +61,14 @@ def kept_in_fp32(root: nn.Module, dtype: torch.dtype) -> set[str]:
 
 
 def tie_weights(root: nn.Module) -> None:
-    """Let models of transformers in `root` tie what they tie: ``accelerate.init_empty_weights`` leaves some apart."""
+    """Let transformers' models inside `root` tie their weights: ``accelerate.init_empty_weights`` unties some."""
     for module in modules_inside(root):
         if is_transformers_model(module):
             cast(Any, module).tie_weights()
 
 
 def initialise(model: nn.Module) -> None:
-    """Let `model`, of transformers, initialise itself. Names that its classes tie to others get the others' values."""
+    """Let the transformers model `model` initialise itself. Tied names get the values of their partners."""
     tied: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     for module in modules_inside(model):
         for each in (module, *(param for param in module._parameters.values() if param is not None)):
@@ -88,7 +88,7 @@ def initialise(model: nn.Module) -> None:
 
 
 def adapters_in(module: nn.Module) -> list[str]:
-    """Of a layer that PEFT has adapted, the names of the modules inside that are not what it was."""
+    """Names of the modules that PEFT has added inside a layer."""
     if "base_layer" not in module._modules or not _is_of_peft(module):
         return []
     return [name for name in module._modules if name != "base_layer"]
@@ -103,11 +103,11 @@ def drop_tied_names(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]
 
     Args:
         model: says in `_tied_weights_keys` which names are copies of others.
-        tied: groups of names of one and the same parameter.
+        tied: groups of names; each group names one parameter.
 
     Returns:
-        Of each group the names declared as copies, but never all of them. Names tied without being declared are kept:
-        `from_pretrained` would not tie them again, so every one needs its values.
+        In each group, the names that are declared as copies, but never all names. Names that are tied without being
+        declared are kept: `from_pretrained` would not tie them again, so each needs its values.
     """
     patterns = [
         join_names(prefix, key)
@@ -127,7 +127,7 @@ def ignored_on_save(model: nn.Module) -> set[str]:
 
 
 def ignored_on_load(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """Those of `names` that the model's class ignores if files have them and the model does not."""
+    """Names among `names` that the model's class ignores if the files have them and the model does not."""
     adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
     if callable(adjust) and is_transformers_model(model):
         told = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
@@ -137,7 +137,7 @@ def ignored_on_load(model: nn.Module, names: Sequence[str]) -> set[str]:
 
 
 def rearrange_for_saving(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names, shapes and order as `save_pretrained` stores them, from those the modules have.
+    """The tensors with names, shapes and order as `save_pretrained` stores them.
 
     Args:
         model: the model; its own tensors are not touched.
@@ -155,12 +155,12 @@ def rearrange_for_saving(model: nn.Module, tensors: Mapping[str, torch.Tensor]) 
 
 
 class ForLoading(NamedTuple):
-    """What transformers makes of tensors in files, all by names.
+    """How transformers makes the model's tensors from those in files.
 
     Attributes:
         made: by the model's name.
-        failed: by the model's name, why nothing could be made for it of what the files have.
-        used: the files' names of what is needed for all that.
+        failed: by the model's name, why it cannot be made from the files' tensors.
+        used: names of the files' tensors that are needed.
     """
 
     made: dict[str, torch.Tensor]
@@ -171,9 +171,9 @@ class ForLoading(NamedTuple):
 def rearrange_for_loading(
     model: nn.Module, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 ) -> ForLoading:
-    """The model's tensors, made of those in files as ``from_pretrained`` makes them.
+    """Make the model's tensors from those in files, as ``from_pretrained`` does.
 
-    What transformers/core_model_loading.py does in ``convert_and_load_state_dict_in_model``, without loading.
+    Follows ``convert_and_load_state_dict_in_model`` in transformers/core_model_loading.py, without loading.
 
     Args:
         model: the model; its own tensors are not touched.
@@ -213,7 +213,7 @@ def _steps_of(
     stored: Mapping[str, torch.Tensor],
     wanted: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, Any], set[str]]:
-    """What is done, by the first name that is made; and what of `stored` is needed for it."""
+    """By the first name that each step makes: the step, and the tensors of `stored` that it needs."""
     renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -236,11 +236,11 @@ def _steps_of(
 
 
 def write_config(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
-    """What `save_pretrained` writes beside the weights: config, generation config, and the code of custom models.
+    """Write what `save_pretrained` writes beside the weights: config, generation config, code of custom models.
 
     Args:
         model: a transformers model.
-        directory: where to.
+        directory: the destination.
         dtype: of the model on disk, for the config; None leaves what the config says.
     """
     config = copy.deepcopy(model.config)
@@ -255,7 +255,7 @@ def write_config(model: Any, directory: Path, dtype: torch.dtype | None) -> None
 
 
 class _Unsharded:
-    """A model as transformers' conversions see it: everything the same, but parameters have their whole shapes."""
+    """A model for transformers' conversions: the same, except that parameters have their full shapes."""
 
     def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         self._model = model

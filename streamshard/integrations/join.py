@@ -27,16 +27,16 @@ from streamshard.plan.structure import params_of
 
 
 class _Row(NamedTuple):
-    """What a rank says when a pass is announced; of the pass, only if it is its own.
+    """A rank's message when a pass is announced. A rank with inputs describes its own pass.
 
     Attributes:
-        acts: what it has done since the last training pass was announced: ``AdamW.step(lr=0.1, ...)``.
+        acts: its steps and clipping since the last training pass was announced, e.g. ``AdamW.step(lr=0.1, ...)``.
         issued: a hash of the collectives that it has issued.
-        has_inputs: it has not run out of them.
+        has_inputs: it still has inputs.
         can_repeat: it was given ``repeat=``.
         has_grad: its pass is a training pass.
         is_synced: it is not inside ``no_sync()``.
-        casts: its weights may have changed since the last pass.
+        casts: its weights may have changed since the last pass, so they are cast again.
     """
 
     acts: list[str]
@@ -49,14 +49,14 @@ class _Row(NamedTuple):
 
 
 class UnevenInputs(Inputs):
-    """Inputs while ranks may run out of them: announces passes, shadows those of others, compares what ranks do.
+    """Inputs that may run out on some ranks: announces passes, shadows other ranks' passes, compares ranks' steps.
 
     Args:
         model: the root, made by `StreamShard`.
         engine: its engine.
-        repeat: what a rank that has run out does after each synchronised backward of the others. None: evaluation only.
-        divides_by_all: gradients are means over all ranks, with zeros from those that ran out; else over the ranks
-            that have inputs.
+        repeat: a rank without inputs calls it after each synchronised backward of the others. None: evaluation only.
+        divides_by_all: gradients are means over all ranks, with zeros from ranks without inputs. False: over the ranks
+            with inputs.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class UnevenInputs(Inputs):
     # -- on ranks that have run out -----------------------------------------------------------------------------------
 
     def shadow(self) -> None:
-        """One pass of the others, and what follows it.
+        """Join one pass of the other ranks, and the steps that follow it.
 
         Raises:
             ConfigError, ShardingError: on all ranks; see `_announce`.
@@ -143,12 +143,12 @@ class UnevenInputs(Inputs):
             self._clear()
 
     def _clear(self) -> None:
-        """Gradients of the last step, this rank's own perhaps, which it would have cleared at the start of the next."""
+        """Clear the gradients of the last step, as a rank with inputs does before its next pass."""
         if self._is_complete:
             self._model.zero_grad()
 
     def leave(self) -> None:
-        """Everything is as it was before the context, unless the next one has begun. A second call does nothing."""
+        """Restore the state before the context, unless another context has begun. A second call does nothing."""
         self._handle.remove()
         if self._engine.inputs is self:
             self._engine.set_inputs(Inputs())
@@ -160,11 +160,11 @@ class UnevenInputs(Inputs):
         return _Row(self._acts or [], self._engine.ranks.recorder.log.digest, has_inputs, self._repeat is not None)
 
     def _announce(self, own: _Row) -> _Row:
-        """What the pass that begins is like, from ranks that have inputs.
+        """Exchange what the next pass is like. Ranks with inputs decide.
 
         Raises:
-            ConfigError: a training pass, and a rank was given no ``repeat=``.
-            ShardingError: the last step, or this pass, is not the same on all ranks.
+            ConfigError: the pass is a training pass, and a rank has no ``repeat=``.
+            ShardingError: the last step, or this pass, differs between ranks.
         """
         self._engine.ranks.recorder.log.add(RecordKind.END_OF_STEP)
         rows: list[_Row] = self._engine.ranks.gather_objects(own)
@@ -181,7 +181,7 @@ class UnevenInputs(Inputs):
 
 
 def _compare(rows: list[_Row]) -> None:
-    """Raise on all ranks unless all have done the same since the last training pass."""
+    """Raise on all ranks unless all took the same steps since the last training pass."""
     for rank, row in enumerate(rows):
         did, first = (", ".join(each.acts) or "nothing" for each in (row, rows[0]))
         if did != first or row.issued != rows[0].issued:
@@ -220,7 +220,7 @@ def _text(value: Any) -> str:
 
 
 class UnevenHook(JoinHook):
-    """What ``Join`` calls. Ranks' inputs may be uneven from here on, and as long as this lives.
+    """The hook that ``Join`` calls. Uneven inputs are allowed while this object lives.
 
     Args:
         inputs: put into the engine.
@@ -233,7 +233,7 @@ class UnevenHook(JoinHook):
         weakref.finalize(self, inputs.leave)  # Join says nothing when an exception ends it, and drops its hooks
 
     def main_hook(self) -> None:
-        """One pass of the others, while this rank has run out."""
+        """Shadow one pass of the other ranks, while this rank has no inputs."""
         try:
             self._inputs.shadow()
         except BaseException:

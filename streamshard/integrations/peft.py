@@ -42,12 +42,12 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether ``save_pretrained`` saves adapters, and not the model: a PeftModel, or one with ``add_adapter``."""
+    """Whether ``save_pretrained`` saves adapters only: for a PeftModel, or a model with ``add_adapter``."""
     return is_peft_model(model) or (is_transformers_model(model) and getattr(model, "_hf_peft_config_loaded", False))
 
 
 def adapt_methods(model: nn.Module) -> None:
-    """Replace methods that need full weights. The classes of a sharded model's modules are StreamShard's by now."""
+    """Replace methods that need full weights, on the classes that StreamShard has made for the model's modules."""
     kind: Any
     for module in modules_inside(model):
         if is_transformers_model(module) or (module is model and is_peft_model(model)):
@@ -67,12 +67,12 @@ def save_on_first(
     Args:
         model: sharded; it computes as an unsharded model while `save` runs.
         engine: its engine.
-        directory: where to. Files there are replaced one by one when `save` has written all of them.
-        save: is called with another directory, to write them to.
+        directory: the destination. Its files are replaced one by one after `save` has written all.
+        save: called with another directory, into which it writes all files.
         wanted: the parameters that `save` reads, in the dtype before sharding; None is all.
 
     Raises:
-        CheckpointError: on every rank; names the rank on which it went wrong.
+        CheckpointError: on every rank; names the rank that failed.
     """
     full: dict[ParamShard, torch.Tensor] = {}
     for unit in engine.units:
@@ -91,7 +91,7 @@ def save_on_first(
 
 @contextlib.contextmanager
 def plain_classes(model: nn.Module) -> Iterator[None]:
-    """Inside, modules of a sharded model have their own classes: calls gather nothing, and run none of our methods."""
+    """Inside, modules of a sharded model have their original classes, so calls run none of StreamShard's methods."""
     kinds = [(module, type(module)) for module in modules_inside(model) if isinstance(module, ShardedModule)]
     try:
         for module, kind in kinds:
@@ -104,11 +104,11 @@ def plain_classes(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
-    """Raise if `state_dict` holds pieces, on this rank: nothing is sent.
+    """Raise if `state_dict` holds pieces. Local: nothing is sent.
 
     Args:
-        state_dict: is about to be saved by one rank.
-        what: would save it.
+        state_dict: the state dict that one rank is about to save.
+        what: the call that would save it.
 
     Raises:
         CheckpointError: names the first tensor that is a piece.
@@ -128,10 +128,11 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:
     """``save_pretrained``, called on all ranks: `export_safetensors`, or adapters as PEFT saves them.
 
-    With ``state_dict=`` it is the model's own, on whatever rank: that dict has full weights.
+    With ``state_dict=``, which has full weights, it is the model's own method, on any rank.
 
     Raises:
-        CheckpointError: as for the export; an argument that only transformers' own can do; pieces in `state_dict`.
+        CheckpointError: as for the export; an argument that only transformers' own method supports; pieces in
+            `state_dict`.
     """
     own = super(type(self), self).save_pretrained
     known = inspect.signature(own).parameters
@@ -157,7 +158,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
 
 
 def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
-    """``push_to_hub``, which saves to a directory of each rank's own."""
+    """``push_to_hub`` raises, because it would save into a different directory on each rank."""
     raise CheckpointError(
         "push_to_hub() of a sharded model: call model.save_pretrained(directory) on all ranks, and on rank 0 "
         f"huggingface_hub.upload_folder(repo_id={repo_id!r}, folder_path=directory)"
@@ -183,7 +184,7 @@ def _wanted(model: Any, given: Mapping[str, Any]) -> set[nn.Parameter]:
 
 
 def _write(directory: Path, save: Callable[[str], object]) -> None:
-    """Let `save` fill a directory beside, then move each file into `directory`, where it replaces an earlier one."""
+    """Let `save` fill a new directory beside `directory`, then move each file into `directory`."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(".partial", f".{directory.name}.", directory.parent) as staging:
         made = Path(staging, "made")

@@ -1,8 +1,8 @@
 """`StreamShardTrainer`: transformers' Trainer with a sharded model.
 
 `StreamShardTrainerMixin` does the same for `Seq2SeqTrainer`, the trainers of TRL and sentence-transformers, and others
-that derive from Trainer. `StreamShardAccelerator` shards, clips and sets precision. This module does what Trainer does
-without its accelerator: files, and counts of parameters.
+that derive from Trainer. `StreamShardAccelerator` shards, clips and sets precision. This module handles what Trainer
+does itself: files, and counts of parameters.
 
 A checkpoint has the files that Trainer writes under DistributedDataParallel, so each can continue from the other's.
 Trainer fills ``partial-checkpoint-8/checkpoint-8``, which becomes ``checkpoint-8`` when it is complete.
@@ -49,7 +49,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     """Makes a trainer train with StreamShard: ``class SFT(StreamShardTrainerMixin, SFTTrainer): pass``.
 
     The model is sharded when training or evaluation begins, after the trainer's constructor has changed it (adapters, a
-    reference copy). A model that is sharded already is accepted.
+    reference copy). A model that is already sharded works too.
 
     Args:
         *args: Trainer's arguments.
@@ -57,7 +57,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         **kwargs: Trainer's keyword arguments.
 
     Raises:
-        ConfigError: a training argument asks for another way of sharding, or for something sharded models cannot do.
+        ConfigError: a training argument selects another way of sharding, or a feature that sharded models do not
+            support.
     """
 
     is_fsdp_enabled: bool  # Trainer's
@@ -71,16 +72,16 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     # -- preparing ----------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer does, which names the class of its accelerator in the middle of this; then that shards."""
+        """As Trainer does, then change the class of Trainer's accelerator to `StreamShardAccelerator`."""
         _refuse(self.args)
         super().create_accelerator_and_postprocess()
         StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Not before it is sharded: a model that fits no device moves there piece by piece."""
+        """Do nothing: sharding moves the model piece by piece, so that it need not fit on a device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does; it evaluates a model that has not been trained as it is if a reference was prepared."""
+        """As Trainer does, and shard an untrained model: Trainer leaves it as it is if a reference was prepared."""
         wrapped = super()._wrap_model(model, training, *args, **kwargs)
         if not training and wrapped is self.model and handle_of(wrapped) is None:
             never_trains = self.train_dataset is None  # then no room for gradients is needed
@@ -89,13 +90,13 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return wrapped
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
-        """As TRL does, whose constructors compute with a model that is on no device yet: it is sharded for that."""
+        """As TRL does. TRL's constructors call this before training, so the model is sharded here."""
         if model is self.model:
             model = self._wrap_model(model, training=False)
         return super().compute_ref_log_probs(model, inputs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does. A class that is not elementwise steps whole parameters, in a `WholeParameterOptimizer`.
+        """As Trainer does. A class that is not elementwise runs in a `WholeParameterOptimizer`.
 
         Raises:
             ConfigError: the optimizer that the training arguments name does not work with sharded parameters.
@@ -132,7 +133,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As Trainer does, into a directory beside, which becomes ``checkpoint-8`` when it is complete."""
+        """As Trainer does, into another directory, which is renamed to ``checkpoint-8`` when it is complete."""
         ranks, root = engine_of(self.model).ranks, Path(self._get_output_dir(trial))
         name = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         path, partial = root / name, root / f"{_PARTIAL}{name}" / name
@@ -170,10 +171,11 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does. Call it on every rank; with a full `state_dict`, on the rank that has it.
 
-        A trainer's own ``_save`` runs on rank 0, where parameters are full meanwhile, in CPU memory.
+        A trainer's own ``_save`` runs on rank 0, while parameters hold full tensors there, in CPU memory.
 
         Raises:
-            CheckpointError: on every rank; for pieces in `state_dict`, on the calling rank, which waits for no other.
+            CheckpointError: on every rank. If `state_dict` has pieces, only on the calling rank, which waits for no
+                other.
         """
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         if state_dict is not None or handle_of(self.model) is None:
@@ -191,11 +193,11 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     @property
     def _writes_itself(self) -> bool:
-        """Whether the trainer's class has a ``_save`` of its own, as that of sentence-transformers."""
+        """Whether the trainer's class has its own ``_save``, as sentence-transformers' trainer has."""
         return getattr(super()._save, "__func__", None) is not Trainer._save
 
     def _save_beside(self, directory: Path) -> None:
-        """What Trainer saves with the weights."""
+        """Save the files that Trainer saves beside the weights."""
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(str(directory))
@@ -228,7 +230,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             super()._load_best_model()
 
     def _can_read(self, directory: str) -> bool:
-        """Whether it holds the whole model in a format that ranks read slices of."""
+        """Whether the directory has the full model in a format of which ranks can read slices."""
         names = ("model.safetensors", "model.safetensors.index.json")
         is_ours = not self._writes_itself and not has_adapters(self.model)
         return is_ours and any((Path(directory) / name).is_file() for name in names)
@@ -249,14 +251,14 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
 
 class StreamShardTrainer(StreamShardTrainerMixin, Trainer):
-    """transformers' Trainer, training with StreamShard. See `StreamShardTrainerMixin` for what it can be told."""
+    """transformers' Trainer with StreamShard. See `StreamShardTrainerMixin` for its options."""
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def _begin(partial: Path) -> None:
-    """Clear what killed runs have left, one in the middle of `_publish` perhaps, and make the directory `partial`."""
+    """Remove leftovers of killed runs, also of one killed inside `_publish`, and make the directory `partial`."""
     root = partial.parent.parent
     for left in root.glob(f"{_PARTIAL}{trainer_utils.PREFIX_CHECKPOINT_DIR}-*"):
         path = root / left.name.removeprefix(_PARTIAL)
@@ -267,7 +269,7 @@ def _begin(partial: Path) -> None:
 
 
 def _publish(partial: Path, path: Path) -> None:
-    """Give the checkpoint its name. An earlier one of this name stays until then."""
+    """Give the checkpoint its name. An earlier checkpoint of this name stays until this moment."""
     if path.exists():
         os.replace(path, partial.parent / _REPLACED)
     os.replace(partial, path)
@@ -296,7 +298,7 @@ _REFUSED = {
 
 
 def _refuse(args: Any) -> None:
-    """Training arguments that contradict sharding, before anything is made."""
+    """Raise for training arguments that contradict sharding, before anything is made."""
     for name, reason in _REFUSED.items():
         if value := getattr(args, name, None):
             given = name if name == "fsdp" else f"{name}={value!r}"  # Trainer makes True of fsdp="full_shard"

@@ -26,8 +26,8 @@ class GroupClass(NamedTuple):
     Attributes:
         kind: the optimizer's class.
         options: arguments of the constructor.
-        initial: by parameter, state that the constructor makes when it gets all parameters, such as APOLLO's seeds.
-            Numbers and names only.
+        initial: by parameter, state that the constructor makes from all parameters together, such as APOLLO's seeds.
+            Numbers and strings only.
     """
 
     kind: type[Optimizer]
@@ -36,14 +36,14 @@ class GroupClass(NamedTuple):
 
 
 class InnerOptimizer:
-    """An ordinary optimizer of some parameters of one of the user's groups.
+    """An ordinary optimizer for some parameters of one of the user's groups.
 
     Args:
         made: how to make it.
         number: the group's number.
         group: the user's group.
         params: the user's parameters.
-        targets: one for each of `params`: what is stepped instead, full parameters; None: `params` themselves.
+        targets: for each of `params`, the full parameter that is stepped in its place. None: `params` are stepped.
 
     Attributes:
         optimizer: the ordinary optimizer.
@@ -91,8 +91,8 @@ class InnerOptimizer:
 
         Args:
             state: keyed by the user's parameters.
-            is_loaded: `state` comes from a state dict and may have other dtypes and devices. Otherwise it comes from
-                an optimizer of the same class, and stays as it is.
+            is_loaded: `state` comes from a state dict, so its dtypes and devices may differ. Otherwise it comes from an
+                optimizer of the same class, and is not converted.
         """
         own = self.optimizer.state
         own.update({key: copy.deepcopy(value) for key, value in state.items() if not isinstance(key, torch.Tensor)})
@@ -103,7 +103,7 @@ class InnerOptimizer:
             self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def refuse_extras(self) -> None:
-        """Raise if the optimizer's state dict has entries beside state and groups: they would not be saved."""
+        """Raise if the optimizer's state dict has entries besides state and groups: they would not be saved."""
         if extras := [key for key in self.optimizer.state_dict() if key not in ("state", "param_groups")]:
             raise ConfigError(
                 f"{type(self.optimizer).__name__} has {extras} in its state_dict() beside 'state' and 'param_groups'. "
@@ -112,17 +112,17 @@ class InnerOptimizer:
 
 
 class InnerOptimizers:
-    """The optimizers inside one WholeParameterOptimizer. Made anew when parameters or groups change.
+    """The optimizers inside one WholeParameterOptimizer. Replaced when parameters or groups change.
 
     Args:
-        groups: the user's; options are read from them before each step, and written to them after it.
+        groups: the user's groups. Each step reads options from them, and writes options back.
         classes: by group, how to make its optimizer.
-        wholes: sharded parameters of which the owner steps the full tensor.
-        round_numel: elements that a rank owns in a round, at most (but for a larger parameter).
+        wholes: sharded parameters that their owners step as full tensors.
+        round_numel: the largest number of elements that a rank owns in a round, unless one parameter is larger.
 
     Attributes:
-        owners: by the id of a parameter that is stepped whole, the rank that steps it.
-        in_place: the optimizers that step parameters where they lie.
+        owners: by the id of a parameter, the rank that steps the full tensor.
+        in_place: the optimizers that step pieces, or plain parameters, in place.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class InnerOptimizers:
             self._by_round = [self._owned(each) for each in rounds]
 
     def _owned(self, own_round: list[WholeParam]) -> list[InnerOptimizer]:
-        """The optimizers of what this rank owns in a round, one for each group."""
+        """The optimizers for the parameters that this rank owns in a round, one for each group."""
         inners = []
         for number, (group, made) in enumerate(self._groups):
             members = set(group["params"])
@@ -173,7 +173,7 @@ class InnerOptimizers:
         return inners
 
     def is_current(self) -> bool:
-        """Whether groups have the same parameters with the same ``requires_grad``, and none was sharded since."""
+        """Whether groups still have the same parameters with the same ``requires_grad``, and none was sharded since."""
         params = params_in(self._user_groups)
         if self._trained != [(id(param), param.requires_grad) for param in params]:
             return False
@@ -214,7 +214,7 @@ class InnerOptimizers:
             self._error = error
 
     def check_last_step(self) -> None:
-        """Raise on all ranks if they had other gradients in the last step. Collective only then."""
+        """Raise on all ranks if they had gradients for different parameters in the last step. Collective only then."""
         if self._rounds is None or self._is_checked:
             return
         self._is_checked = True
@@ -231,7 +231,7 @@ class InnerOptimizers:
                     )
 
     def options_of_wholes(self) -> dict[int, dict[str, Any]]:
-        """By number, the options of the groups of which this rank owns parameters."""
+        """By group number, the options of the groups in which this rank owns parameters."""
         numbers = {inner.number for inners in self._by_round for inner in inners}
         return {number: options_of(self._groups[number][0]) for number in sorted(numbers)}
 
@@ -250,7 +250,7 @@ def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict
 def try_constructor(
     kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], GroupClass]:
-    """Construct a `kind` for `groups`. Returns the options of the last group, defaults filled in, and its class.
+    """Construct a `kind` for `groups`. Returns the options of the last group, with defaults, and its class.
 
     Raises:
         ConfigError: the constructor raises, or splits a group.

@@ -4,18 +4,16 @@
 
 `Rounds` owns the buffers and the fences. See [Note: rounds].
 
-[Note: rounds]
-The pieces of a round are packed (compute stream), exchanged (comm), laid out as full parameters and stepped (compute),
-their new weights are exchanged (comm) and copied to the pieces (compute). All rounds use the same buffers. The order on
-the compute stream is: lay out round k, pack round k + 1, step round k, finish round k - 1, send round k back. So while
-round k is stepped, round k + 1 travels to its owners and round k - 1 back, and each buffer is free when it is written
-again. Fences: rule 5 before each exchange (what it sends is written), rule 7 behind it (what arrives is complete). An
-owner's own pieces are exchanged like all others: it sends them to itself.
+[Note: rounds] The pieces of a round are packed (compute stream), exchanged (comm), laid out as full parameters and
+stepped (compute), their new weights are exchanged (comm) and copied to the pieces (compute). All rounds use the same
+buffers. The order on the compute stream is: lay out round k, pack round k + 1, step round k, finish round k - 1, send
+round k back. So while round k is stepped, round k + 1 travels to its owners and round k - 1 back, and each buffer is
+free when it is written again. Fences: rule 5 before each exchange (what it sends is written), rule 7 behind it (what
+arrives is complete). An owner sends its own pieces to itself, like all others.
 
-The length of a message follows from the plan alone, never from which parameters have a gradient, so ranks that
-disagree about gradients get an error and not messages of the wrong length. Before the first exchange ranks compare
-digests of which parameters have gradients. On a device the host reads the result before the next step, so it never
-waits for the device.
+The length of a message depends only on the plan, never on which parameters have a gradient. So ranks that disagree
+about gradients get an error, not messages of the wrong length. Before the first exchange ranks compare digests of which
+parameters have gradients. On a device the host reads the result before the next step, so it never waits for the device.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class WholeParam(NamedTuple):
 
     Attributes:
         param: the user's sharded parameter.
-        piece: which elements `param` has.
+        piece: which elements of the full tensor this rank has.
         owner: the rank of the shard group that steps the parameter.
         whole: on the owner, the [full shape] parameter that its optimizer steps; None on other ranks.
         cost: the cost of its step.
@@ -92,13 +90,14 @@ class Rounds:
         weakref.finalize(self, _free, weakref.ref(ledger), buffers).atexit = False
 
     def run(self, meanwhile: Callable[[], None], step_round: Callable[[int], None]) -> None:
-        """One step of all rounds, inside ``torch.no_grad()``. `grads_differ` tells whether the step was right.
+        """One step of all rounds, inside ``torch.no_grad()``. `grads_differ` tells afterwards whether ranks disagreed.
 
-        On a CPU nothing is stepped if ranks have other gradients.
+        On a CPU nothing is stepped if ranks have gradients for different parameters.
 
         Args:
             meanwhile: called while the first round travels; does not raise.
-            step_round: steps what this rank owns of a round, whose weights and gradients are in place; does not raise.
+            step_round: called when a round's weights and gradients have arrived; steps the parameters that this rank
+                owns. Does not raise.
         """
         grads = {id(each): _flat_grad(each) for own in self._rounds for each in own.params}
         self._compare(hash(tuple(grad is not None for grad in grads.values())) % _DIGEST_RANGE)
@@ -118,7 +117,7 @@ class Rounds:
             self._finish(self._rounds[-1], grads)
 
     def grads_differ(self) -> bool:
-        """Whether ranks had other gradients in the last step. On a device the host waits until that step has begun."""
+        """Whether ranks disagreed in the last step. On a device the host waits until that step has begun."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -169,7 +168,7 @@ class Rounds:
 
 
 def stand_in(param: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape, dtype and device of `param` that takes no memory."""
+    """A tensor with the shape, dtype and device of `param` that takes no memory."""
     return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
 
 
@@ -177,13 +176,16 @@ class _Round:
     """One round on this rank: which pieces go where, and the views of the buffers that are copied. Made once.
 
     Attributes:
-        params: of all owners.
-        sent: a parameter of which this rank has elements, and where its gradient and its weights go: [n] fp32 each.
-        arrived: parts of full gradients and weights, and where they arrive.
-        wholes: a parameter that this rank owns, what its optimizer steps, the full gradient and weights, and what lies
-            there between steps.
-        results: what the optimizer has stepped, where a part of the new weights goes, and which part that is.
-        returned: a parameter of which this rank has elements, and where their new weights arrive.
+        params: the parameters of the round, of all owners.
+        sent: for each parameter of which this rank has elements: the parameter, and the buffer views for its gradient
+            and its weights, [n] fp32 each.
+        arrived: pairs of a part of a full gradient or weight, and the buffer view in which it arrives.
+        wholes: for each parameter that this rank owns: the parameter, the one that its optimizer steps, the full
+            gradient and weights, and the tensor that replaces them between steps.
+        results: for each part of new weights: the stepped parameter, the buffer view for the part, and which part it
+            is.
+        returned: for each parameter of which this rank has elements: the parameter, and the buffer view in which its
+            new weights arrive.
         to_owners, to_pieces: the two exchanges.
     """
 
@@ -206,7 +208,7 @@ class _Round:
                     self._from_rank[rank] += part.stop - part.start
 
     def numels(self) -> tuple[int, int, int, int, int]:
-        """Elements of the buffers that this round needs, in the order of the arguments of `take_views`."""
+        """Number of elements of the buffers that this round needs, in the order of `take_views`' arguments."""
         sent, owned = sum(self._to_owner), sum(self._from_rank)
         wholes = sum(2 * _aligned(each.piece.place.numel) for each in self.params if each.whole is not None)
         return 2 * sent, 2 * owned, wholes, owned, sent
@@ -219,12 +221,12 @@ class _Round:
         results: torch.Tensor,
         returned: torch.Tensor,
     ) -> None:
-        """Take views of the buffers, [n] fp32 each, which all rounds use one after another.
+        """Take views of the buffers, which all rounds use one after another.
 
         Args:
             pieces: sent to owners: the gradient and the weights of one piece after another.
             arrived: the same where it arrives.
-            wholes: gradients and weights of what this rank owns.
+            wholes: full gradients and weights of the parameters that this rank owns.
             results: sent back: new weights.
             returned: the same where it arrives.
         """
@@ -249,7 +251,7 @@ class _Round:
 
 
 class _Cursor:
-    """A buffer with a chunk for each rank, from whose chunks elements are taken one after another."""
+    """A buffer with a chunk for each rank. Elements are taken from each chunk one after another."""
 
     def __init__(self, buffer: torch.Tensor, numels: Sequence[int]) -> None:
         self._buffer = buffer
@@ -269,7 +271,7 @@ def _exchange(
 
 
 def _parts(piece: Piece) -> list[tuple[int, slice]]:
-    """The ranks that have elements of a parameter, and which."""
+    """The ranks that have elements of a parameter, and which elements."""
     ranges = [(rank, piece.range_of(rank)) for rank in range(piece.ranks.world_size)]
     return [(rank, slice(own.start, own.stop)) for rank, own in ranges if own.numel]
 

@@ -1,4 +1,4 @@
-"""`WholeParameterOptimizer`: runs any optimizer unmodified. Each full parameter is stepped by the rank that owns it."""
+"""`WholeParameterOptimizer`: runs any optimizer unmodified. The owner of each parameter steps the full tensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TOLERANCE = 1e-3  # relative to a parameter's change; rounding errors are a hun
 
 
 class WholeParameterOptimizer(Optimizer):
-    """Runs optimizers whose update of a parameter depends on all of it: Muon, SOAP, Shampoo, Adafactor.
+    """Runs optimizers that need the full parameter to update any of its elements: Muon, SOAP, Shampoo, Adafactor.
 
     During a step each sharded parameter is full on one rank, its *owner*. Pieces of its gradient and weights travel
     there by all-to-all, `optimizer_class` steps an ordinary ``nn.Parameter``, and pieces of the new weights travel
@@ -48,12 +48,12 @@ class WholeParameterOptimizer(Optimizer):
     Args:
         params: parameters or parameter groups, as for any optimizer, made before or after ``StreamShard(model)``. A
             group may name an ``optimizer_class`` of its own; its other entries are that class's options.
-        optimizer_class: steps all other groups. It has to step each parameter independently, which is tested here on
-            small parameters; an optimizer with a norm or a learning rate over all parameters is refused.
+        optimizer_class: steps all other groups. It has to step each parameter independently. The constructor tests this
+            on small parameters, and refuses an optimizer with a norm or a learning rate over all parameters.
         cost: returns the cost of stepping a parameter (of full shape), in any unit. Owners are chosen so that ranks
             have about the same sum. None: the number of elements. For Muon ``lambda p: p.numel() * min(p.shape)``.
-        round_size: bytes of fp32 weights that a rank takes on in one round, or its largest parameter if that is more.
-            Rounds overlap, so a rank needs room for about eight times as much; ``memory_report()`` counts it.
+        round_size: bytes of fp32 weights that a rank steps in one round, or the size of its largest parameter if that
+            is more. Rounds overlap, so a rank needs about eight times as much memory; ``memory_report()`` counts it.
         **defaults: options of `optimizer_class`.
 
     Raises:
@@ -102,17 +102,17 @@ class WholeParameterOptimizer(Optimizer):
         self._link(self._bound)
 
     def _link(self, bound: InnerOptimizers) -> None:
-        """Put the state of the optimizers inside into `state`: the same objects, keyed by the user's parameters."""
+        """Put the inner optimizers' state into `state`: the same objects, keyed by the user's parameters."""
         for inner in bound.all:
             inner.link(self.state)
 
     # -- groups -----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimizer. Parameters that are there keep their owners.
+        """Add a group, as with any optimizer. Earlier parameters keep their owners.
 
         Args:
-            param_group: ``params``, options, and perhaps an ``optimizer_class``.
+            param_group: ``params``, options, and optionally an ``optimizer_class``.
         """
         group = dict(param_group)
         kind = _checked(group.pop(_CLASS, self._main_class))
@@ -143,14 +143,14 @@ class WholeParameterOptimizer(Optimizer):
         """Step all groups. Collective if parameters are sharded.
 
         Args:
-            closure: computes the loss and gradients anew. It is called once, before anything is stepped.
+            closure: computes the loss and new gradients. It is called once, before anything is stepped.
 
         Returns:
             What `closure` returns.
 
         Raises:
-            Exception: what an optimizer inside raises, on its rank, after the exchanges. Parameters that were stepped
-                before keep their new weights. With `DistributedOptimizer` around this one, all ranks raise.
+            Exception: an inner optimizer's exception, on its rank, after the exchanges. Parameters that were stepped
+                before keep their new weights. If a `DistributedOptimizer` wraps this optimizer, all ranks raise.
             RankMismatchError: ranks disagree about which parameters have a gradient. On a CPU nothing was stepped. On a
                 device parameters were stepped, and the error comes in the next step.
         """
@@ -172,25 +172,25 @@ class WholeParameterOptimizer(Optimizer):
     def owner_of(self, param: torch.Tensor) -> int | None:
         """The rank of the shard group that steps the full `param`; None if its pieces are stepped in place.
 
-        One rank alone owns all parameters whose class is not elementwise.
+        A single rank owns all parameters whose class is not elementwise.
         """
         return self.bound.owners.get(id(param))
 
     def in_place(self) -> list[Optimizer]:
-        """The optimizers inside that step parameters where they lie."""
+        """The inner optimizers that step pieces, or plain parameters, in place."""
         return [inner.optimizer for inner in self.bound.in_place]
 
     @property
     def described_class(self) -> str:
-        """Its class and those of its groups, which have to be the same where a checkpoint is loaded."""
+        """Names of its class and its groups' classes. They have to be the same when a checkpoint is loaded."""
         kinds = [f"{made.kind.__module__}.{made.kind.__qualname__}" for made in self._classes]
         return f"{type(self).__module__}.{type(self).__qualname__}({', '.join(kinds)})"
 
     def settle(self, ranks: Communicator) -> None:
-        """Copy options that steps change from owners to all ranks, before states are collected. Collective.
+        """Copy options that steps change from owners to all ranks. Called before states are collected. Collective.
 
         Raises:
-            RankMismatchError: ranks had other gradients in the last step.
+            RankMismatchError: ranks had gradients for different parameters in the last step.
         """
         bound = self.bound
         bound.check_last_step()
@@ -207,7 +207,7 @@ class WholeParameterOptimizer(Optimizer):
         """This rank's part: pieces, and state that it owns. Full state: `streamshard.full_optimizer_state_dict`.
 
         Raises:
-            ConfigError: an optimizer inside has more in its state dict than state and groups.
+            ConfigError: an inner optimizer's state dict has other entries than state and groups.
         """
         bound = self.bound
         for inner in bound.all:
@@ -217,9 +217,9 @@ class WholeParameterOptimizer(Optimizer):
         return PiecesOfState(state) if self._owners else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's part; or full state on every rank, of which each rank takes its part.
+        """Load this rank's part. Or load full state on every rank; each rank takes its part.
 
-        `streamshard.load_optimizer_state_dict` loads full state that only rank 0 has.
+        If only rank 0 has the full state, use `streamshard.load_optimizer_state_dict`.
         """
         state: dict[Any, Any] = dict(state_dict["state"])
         super().load_state_dict({**state_dict, "state": {}})  # only the classes inside know the dtypes of their state
@@ -229,7 +229,7 @@ class WholeParameterOptimizer(Optimizer):
         self._bind(is_loaded=True)
 
     def _choose_owners(self) -> list[WholeParam]:
-        """The sharded parameters that are stepped whole, or their slices, with their owners."""
+        """The sharded parameters (or slices of them) that are stepped as full tensors, with their owners."""
         found = [
             (param, piece)
             for made, group in zip(self._classes, self.param_groups, strict=True)
@@ -325,9 +325,9 @@ def _changes(
 
     Args:
         kind, options, shapes, device: see `_check_separable`.
-        as_on_owners: one optimizer for each parameter, made before the values are there. The last parameter is stepped
-            first, so that it draws other random numbers. Nothing else is in the memory of a gradient or parameter
-            after the step.
+        as_on_owners: step as owners do: one optimizer for each parameter, made before the parameter has values. The
+            last parameter is stepped first, so that random numbers differ. After each step the memory of gradients and
+            parameters is overwritten, so that an optimizer that keeps it gives other results.
     """
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator).to(device) for shape in shapes]

@@ -26,21 +26,21 @@ _COUNTER = "step"  # in state dicts, as PostLocalSGDOptimizer has it
 
 
 class WrappedOptimizer(Optimizer):
-    """Base of optimizers that do something around the step of another one.
+    """Base of optimizers that wrap another optimizer's step.
 
-    A subclass overrides ``step``, which here is the inner optimizer's, and whatever else it changes. Hooks registered
-    on the wrapper are the inner optimizer's: they run within its step and are given it.
+    Here ``step`` is the inner optimizer's; a subclass overrides it, and any other method that it changes. Hooks that
+    are registered on the wrapper belong to the inner optimizer: they run within its step and get it as argument.
 
     Args:
         optimizer: of the model's parameters or some of them.
         model: made by `StreamShard`.
 
     Attributes:
-        optimizer: the inner one.
+        optimizer: the inner optimizer.
         engine: the model's.
 
     Raises:
-        ConfigError: `optimizer` is none, or has no parameter of the model.
+        ConfigError: `optimizer` is not an optimizer, or has no parameter of the model.
         ShardingError: `model` is not sharded.
     """
 
@@ -54,13 +54,13 @@ class WrappedOptimizer(Optimizer):
         self.optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever the wrapper does not have: param groups, state, defaults, hooks, an optimizer's own methods."""
+        """Get other attributes from the inner optimizer: param groups, state, defaults, hooks, methods."""
         if name == "optimizer":  # not there yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Param groups, state and defaults are the inner optimizer's, ``step`` (schedulers wrap it) the wrapper's."""
+        """Set param groups, state and defaults on the inner optimizer; ``step`` (schedulers wrap it) on the wrapper."""
         if name in _INNER_NAMES:
             setattr(self.optimizer, name, value)
         else:
@@ -74,7 +74,7 @@ class WrappedOptimizer(Optimizer):
         )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner optimizer's step; arguments and result are its."""
+        """The inner optimizer's step, with its arguments and result."""
         return self.optimizer.step(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -95,20 +95,20 @@ class WrappedOptimizer(Optimizer):
 
 
 class DistributedOptimizer(WrappedOptimizer):
-    """An optimizer whose step is over when it is over on all ranks, and fails on all if it fails on one.
+    """An optimizer whose step returns when all ranks have stepped, and raises on all ranks if it fails on one.
 
     torch.distributed.optim.DistributedOptimizer does this over RPC. Here each rank already owns its shard and has an
-    optimizer for it, so ranks only exchange whether the step has worked.
+    optimizer for it, so ranks only exchange whether their steps succeeded.
 
     Any number of threads may call ``step``, of one or several DistributedOptimizers of a model: on each rank one steps
-    at a time. The n-th step of one rank meets the n-th of the others, whichever threads they are in, so threads need no
-    common order, only the same number of steps on every rank. Three things remain to the caller:
+    at a time. The n-th step of one rank waits for the n-th step of the others, in any thread. So every rank needs the
+    same number of steps, but threads may step in any order. The caller has to take care of three things:
 
     - No forward or backward may run meanwhile, in any thread: gradients would change under a step, and ranks would
       issue collectives in different orders.
     - A closure that runs the model, or a hook that takes a norm of gradients, issues collectives inside a step. Then
-      threads must step in the same order on all ranks, and what fails there on one rank alone leaves the others waiting
-      until the process group's timeout, as it does outside of a step.
+      threads must step in the same order on all ranks. If such a collective fails on one rank alone, the others wait
+      until the process group's timeout, as outside of a step.
     - On CUDA a thread steps on its own current stream, which is the default one unless it sets another.
 
     Args:
@@ -125,18 +125,18 @@ class DistributedOptimizer(WrappedOptimizer):
             )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step on this rank and wait for the others: one vote of the hosts, for which no device waits.
+        """Step on this rank, then wait for the other ranks' hosts (one vote). No device waits.
 
         Args:
-            *args, **kwargs: the inner optimizer's. A closure is called by it, as often as it likes (once for all
-                optimizers of torch.optim but LBFGS, which needs whole parameters), with gradients enabled.
+            *args, **kwargs: the inner optimizer's. It calls a closure with gradients enabled, any number of times: once
+                for torch.optim's optimizers, except LBFGS, which needs full parameters.
 
         Returns:
             What the inner optimizer's step returns: the closure's loss on this rank, else None.
 
         Raises:
-            OptimizerError: the step raised on some rank; on that rank, from what it raised. Ranks where it did not have
-                stepped. The model can be used: with their new weights, or after loading others.
+            OptimizerError: the step raised on some rank. That rank chains the original exception. The other ranks have
+                stepped. You can continue with these weights, or load a checkpoint.
             CommunicationError: a rank has died, or did not step.
         """
         ranks = self.engine.ranks
@@ -160,13 +160,13 @@ class LocalSGD(WrappedOptimizer):
     post-local SGD hook (Lin et al., "Don't Use Large Mini-Batches, Use Local SGD"). Here an average moves only this
     rank's shard.
 
-    In the first `warmup_steps` steps gradients are averaged over replicas, as without LocalSGD. From then on gradients
-    are reduced within each shard group only. Weights are averaged after the first step without averaged gradients, and
-    after every `period` steps from there.
+    In the first `warmup_steps` steps gradients are averaged over replicas, as without LocalSGD. Later steps reduce
+    gradients within each shard group only. Weights are averaged after the first such step, and then after every
+    `period` steps.
 
-    Every rank makes the optimizer at the same time, and steps equally often. The state dict has the step counter under
-    PostLocalSGDOptimizer's name, ``"step"``. Between averages replicas differ: exports and `full_state_dict` hold the
-    first replica's weights.
+    Every rank makes the optimizer at the same time, and takes the same number of steps. The state dict has the step
+    counter under PostLocalSGDOptimizer's name, ``"step"``. Between averages replicas differ: exports and
+    `full_state_dict` hold the first replica's weights.
 
     Args:
         optimizer: of the model's parameters or some of them.
@@ -178,8 +178,8 @@ class LocalSGD(WrappedOptimizer):
         step_count: number of steps so far.
 
     Raises:
-        ConfigError: a period below 1, a mesh without replicas, or another `warmup_steps` than that of another optimizer
-            of the same model.
+        ConfigError: `period` is below 1, the mesh has no replicas, or another optimizer of the same model has other
+            `warmup_steps`.
     """
 
     def __init__(
@@ -215,14 +215,14 @@ class LocalSGD(WrappedOptimizer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and the counter."""
+        """The inner optimizer's state, and the step counter."""
         return {**super().state_dict(), _COUNTER: self.step_count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """State of this class, or of PostLocalSGDOptimizer. Without a counter the warm-up begins anew, with a warning.
+        """Load state of this class or of PostLocalSGDOptimizer. Without a counter, warns and restarts the warm-up.
 
         Args:
-            state_dict: this rank's; a whole one is loaded by `streamshard.load_optimizer_state_dict`.
+            state_dict: this rank's state. For full state use `streamshard.load_optimizer_state_dict`.
         """
         inner = dict(state_dict)
         count = inner.pop(_COUNTER, None)
@@ -236,17 +236,17 @@ class LocalSGD(WrappedOptimizer):
         self.replicas.averages_grads = count < self.warmup_steps
 
     def _pieces(self) -> Iterator[list[torch.Tensor]]:
-        """The pieces to average, by unit: of parameters that have a gradient, as in PeriodicModelAverager."""
+        """By unit, the pieces to average: those of parameters with a gradient, as in PeriodicModelAverager."""
         ours = {param for group in self.param_groups for param in group["params"] if param.grad is not None}
         for unit in self.engine.units:
             yield [shard.main for shard in unit.params if shard.param in ours]
 
 
 def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
-    """The engine of `model`, of whose parameters `optimizer` has at least one.
+    """The engine of `model`. Checks that `optimizer` has at least one of its parameters.
 
     Raises:
-        ConfigError: `optimizer` is something else, or has other parameters.
+        ConfigError: `optimizer` is not an optimizer, or has none of the model's parameters.
         ShardingError: `model` is not sharded.
     """
     if not isinstance(optimizer, Optimizer):

@@ -1,1 +1,1 @@
-"""Files and states."""
+"""Tests of `streamshard.checkpoint`."""

@@ -1,4 +1,4 @@
-"""State of users' objects comes back as it was, and what cannot is refused by its path."""
+"""States of the user's objects are restored as they were, or refused by their path."""
 
 from __future__ import annotations
 

@@ -200,7 +200,9 @@ def _other_weights(directory: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_copies_on_disks_of_their_own(same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_copies_on_several_disks_load_and_different_ones_raise(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each host may have a copy; copies that differ are refused on every rank, before anything changes."""
     copies = [tmp_path / "0", tmp_path / "1"]
     model = filled(Plain)
@@ -233,7 +235,7 @@ def test_file_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path, monke
 
 
 def test_read_error_on_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All hear that weights have changed."""
+    """All ranks raise, and the error says that weights have changed."""
     model = filled(Plain)
     export(model, tmp_path, 1)
     read = loading.copy_range

@@ -88,7 +88,7 @@ def test_split_equals_huggingface_hubs(described: dict[str, Any], max_bytes: int
 
 
 @pytest.mark.parametrize("size", [0, -1, "0GB", "5", "GB", "5Gi", "-1MB", "infGB", "nanKB", None, 1.5, ""])
-def test_sizes_that_are_none_raise(size: Any) -> None:
+def test_invalid_sizes_raise(size: Any) -> None:
     """The message repeats what was given and shows an example."""
     with pytest.raises(ConfigError, match="max_shard_size=.*wanted a positive number of bytes"):
         parse_bytes("max_shard_size", size)

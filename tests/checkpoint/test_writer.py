@@ -69,7 +69,7 @@ def _resident_bytes() -> int:
 def test_failure_on_one_rank_is_raised_on_all(
     rank: int, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everyone hears which rank failed and why, and no file is left."""
+    """Every rank's error names the rank that failed and the cause, and no file is left."""
     model = filled(llama)
     real = getattr(os, call)
 
@@ -122,7 +122,7 @@ def test_interrupt_removes_the_temporaries(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("ranges", [[(0, 2), (3, 4)], [(0, 3), (2, 4)], [(0, 3), (0, 3)]])
 def test_ranges_with_a_gap_or_an_overlap_are_refused(ranges: list[tuple[int, int]], tmp_path: Path) -> None:
-    """A file with a hole, or with what whoever came last wrote, is not published."""
+    """A file with a hole, or with bytes that two ranks have written, is not published."""
 
     def action(group: ThreadGroup) -> list[str]:
         return _write(tmp_path, _one(4, *ranges[group.rank]), torch.float32, group)

@@ -1,1 +1,1 @@
-"""What passes between ranks."""
+"""Tests of `streamshard.comm`."""

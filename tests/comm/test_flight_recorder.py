@@ -1,4 +1,4 @@
-"""Ranks that do not do the same are told so, all of them, soon, in the same words, whatever carries their messages."""
+"""If ranks do different things, all raise soon, with the same message, on every transport."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ WAYS: dict[str, Callable[[Any, int], None]] = {
 
 
 def _caught(context: RankContext, over: str, way: str) -> str:
-    """What this rank was told."""
+    """The error that this rank raised."""
     with mock.patch.object(recorder, "_PATIENCE_S", 0.1):
         model = _model(over)
         with pytest.raises(CommunicationError, match="Join") as caught:
@@ -108,7 +108,7 @@ def test_ranks_that_differ_raise_and_say_what_each_does(ranks: Any, over: str, w
 
 @pytest.mark.parametrize("over", TRANSPORTS)
 def test_four_ranks_of_which_one_does_something_else_all_end(ranks: Any, over: str) -> None:
-    """Also those that wait for a rank that does the same."""
+    """Also ranks that wait for a rank that does the same as they."""
     told = ranks(4).run(_caught, over, "layers in another order")
     assert all("rank 1 " in story for story in told)
 
@@ -128,7 +128,7 @@ def test_a_rank_that_is_only_late_is_waited_for(context: RankContext, over: str)
 @on_ranks(2)
 @pytest.mark.parametrize("over", TRANSPORTS)
 def test_an_error_in_the_middle_of_an_exchange_ends_the_others_wait(context: RankContext, over: str) -> None:
-    """Ctrl-C on one rank: the others hear of it."""
+    """After Ctrl-C on one rank, the others raise."""
     model = _model(over)
     ranks = engine_inside(model).ranks
     if context.rank == 0:
@@ -221,7 +221,7 @@ def test_a_long_wait_for_a_rank_that_does_not_shard_a_model_is_logged(context: R
 
 @on_ranks(1)
 def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> None:
-    """After half a minute, a minute, two."""
+    """After 30, 60 and 120 seconds."""
     now = [1000.0]
     with _warnings() as told, mock.patch.multiple(recorder, _run=lambda _: None, _REPORT_AFTER_S=30.0):
         waits = FlightRecorder(_world())
@@ -236,7 +236,7 @@ def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> 
 
 
 @on_ranks(2)
-def test_a_rank_on_a_device_that_issues_nothing_more_reports_those_that_have_issued_less(context: RankContext) -> None:
+def test_an_idle_rank_on_a_device_reports_ranks_that_have_issued_less(context: RankContext) -> None:
     """No host waits there. A rank that is behind, or has company, is silent."""
     with _warnings() as told:
         ranks = RankGroup(_world(), has_streams=True)
@@ -279,8 +279,8 @@ def _times_out(context: RankContext) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("over", TRANSPORTS)
-def test_an_error_that_one_rank_has_while_it_shards_its_model_is_every_ranks(context: RankContext, over: str) -> None:
-    """Memory that runs out, say. The others wait for it, and end with its text."""
+def test_an_error_on_one_rank_while_sharding_is_raised_on_all(context: RankContext, over: str) -> None:
+    """For example out of memory. The other ranks raise the same text."""
 
     def fail(*_: object) -> None:
         raise MemoryError("no room for slots")

@@ -141,7 +141,7 @@ def test_one_rank_that_cannot_share_makes_all_use_sockets(context: RankContext, 
     assert _held() == before
 
 
-def test_nothing_of_a_process_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_processes_on_other_hosts_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """In another machine or container a process number means another process."""
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
     assert map_memory(Offer("another kernel 4 1", os.getppid(), 1), 1) is None
@@ -188,7 +188,7 @@ def _reduction(model: nn.Module, tag: int, out: torch.Tensor) -> Reduction:
 
 
 @on_ranks(2)
-def test_a_reduction_that_all_have_written_is_summed_with_the_next_gradient(context: RankContext) -> None:
+def test_a_reduction_that_all_ranks_have_written_is_summed_at_the_next_gradient(context: RankContext) -> None:
     """No rank waits for another: a sum that is left for later is a sum that others wait for."""
     model = sharded("plain", FP32)
     transport, out = _shared(model), torch.zeros(4)
@@ -262,7 +262,7 @@ def test_a_forked_child_has_no_ranks_and_no_shared_memory(context: RankContext) 
 
 
 @on_ranks(3)
-def test_a_rank_whose_model_is_gone_has_left(context: RankContext) -> None:
+def test_waiting_for_a_rank_that_deleted_its_model_raises_at_once(context: RankContext) -> None:
     """All others raise at once, whichever rank they were waiting for."""
     model = sharded("plain", FP32)
     train(model, "plain", context, steps=1)
@@ -277,8 +277,8 @@ def test_a_rank_whose_model_is_gone_has_left(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_did_its_part_before_it_went_is_not_missed(context: RankContext) -> None:
-    """It reached the count between the look at the count and the look at the process."""
+def test_a_rank_that_exits_after_its_part_is_not_reported(context: RankContext) -> None:
+    """The rank reaches the count after its peer has read the count, and exits before its peer looks at the process."""
     model = sharded("plain", FP32)
     transport = _shared(model)
     other = transport._buffers[1 - context.rank]

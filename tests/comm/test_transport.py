@@ -78,14 +78,14 @@ TRANSPORTS: dict[str, Callable[[torch.device], Communicator]] = {
 
 
 def _wait(transport: Transport, work: Work | None) -> None:
-    """What was started is in place for the compute stream."""
+    """Wait until the result is available on the compute stream."""
     fence = Fence(transport.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "results")
     fence.record(work)
     fence.wait()
 
 
 def _let_read(transport: Transport) -> None:
-    """What has been written is there for the collectives that are started next."""
+    """Let the next collectives read what compute has written."""
     fence = Fence(transport.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "what is sent")
     fence.record()
     fence.wait()
@@ -187,7 +187,7 @@ def _check_all_to_all(ranks: Communicator) -> None:
 
 
 def _check_talk(ranks: Communicator) -> None:
-    """Ranks hear of each other while something is under way."""
+    """Ranks exchange objects while a collective is pending."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     values = _numbers(ranks.rank, NUMEL, torch.empty(0, device=device), 60)
     _let_read(transport)
@@ -280,7 +280,7 @@ class _Interrupted:
 
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["let go of", "interrupted"])
-def test_messages_that_nobody_waits_for_stop_no_others(context: RankContext, how: str) -> None:
+def test_abandoned_messages_do_not_block_others(context: RankContext, how: str) -> None:
     """A model that is deleted while its weights are under way, a wait that an exception ends."""
     ranks = _gloo(context.device)
     transport = ranks.transport

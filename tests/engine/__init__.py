@@ -1,1 +1,1 @@
-"""The engine, and what it knows about."""
+"""Tests of `streamshard.engine`."""

@@ -1,4 +1,4 @@
-"""Weights outside of their layer's forward: their form is known, their values raise by name; resident ones are read."""
+"""Weights outside of their layer's forward: shapes can be read, values raise, resident weights can be read."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Calling(Layer):
 
 @on_ranks(2)
 def test_a_weight_that_a_layer_gives_to_another_raises(context: RankContext) -> None:
-    """Its slot may go to others while that one runs."""
+    """Another unit may use the slot while the other layer runs."""
     given: list[Any] = [(Calling.makes, True), (Calling.makes, False), (Tensor.t, True)]
     # A layer whose weights go to the other slot, and one whose weights go to the same.
     cases = [*((*each, place) for each in given for place in (1, 2)), (Tensor.detach, True, 1)]
@@ -250,7 +250,7 @@ class OfItsOwn(Layer):
 
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "slots", "resident"), [(1, 2, ()), (2, 2, ()), (2, "all", ()), (2, 2, Layer)])
-def test_what_a_layers_own_graph_keeps_is_in_place_in_its_backward(
+def test_weights_kept_by_a_layers_own_graph_are_unsharded_in_its_backward(
     context: RankContext, slots: Any, resident: Any
 ) -> None:
     """Memory and all: kernels may read it."""

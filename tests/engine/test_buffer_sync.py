@@ -137,7 +137,7 @@ PROGRAMS = [with_evaluation, in_training_mode_without_gradients, with_no_sync, w
 
 
 @on_ranks(2)
-def test_batch_norm_is_ddps_at_every_moment(context: RankContext) -> None:
+def test_batch_norm_buffers_equal_ddps_at_every_moment(context: RankContext) -> None:
     """This rank's own between forward and loss, rank 0's when a forward begins and the last one has trained."""
     for program in PROGRAMS:
         with case(program.__name__):
@@ -225,7 +225,7 @@ def only_on_rank_1(model: Any, x: Tensor) -> None:
 
 
 @on_ranks(2)
-def test_buffers_of_every_kind_are_ddps(context: RankContext) -> None:
+def test_buffers_of_every_kind_equal_ddps(context: RankContext) -> None:
     """Dtypes, strides, two names for one; changed in place or by assignment; in recomputed layers."""
     assert_like_ddp(context, Recomputed, train)
     for change in (in_place, by_assignment, only_on_rank_1):
@@ -236,7 +236,7 @@ def test_buffers_of_every_kind_are_ddps(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_a_buffer_that_is_not_saved_is_each_ranks_own(context: RankContext) -> None:
+def test_a_non_persistent_buffer_stays_each_ranks_own(context: RankContext) -> None:
     """From the first forward on: a cache may have another length on each rank, or exist on one of them only."""
 
     def change(model: Any, x: Tensor) -> None:
@@ -257,7 +257,7 @@ def test_a_buffer_that_is_not_saved_is_each_ranks_own(context: RankContext) -> N
 @on_ranks(2)
 @pytest.mark.parametrize("change", ["another shape", "gone"])
 def test_state_that_ranks_cannot_share_raises_on_all(context: RankContext, change: str) -> None:
-    """In the next forward, although rank 1 alone has changed it."""
+    """All ranks raise in the next forward, although only rank 1 has changed the buffer."""
 
     def change_it(model: Any, x: Tensor) -> None:
         if context.rank and change == "gone":

@@ -1,4 +1,4 @@
-"""Bad gradients: `check_grads` names them on all ranks; all ranks skip the same steps by the norm of gradients."""
+"""`check_grads` names bad gradients on all ranks, and all ranks skip the same steps by the gradient norm."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _error(model: nn.Module, context: RankContext, number: int = 0) -> str:
 @on_ranks()
 @each_setting
 def test_one_bad_element_on_one_rank_raises_on_all(context: RankContext, settings: str) -> None:
-    """Wherever it is; the message names the parameter and says what it holds. The check is one collective."""
+    """At any place. The message names the parameter and says what its gradient holds. The check is one collective."""
     model = _model(**SETTINGS[settings])
     for element, value, word in ((0, NAN, "nan"), (-1, INF, "inf"), (0, -INF, "inf")):
         if context.rank == context.world_size - 1:
@@ -210,7 +210,7 @@ def test_steps_above_the_threshold_are_skipped_as_plain_pytorch_would(context: R
 
 @on_ranks(2)
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_skipped_step_is_nothing_to_the_loss_scaler(context: RankContext, fused: bool) -> None:
+def test_a_step_skipped_for_a_large_norm_leaves_the_loss_scale_alone(context: RankContext, fused: bool) -> None:
     """Too large but finite: the scale goes on as after any step. Not finite: it backs off."""
     model = _model(precision=Precision(param_dtype=torch.float16), check_grads=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)

@@ -110,7 +110,7 @@ def _never_parking() -> AbstractContextManager[object]:
 
 
 def _assert_at_rest(engine: Engine) -> None:
-    """Nothing of a pass or a backward is left."""
+    """Assert that no state of a pass or backward is left."""
     assert engine.phase is None
     assert engine.reductions.due == set()
     _assert_units_at_rest(engine)
@@ -144,7 +144,7 @@ def test_bound_units_are_in_their_slots_and_nothing_is_left_behind(context: Rank
 
 @on_ranks(2)
 @pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
-def test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again(context: RankContext, sockets: bool) -> None:
+def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(context: RankContext, sockets: bool) -> None:
     """Layers that a rank has skipped were gathered all the same: its part is still being sent, or its slot written."""
     scenario = "evaluation between steps"
     with over_sockets() if sockets else contextlib.nullcontext():
@@ -190,8 +190,10 @@ def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slo
 
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_forward_that_fails_on_one_rank_issues_what_the_others_do(context: RankContext, precision: str) -> None:
-    """They are in step afterwards."""
+def test_a_rank_whose_forward_fails_issues_the_same_collectives_as_the_others(
+    context: RankContext, precision: str
+) -> None:
+    """Afterwards the ranks are in step."""
     model = _stack(precision=PRECISIONS[precision])
     stack_step(model, _call(context, 0))
     with torch.no_grad():
@@ -322,7 +324,7 @@ class _Recurrent(Stack):
 
 
 @on_ranks(2)
-def test_a_pass_that_backward_has_left_is_not_begun_again(context: RankContext) -> None:
+def test_backward_does_not_reenter_a_pass_that_it_has_left(context: RankContext) -> None:
     """Outputs of the later of two passes are the earlier one's nodes: each unit is reduced once in each pass."""
     model = _stack(_Recurrent)
     for number in range(2):
@@ -362,7 +364,7 @@ def test_a_cleared_gradient_beside_kept_ones_begins_at_zero(
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
 def test_a_gradient_frozen_between_micro_batches_stays_as_it_is(context: RankContext, settings: dict[str, Any]) -> None:
-    """Its range of the grad slot has what other layers have left there."""
+    """Its range of the grad slot has leftovers of other layers."""
     model = _stack(**settings)
     stack_step(model, _call(context, 0))
     wanted = {name: grad for name, grad in full_grads(model).items() if "bias" in name}
@@ -376,7 +378,7 @@ def test_a_gradient_frozen_between_micro_batches_stays_as_it_is(context: RankCon
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
 def test_gradients_that_wait_are_not_added_to_those_of_a_step_before(context: RankContext, precision: str) -> None:
-    """Which have been stepped with and cleared; their memory is the same."""
+    """The earlier step's gradients were used and cleared, and lie in the same memory."""
     settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
     found = []
     for steps in ((0,), ()):
@@ -428,7 +430,7 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, 
 
 @on_ranks(2)
 def test_a_cleared_gradient_that_is_not_used_again_is_none(context: RankContext) -> None:
-    """The layer ran in a micro-batch that was given up."""
+    """The layer ran only in a micro-batch whose gradients were cleared."""
     model = _stack(RoutedStack, **SLOT_EACH)
     with model.no_sync():
         stack_step(model, _call(context, 0))
@@ -442,8 +444,8 @@ def test_a_cleared_gradient_that_is_not_used_again_is_none(context: RankContext)
 
 
 @on_ranks(2)
-def test_a_layer_that_no_rank_has_run_has_no_gradient_however_late_flags_are(context: RankContext) -> None:
-    """They are read once they are there."""
+def test_a_layer_that_no_rank_ran_has_no_gradient_even_if_flags_arrive_late(context: RankContext) -> None:
+    """The flags are read only after they have arrived."""
     model = _stack(RoutedStack)
     model.route = [0, 1, 3]
     with make_adversarial(model):
@@ -454,7 +456,7 @@ def test_a_layer_that_no_rank_has_run_has_no_gradient_however_late_flags_are(con
 
 @on_ranks(2)
 @pytest.mark.parametrize("route", [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]], ids=["once", "twice"])
-def test_gradients_in_parts_do_not_meet_their_average(context: RankContext, route: list[int]) -> None:
+def test_gradients_in_parts_are_not_added_during_their_average(context: RankContext, route: list[int]) -> None:
     """Reentrant checkpoints, in two forwards, of layers that run twice: each recomputation delivers a part."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = _stack(lambda: RoutedStack(reentrant=True), mesh=mesh)

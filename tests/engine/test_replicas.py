@@ -162,7 +162,7 @@ def test_the_wait_of_the_optimizer_for_averages_is_needed(context: RankContext, 
 
 
 @on_ranks(4)
-def test_a_mesh_may_lie_across_ranks_in_any_way(context: RankContext) -> None:
+def test_a_mesh_may_arrange_ranks_in_any_way(context: RankContext) -> None:
     """Shard groups of ranks 1 and 3, 0 and 2, and two axes of a larger mesh, as beside tensor parallelism."""
     mesh = DeviceMesh("cpu", [[1, 3], [0, 2]])
     torch.manual_seed(context.rank)

@@ -152,7 +152,7 @@ WRITERS: dict[Callable[[Any], None], str] = {
 
 
 @on_ranks(1, 2)
-def test_whatever_writes_to_a_weight_in_a_forward_raises(context: RankContext) -> None:
+def test_writing_to_a_weight_in_a_forward_raises(context: RankContext) -> None:
     """Where a whole parameter is given other memory its own stays."""
     for write, wanted in WRITERS.items():
         model: Any = WritingStack()

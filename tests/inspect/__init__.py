@@ -1,1 +1,1 @@
-"""Instruments."""
+"""Tests of `streamshard.inspect`."""

@@ -89,8 +89,8 @@ def test_a_slot_holds_nan_until_its_gather_is_waited_for(context: RankContext) -
 
 
 @on_ranks(2)
-def test_leaving_completes_what_nobody_waited_for(context: RankContext) -> None:
-    """So that a rank that did wait is answered."""
+def test_leaving_the_adversary_completes_pending_collectives(context: RankContext) -> None:
+    """So that a rank that has waited gets its answer."""
     model = _model()
     slot = torch.zeros(2)
     with make_adversarial(model) as late:

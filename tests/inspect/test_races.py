@@ -99,7 +99,7 @@ _WAITS: dict[str, tuple[tuple[str, ...], str, Precision, Category, Rule, StreamN
 
 @on_ranks(2)
 @pytest.mark.parametrize("wait", _WAITS)
-def test_each_other_wait_is_needed(context: RankContext, wait: str) -> None:
+def test_each_wait_of_rules_5_to_7_is_needed(context: RankContext, wait: str) -> None:
     """Each wait of rules 5 to 7."""
     fences, scenario, precision, category, rule, stream = _WAITS[wait]
     found = _races_without(context, scenario, precision, *fences)

@@ -76,7 +76,7 @@ def test_whole_parameters_are_stepped_as_with_ddp_and_saved(context: RankContext
 
 
 @on_ranks(2)
-def test_bf16_is_ddps_autocast(context: RankContext) -> None:
+def test_bf16_equals_ddp_with_autocast(context: RankContext) -> None:
     """The same with fp32 weights and inputs left alone; nearly with weights of bf16, which are the default."""
     with launched(context):
         theirs = Trained(stock, steps=6, mixed_precision="bf16")

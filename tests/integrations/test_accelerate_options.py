@@ -101,7 +101,7 @@ def test_processes_that_do_not_know_of_each_other(context: RankContext) -> None:
 
 
 @on_ranks(1)
-def test_a_script_that_was_started_alone(context: RankContext) -> None:
+def test_a_script_without_a_launcher_trains_on_one_process(context: RankContext) -> None:
     """Without a launcher: ``python script.py``."""
     with launched(context):
         dist.destroy_process_group()

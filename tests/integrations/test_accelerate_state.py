@@ -48,7 +48,9 @@ def test_whole_weights_in_memory_and_in_files(context: RankContext, tmp_path: Pa
 
 @on_ranks(2)
 @pytest.mark.parametrize("safe", [True, False])
-def test_accelerates_own_class_saves_no_pieces(context: RankContext, tmp_path: Path, safe: bool) -> None:
+def test_accelerates_own_class_raises_instead_of_saving_pieces(
+    context: RankContext, tmp_path: Path, safe: bool
+) -> None:
     """The rank that would write them raises."""
     with launched(context):
         accelerator = stock()
@@ -159,7 +161,7 @@ def test_checkpoints_are_numbered_and_only_the_latest_kept(context: RankContext,
 
 
 @on_ranks(2)
-def test_hooks_of_states_are_refused(context: RankContext, tmp_path: Path) -> None:
+def test_accelerates_state_hooks_are_refused(context: RankContext, tmp_path: Path) -> None:
     """They would see pieces."""
     with launched(context):
         accelerator = Trained(StreamShardAccelerator, steps=1).accelerator

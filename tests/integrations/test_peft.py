@@ -218,7 +218,7 @@ def test_saving_gathers_adapters_only(context: RankContext, tmp_path: Path) -> N
 
 
 @on_ranks(2)
-def test_arguments_are_pefts_and_an_error_is_raised_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
+def test_save_pretrained_takes_pefts_arguments_and_raises_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
     """One adapter of two; weights that are given, on one rank. An earlier save survives an error."""
     model: Any = StreamShard(_two_adapters(), precision=FP32)
     model.save_pretrained(tmp_path / "one", selected_adapters=["other"], is_main_process=context.rank == 0)

@@ -57,9 +57,7 @@ def test_training_equals_ddp(context: RankContext, family: str, tmp_path: Path) 
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
-def test_arguments_mean_what_they_mean_with_ddp(
-    context: RankContext, arguments: dict[str, Any], tmp_path: Path
-) -> None:
+def test_training_arguments_act_as_with_ddp(context: RankContext, arguments: dict[str, Any], tmp_path: Path) -> None:
     theirs_class, ours_class = _trainers()
     data = make_rows("llama")
     with launched(context):
@@ -81,7 +79,7 @@ def _files(directory: Path) -> set[str]:
 
 @on_ranks(2)
 @pytest.mark.parametrize(("family", "optim"), [("mixtral", "adamw_torch"), ("llama", "adafactor")])
-def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(
+def test_ddp_and_streamshard_continue_from_each_others_checkpoints(
     context: RankContext, family: str, optim: str, tmp_path: Path
 ) -> None:
     """With the random numbers of each rank, for dropout."""
@@ -165,7 +163,7 @@ def test_the_best_model_is_loaded_at_the_end(context: RankContext, tmp_path: Pat
 
 
 @on_ranks(2)
-def test_a_run_that_only_evaluates_is_ddps(context: RankContext, tmp_path: Path) -> None:
+def test_evaluation_without_training_equals_ddp(context: RankContext, tmp_path: Path) -> None:
     """Loss, predictions and counted samples, of examples that are no multiple of the batches."""
     from transformers import TrainingArguments
 
@@ -276,7 +274,7 @@ def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(
 
 
 @on_ranks(2)
-def test_what_is_left_of_killed_saves_goes_and_checkpoints_are_replaced(context: RankContext, tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_removed_and_checkpoints_replaced(context: RankContext, tmp_path: Path) -> None:
     _, ours_class = _trainers()
     data = make_rows("gpt2")
     left = tmp_path / "partial-checkpoint-7"

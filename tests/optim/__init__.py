@@ -1,1 +1,1 @@
-"""Optimizers."""
+"""Tests of `streamshard.optim`."""

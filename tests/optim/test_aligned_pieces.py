@@ -129,7 +129,7 @@ def test_pieces_begin_where_blocks_do(context: RankContext) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "slots"), [(2, "all"), (3, 2)])
-def test_a_transformer_trains_as_ever(context: RankContext, slots: Any) -> None:
+def test_a_transformer_with_aligned_pieces_trains_like_plain_pytorch(context: RankContext, slots: Any) -> None:
     """Gradients are collected, and lie where their weights do."""
     model: Any = assert_trains_like_plain(
         context, TinyLM, lm_step, optimizer=adamw, align_pieces_to=24, weight_slots=slots, grad_slots=slots

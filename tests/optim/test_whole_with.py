@@ -237,7 +237,7 @@ def test_accumulated_gradients_are_stepped_once(context: RankContext, slots: dic
 def test_parameters_of_a_plain_module_are_stepped_by_every_rank(
     context: RankContext, kind: type[Optimizer], tmp_path: Path
 ) -> None:
-    """Alike, also after their state was collected and loaded."""
+    """All ranks compute the same, also after the state was collected and loaded."""
     model = _model()
     seed(4)
     head = nn.Linear(5, 3)
@@ -274,7 +274,7 @@ def _assert_equal_on_ranks(tensor: Tensor) -> None:
 
 @on_ranks(2)
 def test_parameters_of_two_models_are_refused(context: RankContext) -> None:
-    """By the name of one of the second."""
+    """The error names a parameter of the second model."""
     first, second = _model(), _model(NormStack)
     optimizer = _optimizer(first, [*_matrices(first), *_matrices(second)])
     with pytest.raises(ConfigError, match=r"'layers.0.linear.weight' is of another model.*one .* for each model"):

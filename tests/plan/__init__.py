@@ -1,1 +1,1 @@
-"""What is planned."""
+"""Tests of `streamshard.plan`."""

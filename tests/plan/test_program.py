@@ -71,7 +71,7 @@ def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
 
 
 @given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
-def test_a_unit_is_left_before_another_is_used(visits: list[int], slots: list[int], used: list[int]) -> None:
+def test_a_unit_is_closed_before_another_is_used(visits: list[int], slots: list[int], used: list[int]) -> None:
     """Also for one outside of the program: backward must see them in the order in which they ran."""
     schedule = Schedule(visits, slots, ALL_TURN, reduce=False)
     for unit in used:
@@ -140,14 +140,14 @@ def test_before_an_order_is_known_resident_units_come_first(turns: list[bool]) -
 
 @given(st.lists(st.integers(0, UNITS - 1), max_size=12), turns_lists)
 def test_merging_keeps_what_was_used_and_adds_each_of_the_rest_once(used: list[int], turns: list[bool]) -> None:
-    """So that a rank which uses a skipped unit later finds the others taking part."""
+    """So if a rank uses a skipped unit later, the other ranks take part in its collectives."""
     merged = merge_order(used, turns)
     assert [unit for unit in merged if unit in used] == used
     assert sorted(unit for unit in merged if unit not in used) == [u for u in range(UNITS) if u not in used]
 
 
-def test_an_unused_unit_stands_where_it_is_found_in_time() -> None:
-    """Behind its registered predecessor, or before all that take turns. What stays, behind the first."""
+def test_an_unused_unit_is_placed_early_enough_in_the_program() -> None:
+    """Streamed units: after the registered predecessor, or before all streamed ones. Resident: after the first."""
     turns = [False, True, True, True, True]
     assert merge_order([0, 3, 1, 4], turns) == (0, 3, 1, 2, 4)
     assert merge_order([0, 3], turns) == (0, 1, 2, 3, 4)
@@ -157,7 +157,7 @@ def test_an_unused_unit_stands_where_it_is_found_in_time() -> None:
 
 
 def test_orders_of_use_of_all_ranks_are_joined_into_one() -> None:
-    """Of which each has used a part; what none has used together keeps its place in the program."""
+    """Each rank has used a part of the units. Units that no rank used together keep their place in the program."""
     program = (0, 1, 2, 3, 4, 5)
     assert join_orders([], program) == ()
     assert join_orders([(0, 4, 5), (0, 2, 1, 3, 4, 5)], program) == (0, 2, 1, 3, 4, 5)

@@ -241,8 +241,8 @@ def test_a_group_without_this_rank_is_refused_by_what_it_is(context: RankContext
 
 
 @on_ranks(2)
-def test_a_forward_outside_of_a_pass_says_whose_piece_it_reads(context: RankContext) -> None:
-    """Not that two matrices do not fit. Looking at a parameter is not computing with it."""
+def test_a_layers_forward_outside_of_a_pass_raises_and_names_the_parameter(context: RankContext) -> None:
+    """The error is not about shapes that do not match. Printing a parameter works."""
     model: Any = StreamShard(TinyLM(), precision=FP32)
     x = torch.zeros(2, 3, DIM)
     for call, name in (
@@ -262,7 +262,7 @@ def test_a_forward_outside_of_a_pass_says_whose_piece_it_reads(context: RankCont
 
 @on_ranks(2)
 @pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
-def test_what_needs_all_weights_says_that_layers_are_computing(context: RankContext, hook: str) -> None:
+def test_collecting_weights_during_a_pass_raises(context: RankContext, hook: str) -> None:
     """In hooks of forward and of backward; the step goes on."""
     model: Any = StreamShard(Stack(), precision=FP32)
     whole = model.full_state_dict(rank0_only=False)

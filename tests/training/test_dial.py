@@ -199,15 +199,13 @@ def _frozen_while_waiting(model: Any, call: Call) -> Tensor:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", [{}, ZERO_1], ids=["ZeRO-3", "ZeRO-1"])
-def test_gradients_of_layers_that_are_frozen_while_they_wait_stay(
-    context: RankContext, settings: dict[str, Any]
-) -> None:
+def test_waiting_gradients_of_layers_frozen_meanwhile_are_kept(context: RankContext, settings: dict[str, Any]) -> None:
     """As in torch, on ranks that had no part in the gradient too."""
     assert_trains_like_plain(context, _Alternating, _frozen_while_waiting, checked=(0, 2), **settings)
 
 
 @on_ranks(2)
-def test_gradients_that_wait_cannot_be_used(context: RankContext) -> None:
+def test_using_unreduced_gradients_raises(context: RankContext) -> None:
     """They are this rank's alone: reading or scaling them raises and names a parameter."""
     model = _accumulating(FP32)
     optimizer = adamw(model)

@@ -227,7 +227,7 @@ def test_after_an_exception_layers_hold_the_shards_again(context: RankContext) -
 
 
 @on_ranks(2)
-def test_the_users_own_exception_is_raised(context: RankContext) -> None:
+def test_the_users_exception_is_raised_unchanged(context: RankContext) -> None:
     """Torch's error for a bad input, not one of the engine's; an exception inside `no_sync` leaves the context."""
     model = StreamShard(TinyLM(), precision=FP32)
     with pytest.raises(IndexError):

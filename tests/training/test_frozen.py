@@ -101,7 +101,7 @@ SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_what_trained_when_it_was_sharded_can_be_frozen_and_unfrozen(context: RankContext, settings: str) -> None:
+def test_parameters_can_be_frozen_and_unfrozen_after_sharding(context: RankContext, settings: str) -> None:
     """`requires_grad_` takes effect at the next forward: gradual unfreezing freezes after `StreamShard(model)`."""
     for name, schedule in SCHEDULES.items():
 
@@ -254,7 +254,7 @@ def test_a_frozen_weight_that_is_changed_between_steps_is_computed_with(
 
 
 @on_ranks(1, 2)
-def test_unfreezing_what_was_frozen_when_the_model_was_sharded_raises(context: RankContext) -> None:
+def test_training_a_parameter_that_was_frozen_at_sharding_time_raises(context: RankContext) -> None:
     """Before a forward, or in one; frozen again, the model trains on."""
     model: Any = StreamShard(adapted(), precision=BF16)
     base = model.layers[1].linear.base

@@ -167,8 +167,8 @@ def test_the_head_can_be_called_by_itself(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_a_read_before_its_turn_that_ranks_do_not_share_raises(context: RankContext) -> None:
-    """It asks for a gather in which the other ranks take no part."""
+def test_using_the_head_early_on_some_ranks_only_raises(context: RankContext) -> None:
+    """The early use needs an all-gather that the other ranks do not issue."""
 
     class Sometimes(LargeLM):
         reads = False
@@ -218,7 +218,7 @@ IMAGES: dict[str, Sequence[Sequence[int]]] = {  # ranks that have images, by ste
 
 
 @on_ranks(2)
-def test_ranks_may_have_images_or_not(context: RankContext) -> None:
+def test_ranks_may_have_batches_with_or_without_images(context: RankContext) -> None:
     """Whether they do in the pass that the order is learnt from, or not: large modules are in place in time."""
     for name, images in IMAGES.items():
 

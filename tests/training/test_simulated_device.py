@@ -132,7 +132,7 @@ def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, 
 
 
 @on_ranks(2)
-def test_a_wait_that_is_left_out_gives_other_numbers(context: RankContext) -> None:
+def test_a_missing_wait_changes_the_results(context: RankContext) -> None:
     """Late collectives show it: each of the waits for them is needed."""
     wanted = reference(context, "plain", BF16)
     for rule in (Rule.WEIGHTS_ARRIVED, Rule.GRADS_DRAINED, Rule.RESULTS_ARRIVED):

@@ -174,8 +174,8 @@ def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> 
 
 
 @on_ranks(2)
-def test_a_gradient_of_the_users_own_is_a_piece_or_refused(context: RankContext) -> None:
-    """Nobody cuts a full tensor, or takes another parameter's elements."""
+def test_assigning_a_gradient_that_is_not_a_piece_raises(context: RankContext) -> None:
+    """A full tensor, a tensor of another shape, and another parameter's gradient raise."""
     model, _ = _pair()
     weight, bias = model.layers[1].linear.weight, model.layers[1].linear.bias
     kept = weight.grad
@@ -188,7 +188,7 @@ def test_a_gradient_of_the_users_own_is_a_piece_or_refused(context: RankContext)
 
 
 @on_ranks(2)
-def test_a_closure_reduces_what_waits(context: RankContext) -> None:
+def test_a_closure_reduces_gradients_that_wait_in_slots(context: RankContext) -> None:
     """Gradients that wait in their slots do not keep an optimizer from calling it; what it leaves waiting does."""
     model: Any = StreamShard(Stack(), precision=FP32, grad_slots="all")
     plain = Stack()

@@ -134,8 +134,8 @@ def test_sizes_are_those_of_the_full_tensor(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_questions_about_values_are_answered_for_all_ranks(context: RankContext) -> None:
-    """Logs, checks, and averages of weights, without a graph."""
+def test_norms_means_and_comparisons_are_those_of_the_full_tensor(context: RankContext) -> None:
+    """Without autograd: as in logs, checks and averages of weights."""
     model, plain = sharded(), build()
     average, plain_average = ([p.detach().clone() for p in each.parameters()] for each in (model, plain))
     with torch.no_grad():
@@ -202,8 +202,8 @@ def test_other_memory_under_a_parameter_raises(context: RankContext, precision: 
 
 
 @on_ranks(2)
-def test_the_node_that_accumulates_is_found_as_ever(context: RankContext) -> None:
-    """torch.autograd.graph, DDP, Megatron-LM look for it in this way."""
+def test_a_parameters_accumulate_grad_node_is_found_as_by_ddp(context: RankContext) -> None:
+    """torch.autograd.graph, DDP and Megatron-LM find the node in this way."""
     weight = sharded()[0].linear.weight
     for view in (weight.expand_as(weight), weight.view_as(weight)):
         assert view.grad_fn.next_functions[0][0].variable is weight
@@ -314,7 +314,7 @@ def test_a_row_as_long_as_a_piece_is_not_taken_for_one(context: RankContext) -> 
 
 
 @on_ranks(2)
-def test_weights_that_are_whole_for_a_while_can_be_computed_with(context: RankContext) -> None:
+def test_computing_with_summoned_weights_works(context: RankContext) -> None:
     """Looked up before or inside."""
     model, plain = sharded(), build()
     before, x = model[1].linear.weight, torch.randn(4, DIM)
