@@ -69,8 +69,6 @@ class StreamShard(ShardedModule):
             ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
-        check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
-            One collective and one wait of the host per backward. Not for fp16 with a loss scaler.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -94,7 +92,6 @@ class StreamShard(ShardedModule):
         grad_slots: SlotCount = 2,
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
-        check_grads: bool = False,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass

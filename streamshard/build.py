@@ -113,7 +113,7 @@ def shard_model(
     watch_optimizers()
     without = {shard.name for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
     params = [name for name in params_of(module) if name in without]
-    engine.set_empty([*params, *(name for name in buffers_of(module) if name in empty_buffers)])
+    engine.empty = dict.fromkeys([*params, *(name for name in buffers_of(module) if name in empty_buffers)])
     return module
 
 
@@ -156,8 +156,8 @@ def _make_engine(
             ranks.streams.module.empty_cache()
 
     streamed = _allocate(sizing, plan, ranks, ledger, take)
-    reductions = Reductions(streamed, ranks, ledger, replicas, checks_finite=settings.check_grads)
-    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(module, ranks), sizing, reductions)
+    reductions = Reductions(streamed, ranks, ledger, replicas)
+    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), sizing, reductions)
 
 
 # -- validate -----------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str])
     for unit in engine.units:
         unit.make_unsharded()
     _place_buffers(module, engine.streams.device)
-    sent = engine.buffers.start()
+    sent = engine.buffers.start(module)
     if engine.streams.module is not None:
         engine.streams.module.empty_cache()
     return {name for name in buffers_of(module) if name in empty or (name in checked.on_meta and name not in sent)}

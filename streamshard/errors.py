@@ -8,7 +8,6 @@
     +-- OptimizerError      an optimizer's step raised on some rank; raised on all
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- CheckpointError     files that cannot be written or read
-    +-- GradientError       gradients that hold nan or inf, with check_grads
     +-- StateError          an invariant of the engine is broken; carries the unit and its state
     +-- RaceError           two streams access the same bytes and no fence orders them
 
@@ -74,10 +73,6 @@ class CheckpointError(StreamShardError):
         self.missing = missing or []
         self.unexpected = unexpected or []
         self.mismatched = mismatched or []
-
-
-class GradientError(StreamShardError):
-    """Gradients that hold nan or inf, found by `StreamShard(..., check_grads=True)` on all ranks at once."""
 
 
 class StateError(StreamShardError):

@@ -30,7 +30,7 @@ def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Ite
         full: by parameter, [full shape] on any device. No collective: other ranks need not call this.
     """
     before = [(shard.param, data_of(shard.param), grad_of(shard.param), piece_of(shard.param)) for shard in full]
-    engine.set_whole(True)
+    engine.is_whole = True
     try:
         for shard, tensor in full.items():
             be_whole(shard.param)
@@ -44,7 +44,7 @@ def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Ite
             param.grad = grad
             if piece is not None:
                 be_piece(param, piece)
-        engine.set_whole(False)
+        engine.is_whole = False
 
 
 @contextlib.contextmanager

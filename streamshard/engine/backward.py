@@ -87,7 +87,7 @@ class Backward(Phase):
                 unit.grads.resume()
         graph_is_reached(engine.ranks)
         engine.reductions.begin(is_synced=engine.casts.is_synced)
-        engine.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
+        engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         engine.unshard(engine.root_unit)
         engine.root_unit.bind()
 
@@ -132,7 +132,7 @@ class Backward(Phase):
             return  # resident: its weights stay, and the visits before may still come
         engine = self._engine
         self.computing = unit
-        engine.observe(StepEvent.BACKWARD_BEGINS, unit.index)
+        engine.streams.observe(StepEvent.BACKWARD_BEGINS, unit.index)
         for other in engine.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
@@ -167,14 +167,14 @@ class Backward(Phase):
         """See `Phase`. The next unit of the program is simply early; any other is all-gathered beside the program."""
         self._recompute(unit)
         self._recomputing.append(unit)
-        self._engine.observe(StepEvent.RECOMPUTATION_BEGINS, unit.index)
+        self._engine.streams.observe(StepEvent.RECOMPUTATION_BEGINS, unit.index)
         if self.graph is None:  # the backward has only met parameters of the root unit
             self.graph = Graph({ROOT_UNIT: self._engine.root_unit.versions()})
         return Use(unit, self.graph, unit.versions())
 
     def post_forward(self, unit: StreamedUnit) -> None:
         """See `Phase`. The unit stays in place until its reduction."""
-        self._engine.observe(StepEvent.RECOMPUTATION_ENDS, unit.index)
+        self._engine.streams.observe(StepEvent.RECOMPUTATION_ENDS, unit.index)
         self._recomputing.pop()
         unit.writes.refuse()
         if self._recomputing:
@@ -212,7 +212,7 @@ class Backward(Phase):
     def _close_pass(self) -> None:
         """Issue what the program of the pass has left, and reshard all units but the root unit."""
         engine = self._engine
-        engine.observe(StepEvent.BACKWARD_ENDS, None)
+        engine.streams.observe(StepEvent.BACKWARD_ENDS, None)
         for unit in engine.units[1:]:
             if unit.is_bound:
                 unit.release()
@@ -234,11 +234,10 @@ class Backward(Phase):
         if self._leaves_unreduced or self._leaves_unaveraged:
             for unit in engine.units:
                 unit.grads.leave_unreduced(has_trained=unit.is_trainable)
-            engine.leave()
+            engine.phase = None
             return
         given = engine.reductions.finish()
-        engine.leave()
-        engine.reductions.check_finite()
+        engine.phase = None
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():
                 hooks = param._post_accumulate_grad_hooks
@@ -263,7 +262,7 @@ class Backward(Phase):
             for unit in engine.units:
                 unit.release()
                 unit.grads.give_up()
-            engine.leave()
+            engine.phase = None
 
 
 def _refuse_changed(unit: StreamedUnit, versions: list[int]) -> None:
@@ -293,7 +292,7 @@ def _open(engine: Engine) -> Backward:
     backward = _running(engine)
     if backward is None:
         backward = Backward(engine)
-        engine.enter(backward)
+        engine.phase = backward
         backward.begin()
     return backward
 
@@ -369,18 +368,10 @@ def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.T
     _open(engine).take(unit, param_index, grad)
 
 
-class _Prehook:
-    """Prehook of a graph node: calls a function of this module. Keeps the `Graph` alive with the node."""
-
-    __slots__ = ("_args", "_function")
-
-    def __init__(self, function: Callable[..., None], *args: object) -> None:
-        self._function = function
-        self._args = args
-
-    @skip
-    def __call__(self, grads: Any) -> None:
-        untraced(self._function, *self._args)
+@skip
+def _prehook(function: Callable[..., None], engine: Engine, origin: Graph | Use, grads: Any) -> None:
+    """Prehook of a graph node: calls a function of this module. The node keeps `origin` alive."""
+    untraced(function, engine, origin)
 
 
 def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
@@ -391,7 +382,8 @@ def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
         engine: of the model.
         origin: the call of a unit's layer, or the graph of the whole forward.
     """
-    node.register_prehook(_Prehook(pre_backward if isinstance(origin, Use) else begin_backward, engine, origin))
+    function: Callable[..., None] = pre_backward if isinstance(origin, Use) else begin_backward
+    node.register_prehook(functools.partial(_prehook, function, engine, origin))
 
 
 def run_empty_backward(engine: Engine, graph: Graph) -> None:

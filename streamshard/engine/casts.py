@@ -86,8 +86,7 @@ class Casts:
 
     def cast(self) -> None:
         """Cast main weights to all-gather inputs (rules 5 and 6). Compute stream; collective."""
-        for observer in self._ranks.streams.observers:
-            observer.on_event(StepEvent.CAST_BEGINS, None)
+        self._ranks.streams.observe(StepEvent.CAST_BEGINS, None)
         self.check_structure()
         self._drain_gathers()
         self._await_readers()
@@ -107,8 +106,7 @@ class Casts:
             self._versions = [unit.versions() for unit in self._units]
         with self._ranks.guard("the start of a forward"):
             self._ranks.transport.publish_shards()
-        for observer in self._ranks.streams.observers:
-            observer.on_event(StepEvent.CAST_ENDS, None)
+        self._ranks.streams.observe(StepEvent.CAST_ENDS, None)
 
     def _drain_gathers(self) -> None:
         for unit in self._units:

@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-import abc
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import StepEvent, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
 from streamshard.engine.reductions import Reductions
@@ -69,7 +68,7 @@ class Use:
         self.is_inside = is_inside
 
 
-class Phase(abc.ABC):
+class Phase(Protocol):
     """The pass under way: a `Forward`, or a `Backward` with the forwards that it recomputes.
 
     Attributes:
@@ -79,27 +78,21 @@ class Phase(abc.ABC):
     is_forward: bool
 
     @property
-    @abc.abstractmethod
     def is_current(self) -> bool:
         """Whether a module that is called now belongs to this pass."""
 
-    @abc.abstractmethod
     def pre_forward(self, unit: StreamedUnit) -> Use:
         """A layer of `unit` is about to compute: afterwards the unit's weights are in place and bound."""
 
-    @abc.abstractmethod
     def post_forward(self, unit: StreamedUnit) -> None:
         """A layer of `unit` has computed, or raised."""
 
-    @abc.abstractmethod
     def read(self, unit: StreamedUnit) -> None:
         """Code outside of the unit's layers reads a weight of `unit`, which is resident: put the weights in place."""
 
-    @abc.abstractmethod
     def evict(self, unit: StreamedUnit) -> None:
         """`unit` is bound, and its slot goes to another unit: unbind it."""
 
-    @abc.abstractmethod
     def recover(self) -> None:
         """If an exception has ended this pass, clean up. The engine is between passes afterwards."""
 
@@ -136,12 +129,15 @@ class Engine:
         reductions: takes gradients.
 
     Attributes:
+        streams: the streams on which compute and communication run.
+        root_unit: the unit of everything outside of the other units.
+        is_alone: this rank holds the whole model, so nothing is all-gathered or reduced.
         casts: writes the all-gather inputs from the weights that the user has left.
-        phase: the pass under way; None between passes.
+        phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
-        inputs: see `Inputs`.
-        is_whole: parameters hold full tensors, inside ``summon_full_params``; see `set_whole`.
-        empty: names of the parameters and buffers that still have no values, see `set_empty`.
+        inputs: asked before each pass, see `Inputs`.
+        is_whole: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
+        empty: names of the parameters and buffers that still have no values: they were on the meta device.
         shared_spans: the addresses of the slots that units share, first and last (exclusive) of each.
         shared_range: the addresses between which all of these lie.
         step_lock: held by the thread that is inside an optimizer's step, see `streamshard.DistributedOptimizer`.
@@ -162,6 +158,9 @@ class Engine:
         self.plan = plan
         self.why_slots = why_slots
         self.ranks = ranks
+        self.streams = ranks.streams
+        self.root_unit = self.units[ROOT_UNIT]
+        self.is_alone = ranks.world_size == 1
         self.ledger = ledger
         self.buffers = buffers
         self.sizing = sizing
@@ -181,16 +180,6 @@ class Engine:
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
 
     @property
-    def streams(self) -> Streams:
-        """The streams on which compute and communication run."""
-        return self.ranks.streams
-
-    @property
-    def root_unit(self) -> StreamedUnit:
-        """The unit of everything outside of the other units."""
-        return self.units[ROOT_UNIT]
-
-    @property
     def param_shards(self) -> list[ParamShard]:
         """This rank's part of every parameter, root unit first."""
         return [shard for unit in self.units for shard in unit.params]
@@ -200,36 +189,13 @@ class Engine:
         """This rank's part of every flat parameter, in the order of their tags."""
         return [flat_param for unit in self.units for flat_param in unit.flat_params]
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank holds the whole model, so that nothing is all-gathered or reduced."""
-        return self.ranks.world_size == 1
-
-    def observe(self, moment: StepEvent, unit: int | None) -> None:
-        """Report an event to the race detector, the trace and other observers."""
-        for observer in self.streams.observers:
-            observer.on_event(moment, unit)
-
     # -- passes ---------------------------------------------------------------------------------------------------
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether a forward or a backward is under way, in any thread."""
-        return self.phase is not None
 
     @property
     def current(self) -> Phase | None:
         """The pass that modules called now belong to."""
         phase = self.phase
         return phase if phase is not None and phase.is_current else None
-
-    def enter(self, phase: Phase) -> None:
-        """`phase` begins."""
-        self.phase = phase
-
-    def leave(self) -> None:
-        """The pass under way is over."""
-        self.phase = None
 
     def recover(self) -> None:
         """Clean up after a backward that an exception has ended. Does nothing in a pass or between passes."""
@@ -266,23 +232,7 @@ class Engine:
             trains = torch.is_grad_enabled() and self.casts.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
-    # -- settings that others change ------------------------------------------------------------------------------
-
-    def set_inputs(self, inputs: Inputs) -> None:
-        """Ask `inputs` before each pass."""
-        self.inputs = inputs
-
-    def set_whole(self, is_whole: bool) -> None:
-        """Parameters hold full tensors from now on (True), so that no pass may begin, or pieces again (False)."""
-        self.is_whole = is_whole
-
-    def set_structure_check(self, check: Callable[[], None]) -> None:
-        """Call `check`, which raises if the model is not what was sharded, before weights are cast."""
-        self.casts.check_structure = check
-
-    def set_empty(self, names: Iterable[str]) -> None:
-        """The parameters and buffers of these names, and no others, have no values: they were on the meta device."""
-        self.empty = dict.fromkeys(names)
+    # -- values ---------------------------------------------------------------------------------------------------
 
     def fill(self, names: Iterable[str]) -> None:
         """Parameters and buffers of these names have values from now on."""

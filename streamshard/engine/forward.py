@@ -31,11 +31,11 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
     engine.prepare_forward(is_whole_model=is_whole_model)
     engine.casts.begin_pass(engine.order.order)
     forward = Forward(engine, units)
-    engine.enter(forward)
+    engine.phase = forward
     try:
         forward.begin()
     except BaseException:
-        engine.leave()
+        engine.phase = None
         raise
     return forward
 
@@ -67,7 +67,7 @@ class Forward(Phase):
         engine = self._engine
         for unit in engine.resident:
             be_absent(unit.views)
-        engine.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
+        engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
         self._reach(engine.root_unit)
         self._bind(engine.root_unit)
 
@@ -75,7 +75,7 @@ class Forward(Phase):
 
     def pre_forward(self, unit: StreamedUnit) -> Use:
         """See `Phase`. A resident unit's layer inside another unit's layer does not end the other unit's visit."""
-        self._engine.observe(StepEvent.FORWARD_BEGINS, unit.index)
+        self._engine.streams.observe(StepEvent.FORWARD_BEGINS, unit.index)
         is_inside = bool(self._running) and not unit.is_streamed
         if is_inside:
             self._use_in_place(unit)
@@ -88,7 +88,7 @@ class Forward(Phase):
 
     def post_forward(self, unit: StreamedUnit) -> None:
         """See `Phase`. The unit's slot stays as it is until another unit needs it."""
-        self._engine.observe(StepEvent.FORWARD_ENDS, unit.index)
+        self._engine.streams.observe(StepEvent.FORWARD_ENDS, unit.index)
         self._running.pop()
         try:
             _end_use(unit)
@@ -182,8 +182,8 @@ class Forward(Phase):
             ShardingError: the forward has changed a weight in place.
         """
         engine = self._engine
-        engine.leave()
-        engine.observe(StepEvent.FORWARD_ENDS, ROOT_UNIT)
+        engine.phase = None
+        engine.streams.observe(StepEvent.FORWARD_ENDS, ROOT_UNIT)
         refused: ShardingError | None = None
         if error is None:
             try:

@@ -6,7 +6,6 @@ every exception, and is neither compiled by ``module.compile()`` nor recomputed 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -245,22 +244,22 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in `value`: itself, or in mappings, lists, tuples, sets and dataclasses."""
+    """All tensors in `value`: itself, or in mappings, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
-    elif _is_dataclass(value):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with ``change(tensor)`` for every tensor in it: itself, or in dicts, lists, tuples and dataclasses.
+    """`value` with ``change(tensor)`` for every tensor in it: itself, or in dicts, lists and tuples.
 
     A container with a changed tensor becomes a new object. Dicts of other classes, such as transformers' outputs, are
     changed in place: their constructors are unknown.
@@ -281,16 +280,5 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if _is_dataclass(value):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        changed = {name: new for name, old in fields.items() if (new := map_tensors(old, change)) is not old}
-        if not changed:
-            return value
-        value = copy.copy(value)
-        for name, item in changed.items():
-            object.__setattr__(value, name, item)  # it may be frozen
+
     return value
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)

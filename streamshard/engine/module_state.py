@@ -60,13 +60,10 @@ def engine_of(model: nn.Module) -> Engine:
         ShardingError: `model` was not sharded by StreamShard.
     """
     handle = handle_of(model) if isinstance(model, nn.Module) else None
-    if handle is None and is_compiled(model):
-        raise ShardingError(
-            "torch.compile() has put an OptimizedModule around the sharded model: give the model itself, its _orig_mod,"
-            " or compile in place, by model.compile()"
-        )
     if handle is None:
-        raise ShardingError(f"{type(model).__name__} is not sharded: call StreamShard(model) first")
+        is_inside = "give the sharded model inside, its _orig_mod, or compile in place, by model.compile()"
+        advice = is_inside if is_compiled(model) else "call StreamShard(model) first"
+        raise ShardingError(f"{type(model).__name__} is not sharded: {advice}")
     return handle.engine
 
 
@@ -88,6 +85,20 @@ def is_compiled(model: object) -> bool:
     return isinstance(inner, nn.Module) and handle_of(inner) is not None
 
 
+def refuse_in_pass(engine: Engine, what: str) -> None:
+    """Raise if a pass is under way; `what` is about to be done.
+
+    Raises:
+        ShardingError: a forward or backward is under way.
+    """
+    engine.recover()
+    if engine.phase is not None:
+        raise ShardingError(
+            f"{what} inside a forward or backward, or in a thread beside one, while layers hold all-gathered weights, "
+            "in slots that other layers use next: call it between steps"
+        )
+
+
 def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) -> Engine:
     """The engine of a sharded model, for a function that needs all weights or gradients between steps.
 
@@ -100,12 +111,7 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) 
         ShardingError: `model` was not sharded, a forward or backward is under way, or parameters are full or empty.
     """
     engine = engine_of(model)
-    engine.recover()
-    if engine.is_computing:
-        raise ShardingError(
-            f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one, while layers "
-            "hold all-gathered weights: call it between steps"
-        )
+    refuse_in_pass(engine, what)
     if engine.is_whole:
         raise ShardingError(
             f"{what} inside summon_full_params, where parameters are full on every rank: call it outside, or use "

@@ -151,7 +151,7 @@ class UnevenInputs(Inputs):
         """Everything is as it was before the context, unless the next one has begun. A second call does nothing."""
         self._handle.remove()
         if self._engine.inputs is self:
-            self._engine.set_inputs(Inputs())
+            self._engine.inputs = Inputs()
             self._model.__dict__.pop("_join_config", None)
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class UnevenHook(JoinHook):
 
     def __init__(self, inputs: UnevenInputs, engine: Engine) -> None:
         self._inputs = inputs
-        engine.set_inputs(inputs)
+        engine.inputs = inputs
         weakref.finalize(self, inputs.leave)  # Join says nothing when an exception ends it, and drops its hooks
 
     def main_hook(self) -> None:
