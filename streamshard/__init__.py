@@ -21,7 +21,6 @@ from streamshard.errors import (
     OptimizerError,
     RankMismatchError,
     ShardingError,
-    StateError,
     StreamShardError,
     UnitError,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "RankMismatchError",
     "Saving",
     "ShardingError",
-    "StateError",
     "StreamShard",
     "StreamShardError",
     "UnitError",

@@ -168,18 +168,19 @@ class StreamShard(ShardedModule):
     # -- full tensors -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def summon_full_params(self, writeback: bool = False, with_grads: bool = False) -> Iterator[None]:
+    def summon_full_params(self, writeback: bool = False) -> Iterator[None]:
         """Inside, parameters are full on every rank: original names and shapes, dtypes as outside. Collective.
+
+        They have no gradients inside.
 
         Args:
             writeback: at the end, copy this rank's piece of each full tensor back; nothing after an exception.
-            with_grads: gradients are full too, but read-only: no change is written back.
 
         Raises:
             ShardingError: inside a forward or backward; at the end, if what was done would be lost.
         """
         engine = engine_at_rest(self, "summon_full_params")
-        with leave_inference_mode(), summon(engine, writeback=writeback, with_grads=with_grads):
+        with leave_inference_mode(), summon(engine, writeback=writeback):
             yield
 
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from streamshard.torch_private import skip, untraced
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import ShardedTensor, piece_of
 from streamshard.unit.unit import StreamedUnit
-from streamshard.unit.unsharded_parameter import advice, let_be_absent
+from streamshard.unit.unsharded_parameter import UnshardedParameter, advice, let_be_absent
 
 
 def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine, in_fp32: InFp32) -> None:
@@ -41,18 +41,17 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     """
     take_gradients(engine)
     shards = {shard.param: shard for shard in engine.param_shards}
-    views = {shard.param: view for unit in engine.units for shard, view in zip(unit.params, unit.views, strict=True)}
-    for param, view in views.items():
-        view.__dict__ = param.__dict__  # an attribute that the user sets on one (a multiplier, a tag) is on both
     owner = owners_of(found)
     layers: dict[nn.Module, StreamedUnit] = {}
+    views: dict[nn.Parameter, UnshardedParameter] = {}
     places: dict[nn.Parameter, Place] = {}
     for streamed in engine.units:
-        for param_index, shard in enumerate(streamed.params):
-            place = places[shard.param] = Place(streamed.index, param_index)
+        for param_index, (shard, view) in enumerate(zip(streamed.params, streamed.views, strict=True)):
+            place = Place(streamed.index, param_index)
+            places[shard.param], views[shard.param] = place, view
+            view.__dict__ = shard.param.__dict__  # an attribute that the user sets on one (a tag) is on both
             if streamed is not engine.root_unit:
-                be_asked = functools.partial(ask, weakref.ref(engine), place, shard.name)
-                let_be_absent(views[shard.param], be_asked)
+                let_be_absent(view, functools.partial(ask, weakref.ref(engine), place, shard.name))
     for module in modules_inside(root):
         if any(param is not None for param in module._parameters.values()):
             module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine)
@@ -72,11 +71,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for module in list(modules_inside(root)):
         layer_of, cast_dtype = layers.get(module), _input_dtype(module, engine.precision, in_fp32)
         if module is root:
-            units = frozenset(range(len(engine.units)))
-            handle = Handle(
-                engine, None, units, cast_dtype, engine.precision.output_dtype, is_root=True, structure=structure
-            )
-            watch(root, handle, base)
+            units, output_dtype = frozenset(range(len(engine.units))), engine.precision.output_dtype
+            watch(root, Handle(engine, None, units, cast_dtype, output_dtype, True, structure), base)
         elif layer_of is not None:
             watch(module, Handle(engine, layer_of, frozenset((ROOT_UNIT, layer_of.index)), cast_dtype, None))
         elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
@@ -110,15 +106,11 @@ def _bind_views(unit: StreamedUnit, module: nn.Module, views: Mapping[Any, nn.Pa
         computing = {name: None if param is None else views[param] for name, param in sharded.items()}
         unit.add_binding(module, "_parameters", sharded, computing)
     if isinstance(module, nn.RNNBase):
-        module.__dict__["flatten_parameters"] = _do_nothing  # it would move weights out of the slot
+        module.__dict__["flatten_parameters"] = lambda: None  # it would move weights out of the slot
         weights = [views.get(param, param) for param in module._flat_weights]
         refs = [None if weight is None else weakref.ref(weight) for weight in weights]
         unit.add_binding(module, "_flat_weights", module._flat_weights, weights)
         unit.add_binding(module, "_flat_weight_refs", module._flat_weight_refs, refs)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 # -- parameters while their layers do not run ----------------------------------------------------------------------

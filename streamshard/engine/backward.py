@@ -30,7 +30,7 @@ from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_b
 from streamshard.errors import ShardingError, log
 from streamshard.plan.program import Op, Schedule
 from streamshard.torch_private import AsTensors, skip, untraced
-from streamshard.unit.optimizer_hooks import graph_is_reached
+from streamshard.unit.optimizer_hooks import unreached
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_present
 
@@ -54,7 +54,9 @@ class Backward(Phase):
         self._engine = engine
         is_local = not engine.casts.is_synced and not engine.is_alone
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
-        self._leaves_unaveraged = is_local and not engine.plan.keeps_grads and engine.reductions.averages
+        replicas = engine.reductions.replicas
+        averages = replicas is not None and replicas.averages_grads
+        self._leaves_unaveraged = is_local and not engine.plan.keeps_grads and averages
         self._schedule = Schedule([], engine.plan.weights, engine.plan.shared, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
         self._recomputing: list[StreamedUnit] = []  # units of the layers that run forward, one inside the other
@@ -85,7 +87,7 @@ class Backward(Phase):
             unit.take_trainability()
             if unit.grads.waits:
                 unit.grads.resume()
-        graph_is_reached(engine.ranks)
+        unreached.discard(engine.ranks)
         engine.reductions.begin(is_synced=engine.casts.is_synced)
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         engine.unshard(engine.root_unit)
@@ -156,10 +158,6 @@ class Backward(Phase):
         """See `Phase`. Recomputed code of the root unit reads it."""
         self._engine.unshard(unit)
         be_present(unit.views)
-
-    def evict(self, unit: StreamedUnit) -> None:
-        """See `Phase`."""
-        unit.release()
 
     # -- recomputation --------------------------------------------------------------------------------------------
 
@@ -254,7 +252,7 @@ class Backward(Phase):
         engine = self._engine
         log.warning("a backward has ended with an exception: all gradients of the model are discarded")
         try:
-            if not engine.ranks.has_failed:
+            if engine.ranks.failure is None:
                 self._close_pass()
                 self._reduce(engine.root_unit)
                 engine.reductions.complete()
@@ -279,21 +277,15 @@ def _refuse_changed(unit: StreamedUnit, versions: list[int]) -> None:
 # -- what autograd calls --------------------------------------------------------------------------------------------
 
 
-def _running(engine: Engine) -> Backward | None:
-    """The backward under way. None inside a forward, and between passes."""
-    phase = engine.phase
-    if isinstance(phase, Backward) and phase.has_ended:
-        phase.recover()
-        return None
-    return phase if isinstance(phase, Backward) else None
-
-
 def _open(engine: Engine) -> Backward:
-    backward = _running(engine)
-    if backward is None:
-        backward = Backward(engine)
-        engine.phase = backward
-        backward.begin()
+    """The backward under way, or a new one."""
+    phase = engine.phase
+    if isinstance(phase, Backward):
+        if not phase.has_ended:
+            return phase
+        phase.recover()
+    engine.phase = backward = Backward(engine)
+    backward.begin()
     return backward
 
 

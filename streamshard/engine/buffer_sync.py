@@ -10,7 +10,7 @@ buffers that are registered later.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
-from streamshard.plan.structure import is_meta
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 
@@ -43,24 +42,15 @@ class BufferSync:
         self._state: dict[str, _Place] = {}
         self._is_due = True
 
-    def start(self, root: nn.Module) -> set[str]:
-        """Take over a model's buffers: rank 0 sends each that has the same shape and dtype on all ranks. Collective.
-
-        Returns:
-            The names of the buffers that were broadcast.
-        """
-        buffers = buffers_of(root)
-        for name in _state_of(root, buffers):
-            owner, _, key = name.rpartition(".")
-            place = weakref.ref(root.get_submodule(owner)), key, buffers[name].shape, buffers[name].dtype
-            self._state[name] = _Place(*place)
-        if not self._ranks.any_rank(bool(buffers)) or self._ranks.total_size == 1:
-            return set()
-        forms = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if not is_meta(buffer)}
-        gathered = self._ranks.gather_objects(forms)
-        same = {name: buffers[name] for name in forms if all(each.get(name) == forms[name] for each in gathered)}
-        self._send(same.values(), source=0)
-        return set(same)
+    def start(self, root: nn.Module) -> None:
+        """Take over a model's buffers: rank 0 sends all of them. Collective."""
+        for name, buffer in buffers_of(root).items():
+            path, _, key = name.rpartition(".")
+            owner = root.get_submodule(path)
+            if key not in owner._non_persistent_buffers_set:
+                self._state[name] = _Place(weakref.ref(owner), key, buffer.shape, buffer.dtype)
+        if self._ranks.total_size > 1:
+            self._send(buffers_of(root).values(), source=0)
 
     def before_pass(self, *, trains: bool, source: int) -> None:
         """A forward of the whole model begins: if the last one trained, broadcast the source's persistent buffers.
@@ -134,20 +124,11 @@ def check_buffers(root: nn.Module) -> None:
             )
 
 
-def describe_state(root: nn.Module) -> list[str]:
-    """A line with name, shape and dtype of each persistent buffer, to compare ranks by."""
-    buffers = buffers_of(root)
-    return [f"buffer {name} {tuple(buffers[name].shape)} {buffers[name].dtype}" for name in _state_of(root, buffers)]
+def describe_buffers(root: nn.Module) -> list[str]:
+    """A line with name, shape and dtype of each buffer, to compare ranks by."""
+    return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers_of(root).items()]
 
 
 def buffers_of(root: nn.Module) -> dict[str, torch.Tensor]:
     """What ``dict(root.named_buffers())`` gives."""
     return dict(root.named_buffers())
-
-
-def _state_of(root: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The names of the persistent ones among `buffers`."""
-    for name in buffers:
-        owner, _, key = name.rpartition(".")
-        if key not in root.get_submodule(owner)._non_persistent_buffers_set:
-            yield name

@@ -23,7 +23,7 @@ from streamshard.engine.backward import pre_backward, watch_node
 from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
-from streamshard.errors import ConfigError, ShardingError
+from streamshard.errors import ShardingError
 from streamshard.torch_private import saved_tensors_hooks, skip, untraced
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import advice, name_of_weight
@@ -130,7 +130,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Raises:
         ShardingError: `module` is not sharded, or is a part of a layer.
-        ConfigError: `module` has no such method.
+        AttributeError: `module` has no such method.
     """
     handle = handle_of(module)
     if handle is None:
@@ -138,8 +138,6 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"{type(module).__name__} is not sharded: wanted a model made by StreamShard, a layer that it streams, "
             "or a module around them"
         )
-    if not callable(getattr(module, name, None)):
-        raise ConfigError(f"{type(module).__name__} has no method {name!r}")
     call = call_shell if handle.unit is None else call_unit
     _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, method, args, kwargs))
 
@@ -160,6 +158,7 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> N
 # -- backward ------------------------------------------------------------------------------------------------------
 
 
+@skip
 def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[None]:
     """Saved-tensor hooks around a layer that computes with the weights of `use`'s unit. See [Note: pre-backward].
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
-from streamshard.plan.structure import modules_inside
 from streamshard.torch_private import is_traced
 from streamshard.unit.unit import StreamedUnit
 
@@ -143,7 +142,7 @@ def watched_class(original: type, base: type) -> type:
     if key not in _classes:
         entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
         entries[_ORIGINAL] = original
-        users = [name for name in _names_taken(base) if hasattr(original, name)]
+        users = [name for name in vars(base) if not name.startswith("_") and hasattr(original, name)]
         entries.update((name, inspect.getattr_static(original, name)) for name in users)
         kind = type(original)
         make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
@@ -155,25 +154,6 @@ def watched_class(original: type, base: type) -> type:
             made = make(kind, original.__name__, (original, base), entries)
         _classes[key] = made
     return _classes[key]
-
-
-def _names_taken(base: type) -> frozenset[str]:
-    """The public names of `base` that would hide the user's."""
-    return frozenset(name for name in vars(base) if not name.startswith("_"))
-
-
-def refuse_taken_names(module: nn.Module, base: type) -> None:
-    """Raise if `module` has registered something under the name of a method of `base`, which would hide it.
-
-    Raises:
-        ShardingError: says which.
-    """
-    for name in (*module._parameters, *module._buffers, *module._modules):
-        if name in _names_taken(base):
-            raise ShardingError(
-                f"{type(module).__name__} has a parameter, buffer or child {name!r}, the name of a method that "
-                "StreamShard adds: rename it before StreamShard(model)"
-            )
 
 
 class _InstanceProperty(property):
@@ -257,8 +237,5 @@ class ShardedModule(nn.Module):
                 f"{probe.device}: its main weights are fp32 on {device}. Precision(param_dtype=...) sets what layers "
                 "compute with"
             )
-        params = [
-            param for module in modules_inside(self) for param in module._parameters.values() if param is not None
-        ]
-        kept = {id(tensor): tensor for param in params for tensor in (param, param.grad)}
+        kept = {id(tensor): tensor for param in self.parameters() for tensor in (param, param.grad)}
         return super()._apply(lambda tensor: tensor if id(tensor) in kept else fn(tensor), recurse)  # type: ignore[no-untyped-call]

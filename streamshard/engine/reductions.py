@@ -36,11 +36,7 @@ class Reductions:
     """
 
     def __init__(
-        self,
-        units: Sequence[StreamedUnit],
-        ranks: Communicator,
-        ledger: Ledger,
-        replicas: Replicas | None,
+        self, units: Sequence[StreamedUnit], ranks: Communicator, ledger: Ledger, replicas: Replicas | None
     ) -> None:
         self.ranks = ranks
         self.replicas = replicas
@@ -49,11 +45,6 @@ class Reductions:
         self._under_way: list[Work] = []
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
-
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are averaged over replicas."""
-        return self.replicas is not None and self.replicas.averages_grads
 
     def begin(self, *, is_synced: bool) -> None:
         """A backward begins, outside of ``no_sync()`` (True) or inside."""
@@ -140,7 +131,8 @@ class UsedParams:
     ) -> None:
         self._units = units
         self._ranks = ranks
-        self._replicas = replicas
+        # The communicators of the exchanges, in order; those of one rank are left out.
+        self._stages = [stage for stage in (ranks, replicas) if stage is not None and stage.world_size > 1]
         count = sum(len(unit.layout.params) for unit in units) if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
         for stage in self._stages:
@@ -155,11 +147,6 @@ class UsedParams:
         self._arrived = [
             Fence(ranks.streams, Rule.RESULTS_ARRIVED, stage.stream, "everybody's flags") for stage in self._stages
         ]
-
-    @property
-    def _stages(self) -> list[Communicator]:
-        """The communicators of the exchanges, in order; those of one rank are left out."""
-        return [stage for stage in (self._ranks, self._replicas) if stage is not None and stage.world_size > 1]
 
     def exchange(self) -> list[list[bool]]:
         """Tell the other ranks which parameters were used here.

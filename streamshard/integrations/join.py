@@ -87,7 +87,9 @@ class UnevenInputs(Inputs):
         casts = self._engine.casts
         Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
         own = self._row(True)
-        self._announce(own._replace(has_grad=torch.is_grad_enabled(), is_synced=casts.is_synced, casts=casts.are_due))
+        self._announce(
+            own._replace(has_grad=torch.is_grad_enabled(), is_synced=casts.is_synced, casts=not casts.are_current)
+        )
 
     def on_clipping(self, max_norm: object, norm_type: float) -> None:
         """See `Inputs`."""
@@ -116,7 +118,7 @@ class UnevenInputs(Inputs):
         self._has_run_out = True
         self._clear()
         announced = self._announce(self._row(False))
-        engine.casts.match(is_synced=announced.is_synced, are_due=announced.casts)
+        engine.casts.is_synced, engine.casts.are_current = announced.is_synced, not announced.casts
         self._shadows = True
         try:
             with torch.set_grad_enabled(announced.has_grad):
