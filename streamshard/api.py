@@ -69,8 +69,6 @@ class StreamShard(ShardedModule):
             ``"1MiB"``, so that tiny layers share collectives. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
-        check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
-            One collective and one wait of the host per backward. Not for fp16 with a loss scaler.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -94,7 +92,6 @@ class StreamShard(ShardedModule):
         grad_slots: SlotCount = 2,
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
-        check_grads: bool = False,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass
@@ -172,18 +169,19 @@ class StreamShard(ShardedModule):
     # -- full tensors -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def summon_full_params(self, writeback: bool = False, with_grads: bool = False) -> Iterator[None]:
+    def summon_full_params(self, writeback: bool = False) -> Iterator[None]:
         """Inside, parameters are full tensors on every rank: original names and shapes, dtypes as outside. Collective.
+
+        They have no gradients inside.
 
         Args:
             writeback: at the end, copy this rank's piece of each full tensor back. An exception inside copies nothing.
-            with_grads: gradients are full tensors too, read-only: changes are not written back.
 
         Raises:
             ShardingError: called inside a forward or backward; at the end, if a change inside would be lost.
         """
         engine = engine_at_rest(self, "summon_full_params")
-        with leave_inference_mode(), summon(engine, writeback=writeback, with_grads=with_grads):
+        with leave_inference_mode(), summon(engine, writeback=writeback):
             yield
 
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:

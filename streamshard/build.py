@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,12 +19,12 @@ from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings
 from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.engine.attach import attach
-from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
+from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_buffers
 from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import handle_of, refuse_taken_names
+from streamshard.engine.module_state import handle_of
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import RankMismatchError, ShardingError, warn_user
+from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
@@ -97,23 +96,32 @@ def shard_model(
     who = None if mesh is None else groups_of(mesh)
     try:
         checked = _check(module, units, resident, who, given)
-        refuse_taken_names(module, base)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
     ranks, replicas = _connect(who, checked.here, checked.device)
-    with ranks.fails_if_alone("StreamShard(model)"):
+    try:
         _check_ranks_agree(ranks, module, checked)
         empty = _agree_on_empty(ranks, checked.on_meta)
         engine = _make_engine(module, checked, ranks, replicas, empty)
-        empty_buffers = _fill(engine, module, checked, empty)
+        for unit in engine.units:
+            unit.make_unsharded()
+        _place_buffers(module, engine.streams.device)
+        engine.buffers.start(module)
+        if engine.streams.module is not None:
+            engine.streams.module.empty_cache()
+    except StreamShardError:  # on all ranks
+        raise
+    except BaseException as error:  # of this rank alone, such as out of memory
+        ranks.fail(f"StreamShard(model) ended with {type(error).__name__}: {error}")
+        raise
     attach(base, module, checked.found, engine, checked.in_fp32)
     adapt_methods(module)
     watch_optimizers()
-    without = {shard.name for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
-    params = [name for name in params_of(module) if name in without]
-    engine.set_empty([*params, *(name for name in buffers_of(module) if name in empty_buffers)])
+    without_elements = {shard.name for shard in engine.param_shards if not shard.layout.numel}
+    params = [name for name in params_of(module) if name in empty and name not in without_elements]
+    engine.empty = dict.fromkeys([*params, *(name for name in buffers_of(module) if name in empty)])
     return module
 
 
@@ -156,8 +164,8 @@ def _make_engine(
             ranks.streams.module.empty_cache()
 
     streamed = _allocate(sizing, plan, ranks, ledger, take)
-    reductions = Reductions(streamed, ranks, ledger, replicas, checks_finite=settings.check_grads)
-    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(module, ranks), sizing, reductions)
+    reductions = Reductions(streamed, ranks, ledger, replicas)
+    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), sizing, reductions)
 
 
 # -- validate -----------------------------------------------------------------------------------------------------
@@ -229,11 +237,6 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
     """Connect to the other ranks. All have accepted their models."""
     if device != here:
         module_of(device).set_device(device)  # so that the user's next tensors are on this device too
-    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        warn_user(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron's scripts set it) puts all streams of a GPU into one queue: "
-            "nothing that StreamShard communicates will overlap with computation. Unset it"
-        )
     if who is None:
         who = groups_of(resolve_group(device))
     refuse_together(who.all_ranks, None)
@@ -255,7 +258,7 @@ def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: _Checked
         for p in params
     ]
     rows += [f"resident {unit.name}" for unit in checked.found if unit.is_resident]
-    rows += describe_state(module)
+    rows += describe_buffers(module)
     if ranks.are_equal("\n".join(rows)):
         return
     gathered = ranks.gather_objects(rows)
@@ -375,25 +378,6 @@ def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Communicator, le
         if slot not in slots:
             slots[slot] = GradSlot(slot_bytes[slot], ledger, ranks.streams, room[scratch], f"grad slot {slot}")
     return slots
-
-
-def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str]) -> set[str]:
-    """Make the unsharded parameters, and move buffers to the device.
-
-    Args:
-        engine, module, checked: the model's.
-        empty: names of parameters and buffers without values, see `_agree_on_empty`.
-
-    Returns:
-        The names of this rank's buffers without values.
-    """
-    for unit in engine.units:
-        unit.make_unsharded()
-    _place_buffers(module, engine.streams.device)
-    sent = engine.buffers.start()
-    if engine.streams.module is not None:
-        engine.streams.module.empty_cache()
-    return {name for name in buffers_of(module) if name in empty or (name in checked.on_meta and name not in sent)}
 
 
 def _take_weights(

@@ -140,7 +140,6 @@ class Settings:
     grad_slots: SlotCount = 2
     min_unit_size: int | str = 0
     align_pieces_to: int = 1
-    check_grads: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision):

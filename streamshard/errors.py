@@ -8,8 +8,6 @@
     +-- OptimizerError      an optimizer's step raised on some rank; raised on all
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- CheckpointError     files that cannot be written or read
-    +-- GradientError       gradients that hold nan or inf, with check_grads
-    +-- StateError          an invariant of the engine is broken; carries the unit and its state
     +-- RaceError           two streams access the same bytes and no fence orders them
 
 A message says what was given, what is wanted, and which parameter, layer or rank is affected. Anything less than an
@@ -74,25 +72,6 @@ class CheckpointError(StreamShardError):
         self.missing = missing or []
         self.unexpected = unexpected or []
         self.mismatched = mismatched or []
-
-
-class GradientError(StreamShardError):
-    """Gradients that hold nan or inf, found by `StreamShard(..., check_grads=True)` on all ranks at once."""
-
-
-class StateError(StreamShardError):
-    """A broken invariant of the engine: a bug here, not in the user's code.
-
-    Args:
-        unit: name of the unit the engine was handling.
-        state: the unit's state.
-        wanted: the state that it should have had.
-    """
-
-    def __init__(self, unit: str, state: str, wanted: str) -> None:
-        super().__init__(f"unit {unit!r} is {state}, wanted {wanted}")
-        self.unit = unit
-        self.state = state
 
 
 class RaceError(StreamShardError):

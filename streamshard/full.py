@@ -30,7 +30,7 @@ def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Ite
         full: by parameter, [full shape] on any device. No collective: other ranks need not call this.
     """
     before = [(shard.param, data_of(shard.param), grad_of(shard.param), piece_of(shard.param)) for shard in full]
-    engine.set_whole(True)
+    engine.is_whole = True
     try:
         for shard, tensor in full.items():
             be_whole(shard.param)
@@ -44,38 +44,34 @@ def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Ite
             param.grad = grad
             if piece is not None:
                 be_piece(param, piece)
-        engine.set_whole(False)
+        engine.is_whole = False
 
 
 @contextlib.contextmanager
-def summon(engine: Engine, *, writeback: bool, with_grads: bool) -> Iterator[None]:
+def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
     """See `StreamShard.summon_full_params`.
 
     Raises:
         ShardingError: inside, from a forward or an optimizer's step; at the end, after all pieces are back, if a
-            tensor to be written back has another shape, or a gradient has changed, which would be lost.
+            tensor to be written back has another shape, or a parameter has got a gradient, which would be lost.
     """
     full: dict[ParamShard, torch.Tensor] = {}
     for unit in engine.units:
         for shard, tensor in zip(unit.params, unit.gather_whole([shard.main for shard in unit.params]), strict=True):
             assert tensor is not None
             full[shard] = tensor
-    grads = _gather_grads(engine) if with_grads else {}
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {shard.param for shard in full}))
     try:
         with under_params(engine, full):
-            for shard in grads:
-                shard.param.grad = grads[shard]
             yield
             if writeback:
                 engine.casts.check_structure()
             edited = {shard: shard.param.detach() for shard in full}
             for shard, tensor in edited.items():
-                grad, own = shard.param.grad, grads.get(shard)
-                if grad is not own or (grad is not None and grad._version):
+                if shard.param.grad is not None:
                     raise ShardingError(
-                        f"the gradient of parameter {shard.name!r} was changed inside summon_full_params, where it is "
-                        "this rank's alone and would be lost: compute the loss outside"
+                        f"parameter {shard.name!r} got a gradient inside summon_full_params, where it is this rank's "
+                        "alone and would be lost: compute the loss outside"
                     )
                 if writeback and tensor.shape != shard.layout.shape:
                     raise ShardingError(
@@ -89,22 +85,7 @@ def summon(engine: Engine, *, writeback: bool, with_grads: bool) -> Iterator[Non
                     data_of(shard.param).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
-        engine.casts.match(
-            is_synced=engine.casts.is_synced, are_due=True
-        )  # the next pass looks at the weights, in no_sync() too
-
-
-def _gather_grads(engine: Engine) -> dict[ParamShard, torch.Tensor]:
-    """Full gradients, [full shape] in the parameter's dtype, on this device. Collective."""
-    refuse_unreduced((shard.param for shard in engine.param_shards), "summon_full_params(with_grads=True)")
-    full: dict[ParamShard, torch.Tensor] = {}
-    for unit in engine.units:
-        own = [grad_of(shard.param) for shard in unit.params]
-        pieces = [None if grad is None else grad.as_subclass(torch.Tensor).view(-1) for grad in own]
-        for shard, grad, tensor in zip(unit.params, own, unit.gather_whole(pieces, torch.float32), strict=True):
-            if grad is not None and tensor is not None:
-                full[shard] = tensor.to(shard.param.dtype, copy=True)  # one that nobody has written to
-    return full
+        engine.casts.are_current = False  # the next pass looks at the weights, in no_sync() too
 
 
 def _refuse_step(params: set[nn.Parameter], optimizer: Optimizer, args: Any, kwargs: Any) -> None:

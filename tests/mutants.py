@@ -134,7 +134,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
     ],
     "comm/gloo": [
-        ("Exchange._abandon", Drop("_abandoned.setdefault(self._group, []).extend(self._messages)"), "transport"),
+        ("Exchange._abandon", Drop("_abandoned.setdefault(self.group, []).extend(self.messages)"), "transport"),
     ],
     "comm/nccl": [
         ("NcclTransport._exchange", Swap("torch.sum(", f"{_ON_COMPUTE} torch.sum("), _STREAMS),
@@ -185,7 +185,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Engine.unshard", Drop("unit.finish_gather()"), "matrix"),
     ],
     "engine/forward": [
-        ("Forward.finish", Swap("engine.ranks.has_failed or not isinstance(error, Exception)", "True"), "invariants"),
+        (
+            "Forward.finish",
+            Swap("(engine.ranks.failure is not None or not isinstance(error, Exception))", "True"),
+            "invariants",
+        ),
         ("Forward.finish", Swap("self._prefetch(self._schedule.finish())", "self._schedule.finish()"), "execution"),
     ],
     "engine/reductions": [

@@ -142,8 +142,14 @@ def piece_of(tensor: Tensor) -> Tensor:
 def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
     """Gradients by name, full shapes; of a sharded model they are collected from all ranks."""
     if isinstance(model, StreamShard):
-        with model.summon_full_params(with_grads=True):
-            return _grads(model)
+        found: dict[str, Tensor | None] = {}
+        for unit in engine_inside(model).units:
+            own = [shard.param.grad for shard in unit.params]
+            pieces = [None if grad is None else grad.clone().as_subclass(Tensor).view(-1) for grad in own]
+            for shard, grad, full in zip(unit.params, own, unit.gather_whole(pieces, torch.float32), strict=True):
+                for name in (shard.name, *shard.aliases):
+                    found[name] = None if grad is None or full is None else full.to(grad.dtype, copy=True)
+        return {name: found[name] for name, _ in model.named_parameters(remove_duplicate=False)}
     return _grads(model)
 
 

@@ -65,14 +65,7 @@ BAD_MODELS: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda size: fully_shard(TinyLM(), mesh=init_device_mesh("cpu", (size,))),
         "is a DTensor .*without fully_shard",
     ),
-    "a name of ours": (lambda size: _with_child("no_sync"), "child 'no_sync', the name of a method .*rename it"),
 }
-
-
-def _with_child(name: str) -> nn.Module:
-    model = TinyLM()
-    model.add_module(name, nn.Linear(2, 2))
-    return model
 
 
 @on_ranks(2)

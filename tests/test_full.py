@@ -40,7 +40,7 @@ def test_passes_steps_and_collecting_raise_inside_summon_full_params(context: Ra
         "full_state_dict": model.full_state_dict,
         "summon_full_params": lambda: model.summon_full_params().__enter__(),
     }
-    with model.summon_full_params(with_grads=True):
+    with model.summon_full_params():
         for what, call in refused.items():
             with pytest.raises(ShardingError, match=rf"{what}.*summon_full_params"):
                 call()
@@ -79,13 +79,13 @@ def test_changes_that_would_be_lost_raise_at_the_end(context: RankContext) -> No
 
     head = model.head.weight
     for change, message in (
-        (penalty, r"gradient of parameter 'head\.weight' was changed inside summon_full_params"),
+        (penalty, r"parameter 'head\.weight' got a gradient inside summon_full_params"),
         (reshape, r"head\.weight.*\(2, 16\), wanted \(1, 16\)"),
         (replace, r"head\.weight.*replaced"),
     ):
         with (
             pytest.raises(ShardingError, match=message),
-            model.summon_full_params(writeback=True, with_grads=change is penalty),
+            model.summon_full_params(writeback=True),
         ):
             model.layers[0].linear.weight.data.zero_()
             change()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.comm.transport import Peers, Transport
 from streamshard.device import serves
-from streamshard.errors import ConfigError, StreamShardError
+from streamshard.errors import ConfigError
 
 
 class Communicator(Peers):
@@ -81,11 +79,6 @@ class Communicator(Peers):
                 self.transport = SharedMemoryTransport(self, buffers)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a collective has failed. If so, this rank issues nothing more."""
-        return self.failure is not None
-
-    @property
     def all_ranks(self) -> dist.ProcessGroup:
         """All ranks that train this model: on devices the user's own group, on CPUs StreamShard's."""
         return self.users_group if self.streams.has_streams else self.host_group
@@ -122,20 +115,6 @@ class Communicator(Peers):
         """End this rank's waits, and the waits of ranks that wait for it."""
         self.transport.leave()
         super().close()
-
-    @contextlib.contextmanager
-    def fails_if_alone(self, action: str) -> Iterator[None]:
-        """A context around work that raises `StreamShardError` on all ranks, but other errors on one rank alone.
-
-        Another error, such as out of memory or a bug, makes all ranks fail with its text.
-        """
-        try:
-            yield
-        except StreamShardError:
-            raise
-        except BaseException as error:
-            self.fail(f"{action} ended with {type(error).__name__}: {error}")
-            raise
 
 
 _alive_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()

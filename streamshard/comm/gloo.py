@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -96,6 +97,7 @@ class PairwiseTransport(Transport):
         return [peer for peer in range(self.ranks.world_size) if peer != self.ranks.rank]
 
 
+@dataclasses.dataclass(eq=False)
 class Exchange:
     """Pending messages in gloo's threads, and a function to call when all have arrived.
 
@@ -105,15 +107,9 @@ class Exchange:
         group: sends the messages. Messages that nothing waits for are kept as long as the group.
     """
 
-    def __init__(
-        self,
-        finish: Callable[[], None] | None,
-        messages: Sequence[dist.Work] = (),
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._finish = finish
-        self._messages = messages
-        self._group = group
+    finish: Callable[[], None] | None
+    messages: Sequence[dist.Work] = ()
+    group: dist.ProcessGroup | None = None
 
     def __del__(self) -> None:
         self._abandon()
@@ -121,17 +117,17 @@ class Exchange:
     def wait(self) -> None:
         """See `streamshard.comm.streams.Work`."""
         try:
-            for message in self._messages:
+            for message in self.messages:
                 message.wait()
         except BaseException:
             self._abandon()
             raise
-        self._messages = ()
-        finish, self._finish = self._finish, None
+        self.messages = ()
+        finish, self.finish = self.finish, None
         if finish is not None:
             finish()
 
     def _abandon(self) -> None:
-        if self._messages and self._group is not None:
-            _abandoned.setdefault(self._group, []).extend(self._messages)
-            self._messages = ()
+        if self.messages and self.group is not None:
+            _abandoned.setdefault(self.group, []).extend(self.messages)
+            self.messages = ()

@@ -321,6 +321,11 @@ class Streams:
             for stream in self._own.values():
                 buffer.record_stream(stream)
 
+    def observe(self, moment: StepEvent, unit: int | None) -> None:
+        """Report an event to the race detector, the trace and other observers."""
+        for observer in self.observers:
+            observer.on_event(moment, unit)
+
     def on(self, name: StreamName) -> _OnStream:
         """Run the body on the stream of this name. On the CPU only the name changes."""
         return _OnStream(self, name)

@@ -23,9 +23,9 @@ from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.objects import RankGroup
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName, Streams, Work
 from streamshard.config import Precision, ReductionMode
-from streamshard.errors import StateError
 
 _SUM_BLOCK = 1 << 17  # elements
+_Tensors = Sequence[torch.Tensor]
 
 
 class Peers(RankGroup):
@@ -104,8 +104,7 @@ class Transport(abc.ABC):
     def ranks(self) -> Peers:
         """The ranks that exchange data."""
         ranks = self._ranks_of()
-        if ranks is None:
-            raise StateError("a transport", "without its ranks", "a model that is alive")
+        assert ranks is not None
         return ranks
 
     def meet(self) -> None:  # noqa: B027  # gloo connects when its group is made
@@ -188,26 +187,13 @@ class Transport(abc.ABC):
         """Advance pending collectives without waiting. Called with every gradient."""
 
     def _issue(
-        self,
-        kind: RecordKind,
-        collective: Collective,
-        tag: int | None,
-        *,
-        reads: Sequence[torch.Tensor] = (),
-        writes: Sequence[torch.Tensor],
+        self, kind: RecordKind, collective: Collective, tag: int | None, *, reads: _Tensors = (), writes: _Tensors
     ) -> None:
         """Log a collective, and tell the observers. For the arguments see `Observer.on_collective`."""
         self._log.add(kind, tag or 0)
         self._declare(collective, tag, reads=reads, writes=writes)
 
-    def _declare(
-        self,
-        collective: Collective,
-        tag: int | None,
-        *,
-        reads: Sequence[torch.Tensor] = (),
-        writes: Sequence[torch.Tensor],
-    ) -> None:
+    def _declare(self, collective: Collective, tag: int | None, *, reads: _Tensors = (), writes: _Tensors) -> None:
         for observer in self.streams.observers:
             observer.on_collective(self.stream, collective, tag, reads, writes)
 

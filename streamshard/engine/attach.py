@@ -18,14 +18,15 @@ from streamshard.config import Precision
 from streamshard.engine.backward import take_gradients
 from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.engine.hooks import compute_in_fp32, watch
-from streamshard.engine.module_state import Handle
+from streamshard.engine.module_state import Handle, refuse_in_pass
 from streamshard.errors import ShardingError
 from streamshard.plan.discovery import FoundUnit, owners_of
 from streamshard.plan.structure import InFp32, Structure, join_names, modules_inside, modules_of, params_of
 from streamshard.torch_private import skip, untraced
+from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import ShardedTensor, piece_of
 from streamshard.unit.unit import StreamedUnit
-from streamshard.unit.unsharded_parameter import advice, let_be_absent
+from streamshard.unit.unsharded_parameter import UnshardedParameter, advice, let_be_absent
 
 
 def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine, in_fp32: InFp32) -> None:
@@ -39,18 +40,18 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
     """
     take_gradients(engine)
-    views = {shard.param: view for unit in engine.units for shard, view in zip(unit.params, unit.views, strict=True)}
-    for param, view in views.items():
-        view.__dict__ = param.__dict__  # an attribute that the user sets on one (a multiplier, a tag) is on both
+    shards = {shard.param: shard for shard in engine.param_shards}
     owner = owners_of(found)
     layers: dict[nn.Module, StreamedUnit] = {}
+    views: dict[nn.Parameter, UnshardedParameter] = {}
     places: dict[nn.Parameter, Place] = {}
     for streamed in engine.units:
-        for param_index, shard in enumerate(streamed.params):
-            place = places[shard.param] = Place(streamed.index, param_index)
+        for param_index, (shard, view) in enumerate(zip(streamed.params, streamed.views, strict=True)):
+            place = Place(streamed.index, param_index)
+            places[shard.param], views[shard.param] = place, view
+            view.__dict__ = shard.param.__dict__  # an attribute that the user sets on one (a tag) is on both
             if streamed is not engine.root_unit:
-                be_asked = functools.partial(ask, weakref.ref(engine), place, shard.name)
-                let_be_absent(views[shard.param], be_asked)
+                let_be_absent(view, functools.partial(ask, weakref.ref(engine), place, shard.name))
     for module in modules_inside(root):
         if any(param is not None for param in module._parameters.values()):
             module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine)
@@ -59,23 +60,19 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for name, module in modules_of(root):
         _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, views)
         if module._parameters or module._buffers:
-            module.register_load_state_dict_pre_hook(LoadWhole(engine, name))
+            module.register_load_state_dict_pre_hook(LoadWhole(engine, name, shards))
         if module._parameters:
-            module.register_state_dict_pre_hook(BeforeSaving(engine))
+            module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
     structure = Structure(root)
-    engine.set_structure_check(_weakly(structure))
-    takes = _input_dtypes(root, engine.precision, in_fp32)
+    engine.casts.check_structure = functools.partial(_check, weakref.ref(structure))
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:
             compute_in_fp32(module)
     for module in list(modules_inside(root)):
-        layer_of, cast_dtype = layers.get(module), takes(module)
+        layer_of, cast_dtype = layers.get(module), _input_dtype(module, engine.precision, in_fp32)
         if module is root:
-            units = frozenset(range(len(engine.units)))
-            handle = Handle(
-                engine, None, units, cast_dtype, engine.precision.output_dtype, is_root=True, structure=structure
-            )
-            watch(root, handle, base)
+            units, output_dtype = frozenset(range(len(engine.units))), engine.precision.output_dtype
+            watch(root, Handle(engine, None, units, cast_dtype, output_dtype, True, structure), base)
         elif layer_of is not None:
             watch(module, Handle(engine, layer_of, frozenset((ROOT_UNIT, layer_of.index)), cast_dtype, None))
         elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
@@ -83,30 +80,20 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             watch(module, Handle(engine, None, inside | {ROOT_UNIT}, cast_dtype, None))
 
 
-def _input_dtypes(root: nn.Module, precision: Precision, in_fp32: InFp32) -> Callable[[nn.Module], torch.dtype | None]:
-    """A function from a watched module to the dtype for its floating-point inputs; None leaves inputs as they are."""
-    listed, alone = in_fp32.modules, in_fp32.params
-
-    def dtype(module: nn.Module) -> torch.dtype | None:
-        if not precision.cast_inputs:
-            return None
-        if module in listed:
-            return torch.float32
-        # Modules that their own class keeps in fp32 get inputs uncast: their code casts, as torch's batch norm does.
-        own = params_of(module).values()
-        return None if alone and own and alone.issuperset(own) else precision.param_dtype
-
-    return dtype
+def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> torch.dtype | None:
+    """The dtype for floating-point inputs of a watched module; None leaves inputs as they are."""
+    if not precision.cast_inputs:
+        return None
+    if module in in_fp32.modules:
+        return torch.float32
+    # Modules that their own class keeps in fp32 get inputs uncast: their code casts, as torch's batch norm does.
+    own = params_of(module).values()
+    return None if in_fp32.params and own and in_fp32.params.issuperset(own) else precision.param_dtype
 
 
-def _weakly(structure: Structure) -> Callable[[], None]:
-    check_of = weakref.WeakMethod(structure.check)
-
-    def check() -> None:
-        if (alive := check_of()) is not None:
-            alive()
-
-    return check
+def _check(structure_of: Callable[[], Structure | None]) -> None:
+    if (structure := structure_of()) is not None:
+        structure.check()
 
 
 def _bind_views(unit: StreamedUnit, module: nn.Module, views: Mapping[Any, nn.Parameter]) -> None:
@@ -119,15 +106,11 @@ def _bind_views(unit: StreamedUnit, module: nn.Module, views: Mapping[Any, nn.Pa
         computing = {name: None if param is None else views[param] for name, param in sharded.items()}
         unit.add_binding(module, "_parameters", sharded, computing)
     if isinstance(module, nn.RNNBase):
-        module.__dict__["flatten_parameters"] = _do_nothing  # it would move weights out of the slot
+        module.__dict__["flatten_parameters"] = lambda: None  # it would move weights out of the slot
         weights = [views.get(param, param) for param in module._flat_weights]
         refs = [None if weight is None else weakref.ref(weight) for weight in weights]
         unit.add_binding(module, "_flat_weights", module._flat_weights, weights)
         unit.add_binding(module, "_flat_weight_refs", module._flat_weight_refs, refs)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 # -- parameters while their layers do not run ----------------------------------------------------------------------
@@ -194,14 +177,6 @@ class OutsideParameters(dict[str, Any]):
             return _read(engine, place)
         return super().__getitem__(key)
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        """As in a dict; ``torch.func.functional_call`` may put an unsharded parameter back, which becomes sharded."""
-        engine = self._engine_of()
-        for param, place in self._places.items():
-            if engine is not None and value is _view(engine, place):
-                value = param
-        super().__setitem__(key, value)
-
     def items(self) -> Any:
         """Unsharded parameters inside a forward, for ``module.parameters()``; else, as in backward's hooks, sharded."""
         engine, items = self._engine_of(), super().items()
@@ -234,21 +209,10 @@ def _read(engine: Engine, place: Place) -> nn.Parameter:
     return _view(engine, place)
 
 
-class BeforeSaving:
+def _before_saving(engine: Engine, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Runs before ``state_dict()`` and raises inside a pass: other layers would overwrite the weights in the slots."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._engine.recover()
-        if self._engine.is_computing:
-            raise ShardingError(
-                f"state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a thread "
-                "beside one: layers hold all-gathered weights, in slots that other layers use next. Call it between "
-                "steps"
-            )
-        self._engine.refuse_empty("state_dict()")
+    refuse_in_pass(engine, f"state_dict() of {prefix or type(module).__name__!r}")
+    engine.refuse_empty("state_dict()")
 
 
 class LoadWhole:
@@ -257,12 +221,11 @@ class LoadWhole:
     Args:
         engine: the model's.
         name: the module's name in the model.
+        shards: by parameter.
     """
 
-    def __init__(self, engine: Engine, name: str) -> None:
-        self._name = name
-        self._shards = {shard.param: shard for unit in engine.units for shard in unit.params}
-        self._engine = engine
+    def __init__(self, engine: Engine, name: str, shards: Mapping[nn.Parameter, ParamShard]) -> None:
+        self._engine, self._name, self._shards = engine, name, shards
 
     def __call__(
         self,
@@ -275,12 +238,7 @@ class LoadWhole:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        self._engine.recover()
-        if self._engine.is_computing:
-            raise ShardingError(
-                f"load_state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a "
-                "thread beside one: it would load into all-gathered weights. Call it between steps"
-            )
+        refuse_in_pass(self._engine, f"load_state_dict() of {prefix or type(module).__name__!r}")
         for key, param in module._parameters.items():
             name = prefix + key
             value, shard = state_dict.get(name), None if param is None else self._shards.get(param)
@@ -297,15 +255,9 @@ class LoadWhole:
                 if piece_of(param) is not None and not isinstance(value, ShardedTensor):
                     state_dict[name] = ShardedTensor.wrap(what.cut(value), what)
                 continue
-            if tuple(value.shape) == what.local_shape and piece_of(param) is not None:
-                self._engine.fill([shard.name])
-                piece = value.as_subclass(torch.Tensor).detach()
-                state_dict[name] = ShardedTensor.wrap(piece, what)
-                continue
             errors.append(
                 f"StreamShard: {shard.name!r} has shape {what.shape}, in the state dict it has {tuple(value.shape)}. "
-                "Wanted are full tensors, from full_state_dict() or an unsharded model, or this rank's own pieces, "
-                f"{tuple(shard.piece.shape)}, from state_dict() on as many ranks"
+                "Wanted are full tensors, from full_state_dict() or an unsharded model"
             )
             state_dict[name] = param.detach()  # copies the parameter to itself, so torch reports no other shape
         for key, buffer in module._buffers.items():

@@ -30,7 +30,7 @@ from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_b
 from streamshard.errors import ShardingError, log
 from streamshard.plan.program import Op, Schedule
 from streamshard.torch_private import AsTensors, skip, untraced
-from streamshard.unit.optimizer_hooks import graph_is_reached
+from streamshard.unit.optimizer_hooks import unreached
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_present
 
@@ -54,7 +54,9 @@ class Backward(Phase):
         self._engine = engine
         is_local = not engine.casts.is_synced and not engine.is_alone
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
-        self._leaves_unaveraged = is_local and not engine.plan.keeps_grads and engine.reductions.averages
+        replicas = engine.reductions.replicas
+        averages = replicas is not None and replicas.averages_grads
+        self._leaves_unaveraged = is_local and not engine.plan.keeps_grads and averages
         self._schedule = Schedule([], engine.plan.weights, engine.plan.shared, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
         self._recomputing: list[StreamedUnit] = []  # units of the layers that run forward, one inside the other
@@ -85,9 +87,9 @@ class Backward(Phase):
             unit.take_trainability()
             if unit.grads.waits:
                 unit.grads.resume()
-        graph_is_reached(engine.ranks)
+        unreached.discard(engine.ranks)
         engine.reductions.begin(is_synced=engine.casts.is_synced)
-        engine.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
+        engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         engine.unshard(engine.root_unit)
         engine.root_unit.bind()
 
@@ -132,7 +134,7 @@ class Backward(Phase):
             return  # resident: its weights stay, and the visits before may still come
         engine = self._engine
         self.computing = unit
-        engine.observe(StepEvent.BACKWARD_BEGINS, unit.index)
+        engine.streams.observe(StepEvent.BACKWARD_BEGINS, unit.index)
         for other in engine.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
@@ -157,24 +159,20 @@ class Backward(Phase):
         self._engine.unshard(unit)
         be_present(unit.views)
 
-    def evict(self, unit: StreamedUnit) -> None:
-        """See `Phase`."""
-        unit.release()
-
     # -- recomputation --------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: StreamedUnit) -> Use:
         """See `Phase`. The next unit of the program is simply early; any other is all-gathered beside the program."""
         self._recompute(unit)
         self._recomputing.append(unit)
-        self._engine.observe(StepEvent.RECOMPUTATION_BEGINS, unit.index)
+        self._engine.streams.observe(StepEvent.RECOMPUTATION_BEGINS, unit.index)
         if self.graph is None:  # the backward has only met parameters of the root unit
             self.graph = Graph({ROOT_UNIT: self._engine.root_unit.versions()})
         return Use(unit, self.graph, unit.versions())
 
     def post_forward(self, unit: StreamedUnit) -> None:
         """See `Phase`. The unit stays in place until its reduction."""
-        self._engine.observe(StepEvent.RECOMPUTATION_ENDS, unit.index)
+        self._engine.streams.observe(StepEvent.RECOMPUTATION_ENDS, unit.index)
         self._recomputing.pop()
         unit.writes.refuse()
         if self._recomputing:
@@ -212,7 +210,7 @@ class Backward(Phase):
     def _close_pass(self) -> None:
         """Issue what the program of the pass has left, and reshard all units but the root unit."""
         engine = self._engine
-        engine.observe(StepEvent.BACKWARD_ENDS, None)
+        engine.streams.observe(StepEvent.BACKWARD_ENDS, None)
         for unit in engine.units[1:]:
             if unit.is_bound:
                 unit.release()
@@ -234,11 +232,10 @@ class Backward(Phase):
         if self._leaves_unreduced or self._leaves_unaveraged:
             for unit in engine.units:
                 unit.grads.leave_unreduced(has_trained=unit.is_trainable)
-            engine.leave()
+            engine.phase = None
             return
         given = engine.reductions.finish()
-        engine.leave()
-        engine.reductions.check_finite()
+        engine.phase = None
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():
                 hooks = param._post_accumulate_grad_hooks
@@ -255,7 +252,7 @@ class Backward(Phase):
         engine = self._engine
         log.warning("a backward has ended with an exception: all gradients of the model are discarded")
         try:
-            if not engine.ranks.has_failed:
+            if engine.ranks.failure is None:
                 self._close_pass()
                 self._reduce(engine.root_unit)
                 engine.reductions.complete()
@@ -263,7 +260,7 @@ class Backward(Phase):
             for unit in engine.units:
                 unit.release()
                 unit.grads.give_up()
-            engine.leave()
+            engine.phase = None
 
 
 def _refuse_changed(unit: StreamedUnit, versions: list[int]) -> None:
@@ -280,21 +277,15 @@ def _refuse_changed(unit: StreamedUnit, versions: list[int]) -> None:
 # -- what autograd calls --------------------------------------------------------------------------------------------
 
 
-def _running(engine: Engine) -> Backward | None:
-    """The backward under way. None inside a forward, and between passes."""
-    phase = engine.phase
-    if isinstance(phase, Backward) and phase.has_ended:
-        phase.recover()
-        return None
-    return phase if isinstance(phase, Backward) else None
-
-
 def _open(engine: Engine) -> Backward:
-    backward = _running(engine)
-    if backward is None:
-        backward = Backward(engine)
-        engine.enter(backward)
-        backward.begin()
+    """The backward under way, or a new one."""
+    phase = engine.phase
+    if isinstance(phase, Backward):
+        if not phase.has_ended:
+            return phase
+        phase.recover()
+    engine.phase = backward = Backward(engine)
+    backward.begin()
     return backward
 
 
@@ -369,18 +360,10 @@ def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.T
     _open(engine).take(unit, param_index, grad)
 
 
-class _Prehook:
-    """Prehook of a graph node: calls a function of this module. Keeps the `Graph` alive with the node."""
-
-    __slots__ = ("_args", "_function")
-
-    def __init__(self, function: Callable[..., None], *args: object) -> None:
-        self._function = function
-        self._args = args
-
-    @skip
-    def __call__(self, grads: Any) -> None:
-        untraced(self._function, *self._args)
+@skip
+def _prehook(function: Callable[..., None], engine: Engine, origin: Graph | Use, grads: Any) -> None:
+    """Prehook of a graph node: calls a function of this module. The node keeps `origin` alive."""
+    untraced(function, engine, origin)
 
 
 def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
@@ -391,7 +374,8 @@ def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
         engine: of the model.
         origin: the call of a unit's layer, or the graph of the whole forward.
     """
-    node.register_prehook(_Prehook(pre_backward if isinstance(origin, Use) else begin_backward, engine, origin))
+    function: Callable[..., None] = pre_backward if isinstance(origin, Use) else begin_backward
+    node.register_prehook(functools.partial(_prehook, function, engine, origin))
 
 
 def run_empty_backward(engine: Engine, graph: Graph) -> None:

@@ -27,6 +27,7 @@ class Casts:
     Attributes:
         check_structure: raises if modules or parameters were exchanged since sharding; called before each cast.
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
+        are_current: the next pass need not cast, if no weight was changed in place since the last one.
     """
 
     def __init__(self, units: Sequence[StreamedUnit], ranks: Communicator) -> None:
@@ -34,7 +35,7 @@ class Casts:
         self.is_synced = True
         self._units = units
         self._ranks = ranks
-        self._are_current = False
+        self.are_current = False
         self._versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
         self._first: frozenset[int] = frozenset()  # units that the pass begins with, by index
         what = "all-gather inputs"
@@ -43,21 +44,11 @@ class Casts:
         self._awaits_all = False  # comm has not waited for `_all_done` yet
         self._gathers_done = Fence(ranks.streams, Rule.SHARDS_READ, StreamName.COMM, "gathered shards")
 
-    @property
-    def are_due(self) -> bool:
-        """Whether the next pass casts: weights may have changed since the last one."""
-        return not self._are_current
-
     def set_synced(self, is_synced: bool) -> None:
         """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
         self.is_synced = is_synced
         if is_synced:
-            self._are_current = False
-
-    def match(self, *, is_synced: bool, are_due: bool) -> None:
-        """Set `is_synced` and `are_due` to the values of other ranks, for the next pass."""
-        self.is_synced = is_synced
-        self._are_current = not are_due
+            self.are_current = False
 
     def begin_pass(self, order: Sequence[int]) -> None:
         """A pass is about to all-gather: cast, if weights may have changed.
@@ -65,7 +56,7 @@ class Casts:
         Args:
             order: of units, by index, in which the pass all-gathers them.
         """
-        if not self._are_current or self._versions != [unit.versions() for unit in self._units]:
+        if not self.are_current or self._versions != [unit.versions() for unit in self._units]:
             self._first = frozenset(order[:_FIRST_UNITS])
             self.cast()
 
@@ -77,17 +68,17 @@ class Casts:
 
     def end_pass(self) -> None:
         """A pass has issued its last all-gather. Wait for readers of the main weights: the user may write now."""
+        flat_params = [flat_param for unit in self._units for flat_param in unit.flat_params]
         if any(
-            flat_param.gathers_main for unit in self._units for flat_param in unit.flat_params
-        ):  # the user may edit now
+            flat_param.main is flat_param.gather_input for flat_param in flat_params
+        ):  # not cast: the user may edit now
             self._drain_gathers()
             self._await_readers()
-        self._are_current = not self.is_synced
+        self.are_current = not self.is_synced
 
     def cast(self) -> None:
         """Cast main weights to all-gather inputs (rules 5 and 6). Compute stream; collective."""
-        for observer in self._ranks.streams.observers:
-            observer.on_event(StepEvent.CAST_BEGINS, None)
+        self._ranks.streams.observe(StepEvent.CAST_BEGINS, None)
         self.check_structure()
         self._drain_gathers()
         self._await_readers()
@@ -107,8 +98,7 @@ class Casts:
             self._versions = [unit.versions() for unit in self._units]
         with self._ranks.guard("the start of a forward"):
             self._ranks.transport.publish_shards()
-        for observer in self._ranks.streams.observers:
-            observer.on_event(StepEvent.CAST_ENDS, None)
+        self._ranks.streams.observe(StepEvent.CAST_ENDS, None)
 
     def _drain_gathers(self) -> None:
         for unit in self._units:

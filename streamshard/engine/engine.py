@@ -7,23 +7,23 @@
 
 from __future__ import annotations
 
-import abc
+import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import torch
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import StepEvent, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
 from streamshard.engine.reductions import Reductions
-from streamshard.errors import ShardingError, warn_user
+from streamshard.errors import ShardingError
 from streamshard.plan.memory import Sizing, SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.plan.unit_order import UnitOrder
 from streamshard.torch_private import graph_task_id
-from streamshard.unit.shard import FlatParamShard, Ledger, ParamShard
+from streamshard.unit.shard import Ledger, ParamShard
 from streamshard.unit.unit import StreamedUnit
 
 ROOT_UNIT = 0  # index of the root unit
@@ -34,23 +34,21 @@ def in_backward() -> bool:
     return graph_task_id() != -1
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Graph:
     """What an autograd graph remembers of the forward that made it. It lives as long as the graph.
 
     Attributes:
-        visits: units in the order in which the forward all-gathered them; filled at its end.
         versions: by unit, see `StreamedUnit.versions`: of the root unit, and of each resident unit whose weights were
             read while none of its layers ran. Their unsharded parameters are in the graph as they are.
+        visits: units in the order in which the forward all-gathered them; filled at its end.
     """
 
-    __slots__ = ("versions", "visits")
-
-    def __init__(self, versions: dict[int, list[int]]) -> None:
-        self.visits: tuple[int, ...] = ()
-        self.versions = versions
+    versions: dict[int, list[int]]
+    visits: tuple[int, ...] = ()
 
 
-class Use:
+class Use(NamedTuple):
     """One call of a unit's layer: what the tensors that the layer saved and returned refer to in backward.
 
     Attributes:
@@ -60,16 +58,13 @@ class Use:
         is_inside: the unit is resident, and its layer ran inside a layer of another unit.
     """
 
-    __slots__ = ("graph", "is_inside", "unit", "versions")
-
-    def __init__(self, unit: StreamedUnit, graph: Graph, versions: list[int], *, is_inside: bool = False) -> None:
-        self.unit = unit
-        self.graph = graph
-        self.versions = versions
-        self.is_inside = is_inside
+    unit: StreamedUnit
+    graph: Graph
+    versions: list[int]
+    is_inside: bool = False
 
 
-class Phase(abc.ABC):
+class Phase(Protocol):
     """The pass under way: a `Forward`, or a `Backward` with the forwards that it recomputes.
 
     Attributes:
@@ -79,27 +74,18 @@ class Phase(abc.ABC):
     is_forward: bool
 
     @property
-    @abc.abstractmethod
     def is_current(self) -> bool:
         """Whether a module that is called now belongs to this pass."""
 
-    @abc.abstractmethod
     def pre_forward(self, unit: StreamedUnit) -> Use:
         """A layer of `unit` is about to compute: afterwards the unit's weights are in place and bound."""
 
-    @abc.abstractmethod
     def post_forward(self, unit: StreamedUnit) -> None:
         """A layer of `unit` has computed, or raised."""
 
-    @abc.abstractmethod
     def read(self, unit: StreamedUnit) -> None:
         """Code outside of the unit's layers reads a weight of `unit`, which is resident: put the weights in place."""
 
-    @abc.abstractmethod
-    def evict(self, unit: StreamedUnit) -> None:
-        """`unit` is bound, and its slot goes to another unit: unbind it."""
-
-    @abc.abstractmethod
     def recover(self) -> None:
         """If an exception has ended this pass, clean up. The engine is between passes afterwards."""
 
@@ -122,6 +108,7 @@ class Inputs:
         """``model.clip_grad_norm_`` was called."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Engine:
     """Streams units through slots.
 
@@ -136,100 +123,58 @@ class Engine:
         reductions: takes gradients.
 
     Attributes:
+        streams: the streams on which compute and communication run.
+        root_unit: the unit of everything outside of the other units.
+        is_alone: this rank holds the whole model, so nothing is all-gathered or reduced.
         casts: writes the all-gather inputs from the weights that the user has left.
-        phase: the pass under way; None between passes.
+        phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
-        inputs: see `Inputs`.
-        is_whole: parameters hold full tensors, inside ``summon_full_params``; see `set_whole`.
-        empty: names of the parameters and buffers that still have no values, see `set_empty`.
+        inputs: asked before each pass, see `Inputs`.
+        is_whole: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
+        empty: names of the parameters and buffers that still have no values: they were on the meta device.
         shared_spans: the addresses of the slots that units share, first and last (exclusive) of each.
         shared_range: the addresses between which all of these lie.
         step_lock: held by the thread that is inside an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
-    def __init__(
-        self,
-        units: Sequence[StreamedUnit],
-        plan: SlotPlan,
-        why_slots: str,
-        ranks: Communicator,
-        ledger: Ledger,
-        buffers: BufferSync,
-        sizing: Sizing,
-        reductions: Reductions,
-    ) -> None:
-        self.units = list(units)
-        self.plan = plan
-        self.why_slots = why_slots
-        self.ranks = ranks
-        self.ledger = ledger
-        self.buffers = buffers
-        self.sizing = sizing
-        self.precision = sizing.precision
-        self.reductions = reductions
-        self.casts = Casts(self.units, ranks)
+    units: list[StreamedUnit]
+    plan: SlotPlan
+    why_slots: str
+    ranks: Communicator
+    ledger: Ledger
+    buffers: BufferSync
+    sizing: Sizing
+    reductions: Reductions
+
+    def __post_init__(self) -> None:
+        self.streams = self.ranks.streams
+        self.root_unit = self.units[ROOT_UNIT]
+        self.is_alone = self.ranks.world_size == 1
+        self.precision = self.sizing.precision
+        self.casts = Casts(self.units, self.ranks)
         self.phase: Phase | None = None
-        self.order = UnitOrder(plan.shared)
+        self.order = UnitOrder(self.plan.shared)
         self.inputs = Inputs()
         self.is_whole = False
         self.empty: dict[str, None] = {}
         self.step_lock = threading.RLock()
-        slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
+        slots = {unit.weight_slot for unit in self.units if unit.weight_slot.is_shared}
         self.shared_spans = [(slot.first_byte, slot.last_byte) for slot in slots]
         self.shared_range = min(self.shared_spans, default=(0, 0))[0], max(self.shared_spans, default=(0, 0))[1]
-        self._may_warn_of_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
-
-    @property
-    def streams(self) -> Streams:
-        """The streams on which compute and communication run."""
-        return self.ranks.streams
-
-    @property
-    def root_unit(self) -> StreamedUnit:
-        """The unit of everything outside of the other units."""
-        return self.units[ROOT_UNIT]
 
     @property
     def param_shards(self) -> list[ParamShard]:
         """This rank's part of every parameter, root unit first."""
         return [shard for unit in self.units for shard in unit.params]
 
-    @property
-    def flat_params(self) -> list[FlatParamShard]:
-        """This rank's part of every flat parameter, in the order of their tags."""
-        return [flat_param for unit in self.units for flat_param in unit.flat_params]
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank holds the whole model, so that nothing is all-gathered or reduced."""
-        return self.ranks.world_size == 1
-
-    def observe(self, moment: StepEvent, unit: int | None) -> None:
-        """Report an event to the race detector, the trace and other observers."""
-        for observer in self.streams.observers:
-            observer.on_event(moment, unit)
-
     # -- passes ---------------------------------------------------------------------------------------------------
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether a forward or a backward is under way, in any thread."""
-        return self.phase is not None
 
     @property
     def current(self) -> Phase | None:
         """The pass that modules called now belong to."""
         phase = self.phase
         return phase if phase is not None and phase.is_current else None
-
-    def enter(self, phase: Phase) -> None:
-        """`phase` begins."""
-        self.phase = phase
-
-    def leave(self) -> None:
-        """The pass under way is over."""
-        self.phase = None
 
     def recover(self) -> None:
         """Clean up after a backward that an exception has ended. Does nothing in a pass or between passes."""
@@ -251,13 +196,6 @@ class Engine:
                 "a forward inside summon_full_params, where parameters hold full tensors, but layers compute with "
                 "all-gathered ones. Call the model, or generate, outside of summon_full_params"
             )
-        if self._may_warn_of_autocast and torch.is_autocast_enabled(self.streams.device.type):
-            self._may_warn_of_autocast = False
-            warn_user(
-                "autocast around layers that compute with fp32 weights: autograd keeps a half-precision copy of each "
-                "weight until backward, in the end the whole model's, on every rank. Without autocast, "
-                "Precision(param_dtype=torch.bfloat16) keeps none, and all-gathers half as many bytes"
-            )
         refuse_transforms()
         self.streams.refuse_capture()
         self.refuse_empty("a forward")
@@ -266,23 +204,7 @@ class Engine:
             trains = torch.is_grad_enabled() and self.casts.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
-    # -- settings that others change ------------------------------------------------------------------------------
-
-    def set_inputs(self, inputs: Inputs) -> None:
-        """Ask `inputs` before each pass."""
-        self.inputs = inputs
-
-    def set_whole(self, is_whole: bool) -> None:
-        """Parameters hold full tensors from now on (True), so that no pass may begin, or pieces again (False)."""
-        self.is_whole = is_whole
-
-    def set_structure_check(self, check: Callable[[], None]) -> None:
-        """Call `check`, which raises if the model is not what was sharded, before weights are cast."""
-        self.casts.check_structure = check
-
-    def set_empty(self, names: Iterable[str]) -> None:
-        """The parameters and buffers of these names, and no others, have no values: they were on the meta device."""
-        self.empty = dict.fromkeys(names)
+    # -- values ---------------------------------------------------------------------------------------------------
 
     def fill(self, names: Iterable[str]) -> None:
         """Parameters and buffers of these names have values from now on."""
@@ -315,7 +237,9 @@ class Engine:
         if slot.content is not None:
             holder = self.units[slot.content]
             if holder.is_bound and self.phase is not None:
-                self.phase.evict(holder)
+                if self.phase.is_forward:  # a layer of `holder` has called a layer of `unit`
+                    holder.end_use()
+                holder.release()
         self.casts.before_gather(unit)
         with self.ranks.guard("the gather of", unit.name):
             unit.start_gather()

@@ -12,7 +12,7 @@ from streamshard.comm.streams import StepEvent
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.errors import ShardingError
 from streamshard.plan.program import Op, Schedule
-from streamshard.unit.optimizer_hooks import graph_is_made
+from streamshard.unit.optimizer_hooks import unreached
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_absent, be_present
 
@@ -31,11 +31,11 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
     engine.prepare_forward(is_whole_model=is_whole_model)
     engine.casts.begin_pass(engine.order.order)
     forward = Forward(engine, units)
-    engine.enter(forward)
+    engine.phase = forward
     try:
         forward.begin()
     except BaseException:
-        engine.leave()
+        engine.phase = None
         raise
     return forward
 
@@ -67,7 +67,7 @@ class Forward(Phase):
         engine = self._engine
         for unit in engine.resident:
             be_absent(unit.views)
-        engine.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
+        engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
         self._reach(engine.root_unit)
         self._bind(engine.root_unit)
 
@@ -75,7 +75,7 @@ class Forward(Phase):
 
     def pre_forward(self, unit: StreamedUnit) -> Use:
         """See `Phase`. A resident unit's layer inside another unit's layer does not end the other unit's visit."""
-        self._engine.observe(StepEvent.FORWARD_BEGINS, unit.index)
+        self._engine.streams.observe(StepEvent.FORWARD_BEGINS, unit.index)
         is_inside = bool(self._running) and not unit.is_streamed
         if is_inside:
             self._use_in_place(unit)
@@ -84,14 +84,14 @@ class Forward(Phase):
         self._bind(unit)
         self._running.append(unit)
         versions = unit.versions() if torch.is_grad_enabled() else []
-        return Use(unit, self.graph, versions, is_inside=is_inside)
+        return Use(unit, self.graph, versions, is_inside)
 
     def post_forward(self, unit: StreamedUnit) -> None:
         """See `Phase`. The unit's slot stays as it is until another unit needs it."""
-        self._engine.observe(StepEvent.FORWARD_ENDS, unit.index)
+        self._engine.streams.observe(StepEvent.FORWARD_ENDS, unit.index)
         self._running.pop()
         try:
-            _end_use(unit)
+            unit.end_use()
         finally:
             if unit not in self._running:
                 unit.release()
@@ -104,11 +104,6 @@ class Forward(Phase):
         """See `Phase`."""
         if unit is not self._engine.root_unit:
             self._use_in_place(unit)
-
-    def evict(self, unit: StreamedUnit) -> None:
-        """See `Phase`. A layer of `unit` has called a layer of another unit."""
-        _end_use(unit)
-        unit.release()
 
     def recover(self) -> None:
         """See `Phase`. The call of the model itself ends a forward, whatever happens."""
@@ -160,7 +155,7 @@ class Forward(Phase):
             unit.bind()
 
     def _begin_use(self, unit: StreamedUnit) -> None:
-        """Note what the unit's unsharded parameters are like, for `_end_use`. Once per pass if the unit is resident."""
+        """Note what the unsharded parameters are like, for `StreamedUnit.end_use`. Once per pass if it is resident."""
         if not unit.is_streamed:
             if unit.index in self._in_place:
                 return
@@ -182,17 +177,17 @@ class Forward(Phase):
             ShardingError: the forward has changed a weight in place.
         """
         engine = self._engine
-        engine.leave()
-        engine.observe(StepEvent.FORWARD_ENDS, ROOT_UNIT)
+        engine.phase = None
+        engine.streams.observe(StepEvent.FORWARD_ENDS, ROOT_UNIT)
         refused: ShardingError | None = None
         if error is None:
             try:
                 for index in (ROOT_UNIT, *sorted(self._read)):
-                    _end_use(engine.units[index])
+                    engine.units[index].end_use()
             except ShardingError as raised:
                 error = refused = raised
         engine.reshard_all()
-        if error is not None and (engine.ranks.has_failed or not isinstance(error, Exception)):
+        if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
         # A rank whose forward has failed still takes part in what ranks exchange.
         self._prefetch(self._schedule.finish())
@@ -206,11 +201,5 @@ class Forward(Phase):
         if error is not None or not torch.is_grad_enabled():
             return None
         self.graph.visits = tuple(self._schedule.log)
-        graph_is_made(engine.ranks)
+        unreached.add(engine.ranks)
         return self.graph
-
-
-def _end_use(unit: StreamedUnit) -> None:
-    """Layers have computed with the unit: keep what they froze or unfroze, and refuse what they wrote."""
-    unit.give_trainability()
-    unit.writes.refuse()

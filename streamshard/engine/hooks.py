@@ -6,7 +6,6 @@ every exception, and is neither compiled by ``module.compile()`` nor recomputed 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -24,7 +23,7 @@ from streamshard.engine.backward import pre_backward, watch_node
 from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
-from streamshard.errors import ConfigError, ShardingError
+from streamshard.errors import ShardingError
 from streamshard.torch_private import saved_tensors_hooks, skip, untraced
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import advice, name_of_weight
@@ -131,7 +130,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Raises:
         ShardingError: `module` is not sharded, or is a part of a layer.
-        ConfigError: `module` has no such method.
+        AttributeError: `module` has no such method.
     """
     handle = handle_of(module)
     if handle is None:
@@ -139,8 +138,6 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"{type(module).__name__} is not sharded: wanted a model made by StreamShard, a layer that it streams, "
             "or a module around them"
         )
-    if not callable(getattr(module, name, None)):
-        raise ConfigError(f"{type(module).__name__} has no method {name!r}")
     call = call_shell if handle.unit is None else call_unit
     _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, method, args, kwargs))
 
@@ -161,6 +158,7 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> N
 # -- backward ------------------------------------------------------------------------------------------------------
 
 
+@skip
 def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[None]:
     """Saved-tensor hooks around a layer that computes with the weights of `use`'s unit. See [Note: pre-backward].
 
@@ -245,22 +243,22 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in `value`: itself, or in mappings, lists, tuples, sets and dataclasses."""
+    """All tensors in `value`: itself, or in mappings, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
-    elif _is_dataclass(value):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with ``change(tensor)`` for every tensor in it: itself, or in dicts, lists, tuples and dataclasses.
+    """`value` with ``change(tensor)`` for every tensor in it: itself, or in dicts, lists and tuples.
 
     A container with a changed tensor becomes a new object. Dicts of other classes, such as transformers' outputs, are
     changed in place: their constructors are unknown.
@@ -281,16 +279,5 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if _is_dataclass(value):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        changed = {name: new for name, old in fields.items() if (new := map_tensors(old, change)) is not old}
-        if not changed:
-            return value
-        value = copy.copy(value)
-        for name, item in changed.items():
-            object.__setattr__(value, name, item)  # it may be frozen
+
     return value
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -18,7 +18,6 @@ from torch import nn
 
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
-from streamshard.plan.structure import modules_inside
 from streamshard.torch_private import is_traced
 from streamshard.unit.unit import StreamedUnit
 
@@ -60,13 +59,10 @@ def engine_of(model: nn.Module) -> Engine:
         ShardingError: `model` was not sharded by StreamShard.
     """
     handle = handle_of(model) if isinstance(model, nn.Module) else None
-    if handle is None and is_compiled(model):
-        raise ShardingError(
-            "torch.compile() has put an OptimizedModule around the sharded model: give the model itself, its _orig_mod,"
-            " or compile in place, by model.compile()"
-        )
     if handle is None:
-        raise ShardingError(f"{type(model).__name__} is not sharded: call StreamShard(model) first")
+        is_inside = "give the sharded model inside, its _orig_mod, or compile in place, by model.compile()"
+        advice = is_inside if is_compiled(model) else "call StreamShard(model) first"
+        raise ShardingError(f"{type(model).__name__} is not sharded: {advice}")
     return handle.engine
 
 
@@ -88,6 +84,20 @@ def is_compiled(model: object) -> bool:
     return isinstance(inner, nn.Module) and handle_of(inner) is not None
 
 
+def refuse_in_pass(engine: Engine, what: str) -> None:
+    """Raise if a pass is under way; `what` is about to be done.
+
+    Raises:
+        ShardingError: a forward or backward is under way.
+    """
+    engine.recover()
+    if engine.phase is not None:
+        raise ShardingError(
+            f"{what} inside a forward or backward, or in a thread beside one, while layers hold all-gathered weights, "
+            "in slots that other layers use next: call it between steps"
+        )
+
+
 def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) -> Engine:
     """The engine of a sharded model, for a function that needs all weights or gradients between steps.
 
@@ -100,12 +110,7 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) 
         ShardingError: `model` was not sharded, a forward or backward is under way, or parameters are full or empty.
     """
     engine = engine_of(model)
-    engine.recover()
-    if engine.is_computing:
-        raise ShardingError(
-            f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one, while layers "
-            "hold all-gathered weights: call it between steps"
-        )
+    refuse_in_pass(engine, what)
     if engine.is_whole:
         raise ShardingError(
             f"{what} inside summon_full_params, where parameters are full on every rank: call it outside, or use "
@@ -137,7 +142,7 @@ def watched_class(original: type, base: type) -> type:
     if key not in _classes:
         entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
         entries[_ORIGINAL] = original
-        users = [name for name in _names_taken(base) if hasattr(original, name)]
+        users = [name for name in vars(base) if not name.startswith("_") and hasattr(original, name)]
         entries.update((name, inspect.getattr_static(original, name)) for name in users)
         kind = type(original)
         make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
@@ -149,25 +154,6 @@ def watched_class(original: type, base: type) -> type:
             made = make(kind, original.__name__, (original, base), entries)
         _classes[key] = made
     return _classes[key]
-
-
-def _names_taken(base: type) -> frozenset[str]:
-    """The public names of `base` that would hide the user's."""
-    return frozenset(name for name in vars(base) if not name.startswith("_"))
-
-
-def refuse_taken_names(module: nn.Module, base: type) -> None:
-    """Raise if `module` has registered something under the name of a method of `base`, which would hide it.
-
-    Raises:
-        ShardingError: says which.
-    """
-    for name in (*module._parameters, *module._buffers, *module._modules):
-        if name in _names_taken(base):
-            raise ShardingError(
-                f"{type(module).__name__} has a parameter, buffer or child {name!r}, the name of a method that "
-                "StreamShard adds: rename it before StreamShard(model)"
-            )
 
 
 class _InstanceProperty(property):
@@ -251,8 +237,5 @@ class ShardedModule(nn.Module):
                 f"{probe.device}: its main weights are fp32 on {device}. Precision(param_dtype=...) sets what layers "
                 "compute with"
             )
-        params = [
-            param for module in modules_inside(self) for param in module._parameters.values() if param is not None
-        ]
-        kept = {id(tensor): tensor for param in params for tensor in (param, param.grad)}
+        kept = {id(tensor): tensor for param in self.parameters() for tensor in (param, param.grad)}
         return super()._apply(lambda tensor: tensor if id(tensor) in kept else fn(tensor), recurse)  # type: ignore[no-untyped-call]

@@ -8,7 +8,6 @@ the answer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,12 +16,9 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import GradientError
 from streamshard.plan.memory import Category
 from streamshard.unit.shard import Ledger
 from streamshard.unit.unit import StreamedUnit
-
-_FOUND = {1: "inf", 2: "nan"}  # by code; 0 is finite; the largest code of all ranks counts
 
 
 class Reductions:
@@ -33,7 +29,6 @@ class Reductions:
         ranks: the shard group, over which gradients are reduced.
         ledger: allocates the flags of `UsedParams`.
         replicas: averages main grads over the replicate axis; None on a 1-D mesh.
-        checks_finite: if False, `check_finite` does nothing.
 
     Attributes:
         due: indices of units whose reduction the program still has.
@@ -41,27 +36,15 @@ class Reductions:
     """
 
     def __init__(
-        self,
-        units: Sequence[StreamedUnit],
-        ranks: Communicator,
-        ledger: Ledger,
-        replicas: Replicas | None,
-        *,
-        checks_finite: bool,
+        self, units: Sequence[StreamedUnit], ranks: Communicator, ledger: Ledger, replicas: Replicas | None
     ) -> None:
         self.ranks = ranks
         self.replicas = replicas
         self.due: set[int] = set()
-        self._checks_finite = checks_finite
         self._units = units
         self._under_way: list[Work] = []
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
-
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are averaged over replicas."""
-        return self.replicas is not None and self.replicas.averages_grads
 
     def begin(self, *, is_synced: bool) -> None:
         """A backward begins, outside of ``no_sync()`` (True) or inside."""
@@ -138,36 +121,6 @@ class Reductions:
                 self.used.start()
             self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced
 
-    def check_finite(self) -> None:
-        """Raise on all ranks if a reduced gradient on any of them is not finite. Compute stream; collective.
-
-        Costs a collective and a wait of the host.
-
-        Raises:
-            GradientError: names the first such parameter and says what its gradient holds. Gradients stay as they are.
-        """
-        if not self._checks_finite:
-            return
-        params = [shard for unit in self._units for shard in unit.params]
-        grads = [(index, shard.param.grad) for index, shard in enumerate(params) if shard.local.numel]
-        filled = [(index, grad.as_subclass(torch.Tensor)) for index, grad in grads if grad is not None]
-        # The maximum norm of finite numbers is finite, an inf or nan among them survives in it.
-        peaks = [torch.zeros((), device=self.ranks.streams.device)] * len(params)
-        if filled:
-            norms = torch._foreach_norm([grad for _, grad in filled], math.inf)
-            for (index, _), norm in zip(filled, norms, strict=True):
-                peaks[index] = norm
-        peak = torch.stack(peaks)
-        codes = peak.isnan().to(torch.uint8).mul_(2).add_(peak.isinf())
-        self.ranks.all_reduce(codes, maximum=True, with_replicas=True)
-        bad = [(code, shard.name) for code, shard in zip(codes.tolist(), params, strict=True) if code]
-        if bad:
-            code, name = bad[0]
-            raise GradientError(
-                f"the gradient of {name!r} holds {_FOUND[code]} after this backward: the first of {len(bad)} such "
-                f"gradients, of {len(params)} in all. Gradients were kept: call zero_grad() to skip this step"
-            )
-
 
 class UsedParams:
     """The exchange of one flag per parameter: whether it had a gradient. Owns its fences, two for each stage.
@@ -184,7 +137,8 @@ class UsedParams:
     ) -> None:
         self._units = units
         self._ranks = ranks
-        self._replicas = replicas
+        # The communicators of the exchanges, in order; those of one rank are left out.
+        self._stages = [stage for stage in (ranks, replicas) if stage is not None and stage.world_size > 1]
         count = sum(len(unit.layout.params) for unit in units) if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
         for stage in self._stages:
@@ -199,11 +153,6 @@ class UsedParams:
         self._arrived = [
             Fence(ranks.streams, Rule.RESULTS_ARRIVED, stage.stream, "everybody's flags") for stage in self._stages
         ]
-
-    @property
-    def _stages(self) -> list[Communicator]:
-        """The communicators of the exchanges, in order; those of one rank are left out."""
-        return [stage for stage in (self._ranks, self._replicas) if stage is not None and stage.world_size > 1]
 
     def start(self) -> None:
         """Start to tell the other ranks which parameters were used here."""

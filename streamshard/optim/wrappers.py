@@ -145,7 +145,7 @@ class DistributedOptimizer(WrappedOptimizer):
             try:
                 result = super().step(*args, **kwargs)
             except Exception as raised:
-                if ranks.has_failed:  # the others cannot be told
+                if ranks.failure is not None:  # the others cannot be told
                     raise
                 error = raised
             if ranks.any_rank(error is not None):

@@ -97,16 +97,14 @@ def global_norm(local: torch.Tensor, order: float, ranks: Communicator) -> torch
 
     Args:
         local: norms of order `order` over this rank's elements, any shape.
-        order: any real number; ``inf`` is the maximum, ``0`` counts nonzeros. Both have no gradient.
+        order: a positive number; ``inf`` is the maximum, which has no gradient.
         ranks: its shard group is summed over.
     """
     if math.isinf(order):
         return global_extreme(local.detach(), largest=order > 0, ranks=ranks)
     powers = local.to(torch.promote_types(local.dtype, torch.float32))  # 16 bits do not hold squares
-    if order == 0:
-        return global_sum(powers.detach(), ranks).to(local.dtype)
     total = global_sum(powers.pow(order), ranks)
-    if order > 0 and total.requires_grad:  # torch's gradient of a norm of zeros is zero
+    if total.requires_grad:  # torch's gradient of a norm of zeros is zero
         is_zero = total == 0.0
         return total.masked_fill(is_zero, 1.0).pow(1.0 / order).masked_fill(is_zero, 0.0).to(local.dtype)
     return total.pow(1.0 / order).to(local.dtype)
@@ -138,7 +136,7 @@ def order_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         return None
     if order in (None, "fro"):
         return 2.0
-    is_of_elements = isinstance(order, int | float) and order >= 0 and func is not torch.linalg.norm  # else of a matrix
+    is_of_elements = isinstance(order, int | float) and order > 0 and func is not torch.linalg.norm  # else of a matrix
     return float(order) if is_of_elements else None
 
 
@@ -178,8 +176,10 @@ class PartialNorm(torch.Tensor):
             first = parts[0] if parts else None
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
                 if func in (torch.stack, torch.Tensor.to):
-                    return cls.wrap(func(*tree_map_only(cls, _local_of, args), **kwargs), first.order, first.ranks)
-                if func in NORMS and order_of(func, args, kwargs) == first.order != 0:
+                    return cls.wrap(
+                        func(*tree_map_only(cls, lambda norm: norm.local, args), **kwargs), first.order, first.ranks
+                    )
+                if func in NORMS and order_of(func, args, kwargs) == first.order:
                     return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
             args, kwargs = full_norms(args), full_norms(kwargs)
         return func(*args, **kwargs)  # other arguments may be pieces
@@ -192,10 +192,6 @@ class PartialNorm(torch.Tensor):
 def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(mode=False):
         return torch.full((), math.nan, dtype=dtype, device=device)
-
-
-def _local_of(norm: PartialNorm) -> torch.Tensor:
-    return norm.local
 
 
 def _full_of(norm: PartialNorm) -> torch.Tensor:

@@ -327,8 +327,7 @@ class UnitGrads:
             self._tell_of_write()
 
     def _tell_of_write(self) -> None:
-        for observer in self._streams.observers:
-            observer.on_event(StepEvent.GRAD_WRITTEN, self._index)
+        self._streams.observe(StepEvent.GRAD_WRITTEN, self._index)
 
     def spill(self) -> None:
         """Copy gradients out of the slot, which another unit needs, until this unit opens it again. Compute stream.

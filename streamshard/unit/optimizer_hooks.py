@@ -88,24 +88,14 @@ def _name_of(kind: type) -> str:
 
 # The optimizers of pieces that have stepped, each with its hook that runs right before the step itself.
 _seen: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-# Models that have run forward with gradients, and not backward since.
-_unreached: WeakSet[Communicator] = WeakSet()
+# Models that have run forward with gradients, and not backward since. The engine adds and removes them.
+unreached: WeakSet[Communicator] = WeakSet()
 
 
 @functools.cache
 def watch_optimizers() -> None:
     """From the first sharded model on, look at each optimizer before it steps."""
     register_optimizer_step_pre_hook(_before_any_step)
-
-
-def graph_is_made(ranks: Communicator) -> None:
-    """A forward of the model that `ranks` train has made a graph."""
-    _unreached.add(ranks)
-
-
-def graph_is_reached(ranks: Communicator) -> None:
-    """A backward has come to a graph of that model."""
-    _unreached.discard(ranks)
 
 
 @skip
@@ -148,7 +138,7 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
 def _refuse_step_without_backward(params: list[torch.Tensor]) -> None:
     """Raise if no parameter has a gradient, and the last forward with gradients was followed by no backward."""
     pieces = [piece for param in params if param.requires_grad and (piece := piece_of(param)) is not None]
-    if pieces and pieces[0].ranks in _unreached and all(param.grad is None for param in params):
+    if pieces and pieces[0].ranks in unreached and all(param.grad is None for param in params):
         raise ShardingError(
             f"an optimizer steps, and neither {pieces[0].name!r} nor any other of its parameters has a gradient, "
             "although the model has run forward: no backward has come to it. backward(inputs=...) does not find "

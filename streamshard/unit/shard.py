@@ -83,6 +83,8 @@ class WeightSlot:
     Attributes:
         buffer: [bytes of its largest unit] uint8; with one rank, the all-gather input of its unit's first flat
             parameter.
+        first_byte: its address.
+        last_byte: the address behind it.
         content: index of the unit whose weights the slot holds or receives; None: of no unit.
         arrived: fence of rule 1, recorded after the all-gather.
         released: fence of rule 2, recorded after a unit's last use.
@@ -93,21 +95,13 @@ class WeightSlot:
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
         self.buffer = buffer
+        self.first_byte = buffer.data_ptr()
+        self.last_byte = self.first_byte + buffer.nbytes
         self.is_shared = is_shared
         self.content: int | None = None
         self.is_in_wire_dtype = False
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
-
-    @property
-    def first_byte(self) -> int:
-        """Its address."""
-        return self.buffer.data_ptr()
-
-    @property
-    def last_byte(self) -> int:
-        """The address behind it."""
-        return self.buffer.data_ptr() + self.buffer.numel() * self.buffer.element_size()
 
 
 class Scratch:
@@ -280,11 +274,6 @@ class FlatParamShard:
         self.weights = self.gather_input if weights is None else weights
         self.gathered = self.gather_input if gathered is None else gathered
         self.main = ledger.allocate(kept_as, numel, main_dtype) if is_cast else self.gather_input
-
-    @property
-    def gathers_main(self) -> bool:
-        """Whether all-gathers read the main weights themselves: there is no cast."""
-        return self.main is self.gather_input
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None

@@ -363,10 +363,10 @@ _NO_GRAPH = f"Layers use all-gathered copies, so no graph has a sharded paramete
 def _refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> NoReturn:
     name, piece = name_of(func).strip("_"), tensor.piece
     why = why or (_NO_GRAPH if name == "grad" else _RIGHT)
-    with_grads = "" if piece.is_weight else "with_grads=True"
+    instead = "Call the model instead, or compute inside `with model.summon_full_params():`, where tensors are full"
     raise ShardingError(
-        f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why}. Call the "
-        f"model instead, or compute inside `with model.summon_full_params({with_grads}):`, where tensors are full"
+        f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why}"
+        + (f". {instead}" if piece.is_weight else "")
     )
 
 

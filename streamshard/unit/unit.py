@@ -8,9 +8,9 @@ The unit knows how to do each step, the engine knows when. See [Note: slots] and
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,18 +26,7 @@ from streamshard.unit.shard import FlatParamShard, ParamShard, WeightSlot
 from streamshard.unit.unsharded_parameter import UnshardedParameter, Writes, be_absent, be_present
 
 
-class _Binding(NamedTuple):
-    """Two versions of one entry of a module's ``__dict__``: `sharded`, and `computing` while the unit is bound.
-
-    Exchanging a module's ``_parameters`` dict is one assignment, whatever the number of parameters.
-    """
-
-    owner: weakref.ref[nn.Module]  # weak: the owner's model holds this object
-    key: str
-    sharded: object
-    computing: object
-
-
+@dataclasses.dataclass(eq=False, repr=False)
 class StreamedUnit:
     """Parameters that are all-gathered and reduced together: of a repeated layer, several small ones, or the root unit.
 
@@ -63,33 +52,26 @@ class StreamedUnit:
         writes: notices writes of forwards to `views`.
     """
 
-    def __init__(
-        self,
-        index: int,
-        layout: UnitLayout,
-        flat_params: Sequence[FlatParamShard],
-        weight_slot: WeightSlot,
-        grads: UnitGrads,
-        ranks: Communicator,
-        *,
-        is_streamed: bool,
-    ) -> None:
-        self.is_streamed = is_streamed
-        self.index = index
-        self.name = layout.name or "the root unit"
-        self.layout = layout
-        self.flat_params = tuple(flat_params)
+    index: int
+    layout: UnitLayout
+    flat_params: Sequence[FlatParamShard]
+    weight_slot: WeightSlot
+    grads: UnitGrads
+    ranks: Communicator
+    is_streamed: bool
+
+    def __post_init__(self) -> None:
+        self.name = self.layout.name or "the root unit"
         self.params: list[ParamShard] = []
-        self.weight_slot = weight_slot
-        self.grads = grads
         self.writes = Writes()
         self.views: list[UnshardedParameter] = []
         self.unsharded_ids: frozenset[int] = frozenset()
         self._sharded: list[nn.Parameter] = []  # parameters, in the same order
         self.is_bound = False
-        self._bindings: list[_Binding] = []
+        # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Exchanging a module's
+        # `_parameters` is one assignment, whatever the number of parameters. Weak: the model holds this object.
+        self._bindings: list[tuple[weakref.ref[nn.Module], str, object, object]] = []
         self.is_trainable = False
-        self._ranks = ranks
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -112,7 +94,7 @@ class StreamedUnit:
 
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
         """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
-        self._bindings.append(_Binding(weakref.ref(owner), key, sharded, computing))
+        self._bindings.append((weakref.ref(owner), key, sharded, computing))
 
     # -- the journey ----------------------------------------------------------------------------------------------
 
@@ -145,13 +127,14 @@ class StreamedUnit:
                     view.requires_grad_(trains)
         self.is_trainable = any(wanted) and bool(self.grads.flat_params)
 
-    def give_trainability(self) -> None:
-        """Set ``requires_grad`` of the sharded parameters to what a forward has set on the unsharded ones."""
+    def end_use(self) -> None:
+        """Layers have computed in a forward: keep which weights they froze or unfroze, and refuse what they wrote."""
         with AsTensors():
             trains = [view.requires_grad for view in self.views]
             if trains != [param.requires_grad for param in self._sharded]:
                 for param, wanted in zip(self._sharded, trains, strict=True):
                     param.requires_grad_(wanted)
+        self.writes.refuse()
 
     def versions(self) -> list[int]:
         """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""
@@ -163,7 +146,7 @@ class StreamedUnit:
         slot = self.weight_slot
         slot.released.wait()  # rule 2
         slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
-        start = self._ranks.transport.start_gather
+        start = self.ranks.transport.start_gather
         slot.is_in_wire_dtype = any(flat.gathered is not flat.weights for flat in self.flat_params)
         work = as_one([start(flat.gather_input, flat.gathered, flat.tag) for flat in self.flat_params])
         slot.content = self.index
@@ -184,9 +167,9 @@ class StreamedUnit:
             self.is_bound = True
             if self.is_streamed:
                 be_present(self.views)
-            for binding in self._bindings:
-                if (owner := binding.owner()) is not None:
-                    owner.__dict__[binding.key] = binding.computing
+            for owner_of, key, _, computing in self._bindings:
+                if (owner := owner_of()) is not None:
+                    owner.__dict__[key] = computing
 
     def release(self) -> None:
         """Reshard: modules hold the sharded parameters again, and the slot is free when compute has come here."""
@@ -194,9 +177,9 @@ class StreamedUnit:
             self.is_bound = False
             if self.is_streamed:
                 be_absent(self.views)
-            for binding in self._bindings:
-                if (owner := binding.owner()) is not None:
-                    owner.__dict__[binding.key] = binding.sharded
+            for owner_of, key, sharded, _ in self._bindings:
+                if (owner := owner_of()) is not None:
+                    owner.__dict__[key] = sharded
         self.weight_slot.released.record()
 
     # -- outside of steps -----------------------------------------------------------------------------------------
@@ -228,7 +211,7 @@ class StreamedUnit:
             full = flat
             if layout.world_size > 1:
                 full = torch.empty(layout.padded_numel, dtype=flat.dtype, device=flat.device)
-                self._ranks.transport.gather_now(flat, full, flat_param.tag)
+                self.ranks.transport.gather_now(flat, full, flat_param.tag)
             wholes += [_whole(full, param) for param in flat_param.params]
         return wholes
 

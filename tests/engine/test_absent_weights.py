@@ -138,7 +138,6 @@ def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext, slots:
                 {param.dtype for param in self.parameters()},
                 next(self.layers[2].parameters()).dtype,
             )
-            assert "'layers.1.linear.weight', (16, 16), torch.bfloat16" in repr(weight)
             assert weight is self.layers[1].linear.weight  # type: ignore[union-attr]
             return super().forward(x)
 

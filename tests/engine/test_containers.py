@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,21 +19,12 @@ class Pair(NamedTuple):
     number: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    """As outputs are in some models."""
-
-    tensor: Any
-    number: int = 3
-
-
 BUILDS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda tensor: tensor,
     "tuple": lambda tensor: (tensor, None),
     "named tuple": lambda tensor: Pair(tensor, 3),
     "dict": lambda tensor: {"number": 3, "tensor": tensor},
-    "dataclass": Frozen,
-    "all of them": lambda tensor: {"outer": [(Frozen([Pair(tensor, 3)]), torch.zeros(2), {1: {2}}, "text")]},
+    "all of them": lambda tensor: {"outer": [([Pair(tensor, 3)], torch.zeros(2), {1: {2}}, "text")]},
     "torch's": lambda tensor: torch.return_types.max((tensor, torch.zeros(1))),
 }
 

@@ -132,7 +132,7 @@ def _bench(context: RankContext) -> tuple[RaceDetector, torch.Tensor]:
         model(vector_batch(0, context.rank))
     engine = engine_inside(model)
     detector = RaceDetector(engine)
-    return detector, engine.flat_params[1].weights
+    return detector, engine.units[1].flat_params[0].weights
 
 
 def _gathers_into(detector: RaceDetector, tensor: torch.Tensor) -> None:

@@ -135,7 +135,7 @@ def test_a_transformer_with_aligned_pieces_trains_like_plain_pytorch(context: Ra
         context, TinyLM, lm_step, optimizer=adamw, align_pieces_to=24, weight_slots=slots, grad_slots=slots
     )
     report = model.memory_report()
-    layouts = [flat_param.layout for flat_param in engine_inside(model).flat_params]
+    layouts = [flat_param.layout for unit in engine_inside(model).units for flat_param in unit.flat_params]
     assert report.padded_numel == sum(layout.padded_numel for layout in layouts) >= report.numel
 
 

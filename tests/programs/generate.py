@@ -27,11 +27,10 @@ class Program(Brief):
         optimizer: "sgd" (with momentum), "adamw", or "groups": AdamW with two groups of parameters.
         precision: a key of `tests.programs.run.PRECISIONS`.
         units: "layers", "layers and head", or "found": by StreamShard.
-        weight_slots: a setting of StreamShard, like the next four.
+        weight_slots: a setting of StreamShard, like the next three.
         grad_slots: as above.
         min_unit_size: as above.
         align_pieces_to: as above.
-        check_grads: as above.
         sockets: between ranks, not shared memory.
     """
 
@@ -47,7 +46,6 @@ class Program(Brief):
     grad_slots: int | str = 2
     min_unit_size: int = 0
     align_pieces_to: int | str = 1
-    check_grads: bool = False
     sockets: bool = False
 
 
@@ -147,6 +145,5 @@ def programs(draw: st.DrawFn, longest: int = 16) -> Program:
         grad_slots=draw(slots),
         min_unit_size=draw(st.sampled_from([0, 0, 1500])),
         align_pieces_to=draw(_rarely(st.just(4), 1)),
-        check_grads=draw(SELDOM),
         sockets=draw(st.booleans()),
     )

@@ -148,5 +148,4 @@ def _sharded(program: Program, model: Model) -> Any:
         grad_slots=program.grad_slots,  # type: ignore[arg-type]
         min_unit_size=program.min_unit_size,
         align_pieces_to=program.align_pieces_to,  # type: ignore[arg-type]
-        check_grads=program.check_grads,
     )

@@ -277,7 +277,7 @@ def test_generate_gives_the_tokens_of_plain_pytorch(context: RankContext) -> Non
 
 @on_ranks(2)
 def test_autocast_computes_in_bf16_from_fp32_weights(context: RankContext) -> None:
-    """With a warning: the weights are gathered in fp32, twice the bytes."""
+    """As plain PyTorch does. The weights are gathered in fp32, twice the bytes."""
 
     def step(model: nn.Module, call: Call) -> Tensor:
         tokens = token_batch(call.step, call.rank)
@@ -285,7 +285,4 @@ def test_autocast_computes_in_bf16_from_fp32_weights(context: RankContext) -> No
             loss = next_token_loss(model(tokens), tokens)
         return call.backward(loss)
 
-    with pytest.warns(UserWarning, match="autocast around layers that compute with fp32 weights") as said:
-        assert_trains_like_plain(context, TinyLM, step)
-    assert len(said) == 1
-    assert said[0].filename == __file__
+    assert_trains_like_plain(context, TinyLM, step)

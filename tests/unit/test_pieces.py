@@ -50,7 +50,6 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm of noise and it": lambda g: (g + torch.zeros_like(g)).norm(),
     "norm where": lambda g: torch.where(g > 0, g, -g).norm(),
     "sum": lambda g: g.sum(),
-    "count by norm": lambda g: g.norm(0),
     "sum of squares": lambda g: g.pow(2).sum(),
     "mean": lambda g: g.abs().mean(),
     "max": lambda g: g.max(),
@@ -60,8 +59,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "all finite": lambda g: float(torch.isfinite(g).all()),
     "equal": lambda g: float(torch.equal(g, 2 * g)),
     "size": lambda g: sum(g.shape) + g.numel() + len(g) + g.size(0) + g.dim() + g.nbytes,
-    "norm of 16 bits": lambda g: (30000.0 * (g.sign() + 2)).half().norm().isinf().float(),
     "close": lambda g: float(torch.allclose(g, g + 1e-12)),
+    "norm of 16 bits": lambda g: (30000.0 * (g.sign() + 2)).half().norm().isinf().float(),
 }
 
 
@@ -162,7 +161,7 @@ def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> 
     before = grad.as_subclass(Tensor).clone()
     for name, operation in REFUSED.items():
         try:
-            with pytest.raises(ShardingError, match=r"of the gradient of parameter 'layers.1.*piece.*with_grads=True"):
+            with pytest.raises(ShardingError, match=r"of the gradient of parameter 'layers.1.*piece"):
                 operation(grad)
         except BaseException as error:
             error.add_note(name)

@@ -64,7 +64,6 @@ PENALTIES: dict[str, Callable[[Any], torch.Tensor]] = {
     "by size": lambda model: sum(p.square().sum() / p.numel() + p.norm() / p.shape[0] for p in model.parameters()),
     "of two weights": lambda model: model.layers[0].linear.weight.sum() * model.layers[2].linear.bias.norm().log(),
     "of alike weights": lambda model: (model.layers[0].linear.weight - model.layers[1].linear.weight).norm(),
-    "counts": lambda model: sum(p.norm(0) for p in model.parameters()),
     "through data": lambda model: (
         model.layers[0].linear.weight.data.norm() * model.layers[0].linear.bias.square().sum()
     ),
@@ -244,6 +243,7 @@ REFUSED: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
     "noise": lambda w, b, named: torch.randn_like(w),
     "deviation": lambda w, b, named: w.std(),
     "close to whole ones": lambda w, b, named: torch.allclose(w, torch.zeros(DIM, DIM)),
+    "a count by a norm": lambda w, b, named: w.norm(0),
     "largest, with a graph": lambda w, b, named: w.max(),
     "largest norm, with a graph": lambda w, b, named: w.norm(math.inf),
     "backward": lambda w, b, named: w.square().backward(),
