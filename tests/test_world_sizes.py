@@ -110,7 +110,7 @@ class _WithBuffers(nn.Module):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("has_statistics", [False, True])
 def test_no_host_waits_for_another_one_in_a_steady_step(size: int, has_statistics: bool) -> None:
-    """No objects, no votes. Batch norm's statistics take one broadcast, on the device. A layer is never used."""
+    """No objects, no votes. Batch norm's statistics take two broadcasts, on the device. A layer is never used."""
     with _one_of(size), simulated_device():
         model: Any = StreamShard(_WithBuffers(has_statistics=has_statistics), precision=BF16)
         recorder = engine_inside(model).ranks.recorder
@@ -124,7 +124,7 @@ def test_no_host_waits_for_another_one_in_a_steady_step(size: int, has_statistic
                 assert sent[RecordKind.VOTE] > 0
     control = {kind: sent[kind] for kind in (RecordKind.MEETING, RecordKind.VOTE, RecordKind.BROADCAST, RecordKind.SUM)}
     assert {kind: count for kind, count in control.items() if count} == (
-        {RecordKind.BROADCAST: 2} if has_statistics else {}
+        {RecordKind.BROADCAST: 4} if has_statistics else {}
     )
 
 
