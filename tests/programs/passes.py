@@ -97,6 +97,7 @@ class Direct(Operation):
     def after(self, state: State, outcome: str) -> None:
         state.order = state.order or Plan()
         state.born.append(state.edits)
+        state.is_unreached = True
 
 
 @dataclass(frozen=True, repr=False)
