@@ -51,7 +51,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             places[shard.param], views[shard.param] = place, view
             view.__dict__ = shard.param.__dict__  # an attribute that the user sets on one (a tag) is on both
             if streamed is not engine.root_unit:
-                let_be_absent(view, functools.partial(ask, weakref.ref(engine), place, shard.name))
+                layer = type(found[streamed.index - 1].modules[0]).__name__
+                let_be_absent(view, functools.partial(ask, weakref.ref(engine), place, shard.name, layer))
     for module in modules_inside(root):
         if any(param is not None for param in module._parameters.values()):
             module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine)
@@ -123,8 +124,14 @@ class Place(NamedTuple):
     param: int
 
 
-def ask(engine_of: Callable[[], Engine | None], place: Place, name: str) -> None:
+def ask(engine_of: Callable[[], Engine | None], place: Place, name: str, layer: str) -> None:
     """Put the unit of an absent weight in place, because code computes with the weight. See [Note: absent weights].
+
+    Args:
+        engine_of: weak reference to the engine.
+        place: of the weight.
+        name: of the weight, fully qualified.
+        layer: the name of the class of its layer.
 
     Raises:
         ShardingError: the unit is streamed, or no pass is under way.
@@ -139,7 +146,8 @@ def ask(engine_of: Callable[[], Engine | None], place: Place, name: str) -> None
     if unit.is_streamed:
         raise ShardingError(
             f"the weight {name!r} is computed with while its layer does not run, when other layers have its buffer: "
-            f"keep it in place, {advice(name)}, or call the layer itself (not its forward, nor a module in it)"
+            f"keep it in place, {advice(name)}, or all layers of its class, resident=[{layer!r}]; or call the layer "
+            "itself (not its forward, nor a module in it)"
         )
     phase.read(unit)
 

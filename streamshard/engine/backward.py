@@ -250,7 +250,7 @@ class Backward(Phase):
         if self.is_current:
             return
         engine = self._engine
-        log.warning("a backward has ended with an exception: all gradients of the model are discarded")
+        log.warning("a backward has ended with an exception: all gradients of the model are discarded. Repeat the step")
         try:
             if engine.ranks.failure is None:
                 self._close_pass()
@@ -352,7 +352,10 @@ def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.T
     if grad.requires_grad or phase is not None and phase.is_forward:
         name = unit.params[param_index].name
         if grad.requires_grad:
-            raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
+            raise ShardingError(
+                f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again. Gradients of inputs "
+                "can, through resident layers: torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
         raise ShardingError(
             f"backward() inside the model's forward has made a gradient of {name!r}, which is reduced over ranks only "
             "in a backward after it: use torch.autograd.grad(..., inputs) for what the forward needs"

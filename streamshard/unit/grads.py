@@ -29,7 +29,7 @@ from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
 
 _WHY_EARLIER = (
     "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
-    "needed behind zero_grad()"
+    "needed after zero_grad()"
 )
 
 _STAGED_BYTES = 1 << 20
