@@ -353,8 +353,8 @@ def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.T
         name = unit.params[param_index].name
         if grad.requires_grad:
             raise ShardingError(
-                f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again. Gradients of inputs "
-                "can, through resident layers: torch.autograd.grad(loss, inputs, create_graph=True)"
+                f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again. Gradients of "
+                "inputs can, through resident layers: torch.autograd.grad(loss, inputs, create_graph=True)"
             )
         raise ShardingError(
             f"backward() inside the model's forward has made a gradient of {name!r}, which is reduced over ranks only "
