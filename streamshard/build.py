@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
+from streamshard.errors import RankMismatchError, ShardingError, StreamShardError, warn_user
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
@@ -121,7 +122,7 @@ def shard_model(
     watch_optimizers()
     without_elements = {shard.name for shard in engine.param_shards if not shard.layout.numel}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
-    engine.empty = dict.fromkeys([*params, *(name for name in buffers_of(module) if name in empty)])
+    engine.set_empty([*params, *(name for name in buffers_of(module) if name in empty)])
     return module
 
 
@@ -237,6 +238,11 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
     """Connect to the other ranks. All have accepted their models."""
     if device != here:
         module_of(device).set_device(device)  # so that the user's next tensors are on this device too
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warn_user(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron's scripts set it) puts all streams of a GPU into one queue: "
+            "nothing that StreamShard communicates will overlap with compute. Unset it"
+        )
     if who is None:
         who = groups_of(resolve_group(device))
     refuse_together(who.all_ranks, None)

@@ -8,6 +8,7 @@
     +-- OptimizerError      an optimizer's step raised on some rank; raised on all
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- CheckpointError     files that cannot be written or read
+    +-- StateError          an invariant of the engine is broken
     +-- RaceError           two streams access the same bytes and no fence orders them
 
 A message says what was given, what is wanted, and which parameter, layer or rank is affected. Anything less than an
@@ -72,6 +73,19 @@ class CheckpointError(StreamShardError):
         self.missing = missing or []
         self.unexpected = unexpected or []
         self.mismatched = mismatched or []
+
+
+class StateError(StreamShardError):
+    """A broken invariant of the engine: a bug here, not in the user's code.
+
+    Args:
+        subject: the unit, slot or object that the engine was handling.
+        state: its state.
+        wanted: the state that it should have had.
+    """
+
+    def __init__(self, subject: str, state: str, wanted: str) -> None:
+        super().__init__(f"{subject} is {state}, wanted {wanted}")
 
 
 class RaceError(StreamShardError):

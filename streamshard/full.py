@@ -30,7 +30,7 @@ def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Ite
         full: by parameter, [full shape] on any device. No collective: other ranks need not call this.
     """
     before = [(shard.param, data_of(shard.param), grad_of(shard.param), piece_of(shard.param)) for shard in full]
-    engine.is_whole = True
+    engine.set_whole(True)
     try:
         for shard, tensor in full.items():
             be_whole(shard.param)
@@ -44,7 +44,7 @@ def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Ite
             param.grad = grad
             if piece is not None:
                 be_piece(param, piece)
-        engine.is_whole = False
+        engine.set_whole(False)
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
                     data_of(shard.param).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
-        engine.casts.are_current = False  # the next pass looks at the weights, in no_sync() too
+        engine.casts.expire()  # the next pass looks at the weights, in no_sync() too
 
 
 def _refuse_step(params: set[nn.Parameter], optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -48,7 +48,7 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
                 _draw(engine, model, init, shards, seed + number)
         _refuse_left(list(engine.empty), model, "buffer")
     except Exception:
-        engine.empty = before  # the next call draws all again: weights of two calls must not be mixed
+        engine.set_empty(before)  # the next call draws all again: weights of two calls must not be mixed
         raise
 
 
@@ -222,7 +222,7 @@ def _standing_in(engine: Engine, drawn: Collection[str]) -> Iterator[dict[str, n
         By name, Parameters that hold the full tensors afterwards, when the model's hold their pieces again.
     """
     full: dict[str, nn.Parameter] = {}
-    engine.is_whole = True
+    engine.set_whole(True)
     try:
         for shard in engine.param_shards:
             device = engine.streams.device if shard.name in drawn else "meta"
@@ -238,7 +238,7 @@ def _standing_in(engine: Engine, drawn: Collection[str]) -> Iterator[dict[str, n
                 swap_tensor(shard.param, full[shard.name])
                 be_piece(shard.param, shard.what(engine.ranks))
                 shard.param.requires_grad_(full[shard.name].requires_grad)
-        engine.is_whole = False
+        engine.set_whole(False)
 
 
 @contextlib.contextmanager

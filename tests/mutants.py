@@ -175,7 +175,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Casts.begin_pass", Swap("or self._versions != [unit.versions() for unit in self._units]", ""), "graphs"),
         ("Casts.cast", Drop("self._drain_gathers()"), "invariants matrix"),
         ("Casts.cast", Drop("self._await_readers()"), "matrix"),
-        ("Casts.cast", Drop("unit.weight_slot.content = unit.index if is_alone or not unit.views else None"), "graphs"),
+        (
+            "Casts._refresh",
+            Drop("unit.weight_slot.content = unit.index if is_alone or not unit.views else None"),
+            "graphs",
+        ),
         ("Casts.before_gather", Drop("self._all_done.wait()"), "matrix races"),
         ("Casts.cast", Drop("self._first_done.wait()"), "matrix races"),
         ("Casts.set_synced", Drop("if is_synced:"), "invariants loops graphs dial"),

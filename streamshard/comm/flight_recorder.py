@@ -20,7 +20,6 @@ has called more of them than this rank, neither can go on, and on CPUs the watch
 from __future__ import annotations
 
 import atexit
-import contextlib
 import enum
 import json
 import threading
@@ -28,7 +27,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
@@ -78,6 +77,7 @@ class RecordKind(enum.IntEnum):
     ALL_TO_ALL = "exchanges parameters with their owners (a step of WholeParameterOptimizer)"
 
 
+_T = TypeVar("_T")
 _Entry = tuple[int, int, int]  # its number in the log, the kind, the tag of the unit
 
 
@@ -167,7 +167,7 @@ class FlightRecorder:
     Attributes:
         log: this rank's log.
         names: names of units, by tag; for messages.
-        wait: what this rank's host waits for, whose text says it, and Unix time of its start; None: it does not wait.
+        wait: what this rank's host waits for (``str()`` gives the words), and Unix time of its start; None: nothing.
         difference: why the wait can never succeed; None: the watchdog has found no reason.
     """
 
@@ -204,6 +204,15 @@ class FlightRecorder:
 
     # -- what ranks show each other ---------------------------------------------------------------------------------
 
+    def _ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
+        """`question()`, which uses the store; `otherwise` if the rank or launcher that hosts the store has ended."""
+        if not self._has_lost_store:
+            try:
+                return question()
+            except RuntimeError:
+                self._has_lost_store = True
+        return otherwise
+
     def _show(self) -> None:
         """Write this rank's log to the store, if it has changed."""
         shown = self.log.show()
@@ -222,16 +231,15 @@ class FlightRecorder:
     def _read(self) -> dict[int, _Shown]:
         """The logs in the store, by rank, and this rank's own."""
         logs = {self._rank: self.log.show()}
-        if self._has_lost_store:
-            return logs
-        try:
+
+        def read_peers() -> None:
             self._show()
             for peer in self._peers:
                 if self._store.check([key := self._key + str(peer)]) and (text := self._store.get(key)):
                     *entries, total, time_s, others = json.loads(text)
                     logs[peer] = _Shown({entry[0]: tuple(entry) for entry in entries}, total, time_s, others)
-        except RuntimeError:
-            self._has_lost_store = True
+
+        self._ask(read_peers, None)
         return logs
 
     def _find_difference(self, logs: Mapping[int, _Shown]) -> str | None:
@@ -269,15 +277,14 @@ class FlightRecorder:
     def post_failure(self, text: str) -> None:
         """Publish how this rank has failed, to all ranks and models of the group. Only the first failure is kept."""
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the rank that hosts the store may have ended
-                self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}:{text}")
+            self._ask(lambda: self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}:{text}"), None)
 
     def _read_failure(self) -> str | None:
         """Which other rank has failed, and how; None if the store says of none."""
-        if not self._has_lost_store and self._store.check([_FAILURE_KEY]):
-            rank, _, text = self._store.get(_FAILURE_KEY).decode().partition(":")
-            return f"rank {rank} has failed: {text}" if int(rank) != self._rank else None
-        return None
+        if not self._ask(lambda: self._store.check([_FAILURE_KEY]), False):
+            return None
+        rank, _, text = self._ask(lambda: self._store.get(_FAILURE_KEY), b"-1").decode().partition(":")
+        return f"rank {rank} has failed: {text}" if int(rank) not in (-1, self._rank) else None
 
     def explain(self, error: Exception) -> str:
         """Why a collective ended with `error`, from the logs and the failure in the store.
@@ -285,15 +292,14 @@ class FlightRecorder:
         Waits a little for the other ranks' logs.
         """
         missing, deadline = None, time.monotonic() + _LOGS_WITHIN_S
-        with contextlib.suppress(RuntimeError):
-            while self._store is not None:
-                logs = self._read()
-                missing = self._describe_missing(logs)
-                if found := describe_difference(logs, self.names) or self._read_failure():
-                    return found
-                if missing is None or time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
+        while self._store is not None:
+            logs = self._read()
+            missing = self._describe_missing(logs)
+            if found := describe_difference(logs, self.names) or self._read_failure():
+                return found
+            if missing is None or self._has_lost_store or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
         details = f"{error}. {missing}" if missing else str(error)
         if "connecting" in details:
             return f"{details}. {NETWORK_ADVICE}"
@@ -303,11 +309,7 @@ class FlightRecorder:
 
     def look(self) -> None:
         """Compare logs if the wait has taken long enough; end the wait or log a warning. The thread calls this."""
-        if not self._has_lost_store:
-            try:
-                self._show_if_idle()
-            except RuntimeError:  # the rank or launcher that hosts the store has ended
-                self._has_lost_store = True
+        self._ask(self._show_if_idle, None)
         wait = self.wait
         if wait is None and not self._has_streams:
             return

@@ -48,6 +48,7 @@ from streamshard.comm.objects import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Peers, Reduction, sum_in_rank_order
 from streamshard.config import ReductionMode
+from streamshard.errors import StateError
 
 _DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" uses gloo instead
 _ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program order: counters rely on it
@@ -123,10 +124,10 @@ class SharedBuffers:
         self._used = offset + numel * dtype.itemsize
         return self.view(offset, numel, dtype)
 
-    def offset_of(self, tensor: torch.Tensor) -> int:
-        """The byte offset of `tensor` in this memory; 0 if it lies elsewhere: counters come first."""
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """The byte offset of `tensor` in this memory; None if it lies elsewhere."""
         offset = tensor.data_ptr() - self._start
-        return offset if 0 < offset < self._used else 0
+        return offset if 0 < offset < self._used else None
 
     def _words(self, count: int) -> memoryview:
         start, self._used = self._used, self._used + _WORD_BYTES * count
@@ -227,7 +228,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then."""
-        if not is_published or not self._own.offset_of(shard):  # send it through gloo
+        if not is_published or self._own.offset_of(shard) is None:  # send it through gloo
             return super().start_gather(shard, slot, tag, is_published=is_published)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         return Exchange(lambda: self._copy(shard, slot))
@@ -237,7 +238,7 @@ class SharedMemoryTransport(PairwiseTransport):
         rank, chunks = self.ranks.rank, slot.view(self.ranks.world_size, -1)
         # A slot with one unit holds the all-gather input itself: each rank's is the rank's own chunk of its slot.
         step = shard.nbytes if chunks[rank].data_ptr() == shard.data_ptr() else 0
-        start = self._own.offset_of(shard) - rank * step
+        start = self._offset_of(shard) - rank * step
         with self.streams.on(self.stream), torch.no_grad():
             for peer, (buffers, chunk) in enumerate(zip(self._buffers, chunks, strict=True)):
                 if peer != rank or not step:
@@ -272,11 +273,16 @@ class SharedMemoryTransport(PairwiseTransport):
         if len({buffers.written[number % len(buffers.written)] for buffers in self._buffers}) > 1:
             raise RuntimeError("ranks have issued different collectives")
         slot, out, _, _, accumulate, _ = self._started.popleft()
-        start = self._own.offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
+        start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
         with self.streams.on(self.stream):
             chunks = [buffers.view(start, out.numel(), slot.dtype) for buffers in self._buffers]
             sum_in_rank_order(chunks, out, accumulate=accumulate)
         self._advance(Counter.SUMMED)
+
+    def _offset_of(self, tensor: torch.Tensor) -> int:
+        if (offset := self._own.offset_of(tensor)) is None:
+            raise StateError("a shard or slot", "in memory of this rank alone", "in shared memory")
+        return offset
 
     # -- counters ---------------------------------------------------------------------------------------------------
 

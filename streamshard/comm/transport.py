@@ -23,6 +23,7 @@ from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.objects import RankGroup
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName, Streams, Work
 from streamshard.config import Precision, ReductionMode
+from streamshard.errors import StateError
 
 _SUM_BLOCK = 1 << 17  # elements
 _Tensors = Sequence[torch.Tensor]
@@ -104,7 +105,8 @@ class Transport(abc.ABC):
     def ranks(self) -> Peers:
         """The ranks that exchange data."""
         ranks = self._ranks_of()
-        assert ranks is not None
+        if ranks is None:
+            raise StateError("a transport", "without its ranks", "a model that is alive")
         return ranks
 
     def meet(self) -> None:  # noqa: B027  # gloo connects when its group is made

@@ -65,7 +65,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         if module._parameters:
             module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
     structure = Structure(root)
-    engine.casts.check_structure = functools.partial(_check, weakref.ref(structure))
+    engine.casts.set_structure_check(functools.partial(_check, weakref.ref(structure)))
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:
             compute_in_fp32(module)

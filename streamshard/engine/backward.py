@@ -232,10 +232,10 @@ class Backward(Phase):
         if self._leaves_unreduced or self._leaves_unaveraged:
             for unit in engine.units:
                 unit.grads.leave_unreduced(has_trained=unit.is_trainable)
-            engine.phase = None
+            engine.leave()
             return
         given = engine.reductions.finish()
-        engine.phase = None
+        engine.leave()
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():
                 hooks = param._post_accumulate_grad_hooks
@@ -260,7 +260,7 @@ class Backward(Phase):
             for unit in engine.units:
                 unit.release()
                 unit.grads.give_up()
-            engine.phase = None
+            engine.leave()
 
 
 def _refuse_changed(unit: StreamedUnit, versions: list[int]) -> None:
@@ -284,7 +284,8 @@ def _open(engine: Engine) -> Backward:
         if not phase.has_ended:
             return phase
         phase.recover()
-    engine.phase = backward = Backward(engine)
+    backward = Backward(engine)
+    engine.enter(backward)
     backward.begin()
     return backward
 

@@ -27,7 +27,6 @@ class Casts:
     Attributes:
         check_structure: raises if modules or parameters were exchanged since sharding; called before each cast.
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
-        are_current: the next pass need not cast, if no weight was changed in place since the last one.
     """
 
     def __init__(self, units: Sequence[StreamedUnit], ranks: Communicator) -> None:
@@ -35,7 +34,7 @@ class Casts:
         self.is_synced = True
         self._units = units
         self._ranks = ranks
-        self.are_current = False
+        self._are_current = False
         self._versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
         self._first: frozenset[int] = frozenset()  # units that the pass begins with, by index
         what = "all-gather inputs"
@@ -48,7 +47,24 @@ class Casts:
         """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
         self.is_synced = is_synced
         if is_synced:
-            self.are_current = False
+            self._are_current = False
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the next pass casts: weights may have changed since the last one."""
+        return not self._are_current
+
+    def expire(self) -> None:
+        """Weights may have changed: the next pass casts, inside ``no_sync()`` too."""
+        self._are_current = False
+
+    def match(self, *, is_synced: bool, are_due: bool) -> None:
+        """Set `is_synced` and `are_due` to the values of other ranks, for the next pass."""
+        self.is_synced, self._are_current = is_synced, not are_due
+
+    def set_structure_check(self, check: Callable[[], None]) -> None:
+        """Call `check`, which raises if the model is not the one that was sharded, before each cast."""
+        self.check_structure = check
 
     def begin_pass(self, order: Sequence[int]) -> None:
         """A pass is about to all-gather: cast, if weights may have changed.
@@ -56,7 +72,7 @@ class Casts:
         Args:
             order: of units, by index, in which the pass all-gathers them.
         """
-        if not self.are_current or self._versions != [unit.versions() for unit in self._units]:
+        if not self._are_current or self._versions != [unit.versions() for unit in self._units]:
             self._first = frozenset(order[:_FIRST_UNITS])
             self.cast()
 
@@ -69,12 +85,10 @@ class Casts:
     def end_pass(self) -> None:
         """A pass has issued its last all-gather. Wait for readers of the main weights: the user may write now."""
         flat_params = [flat_param for unit in self._units for flat_param in unit.flat_params]
-        if any(
-            flat_param.main is flat_param.gather_input for flat_param in flat_params
-        ):  # not cast: the user may edit now
+        if any(flat_param.main is flat_param.gather_input for flat_param in flat_params):  # all-gathers read these
             self._drain_gathers()
             self._await_readers()
-        self.are_current = not self.is_synced
+        self._are_current = not self.is_synced
 
     def cast(self) -> None:
         """Cast main weights to all-gather inputs (rules 5 and 6). Compute stream; collective."""
@@ -82,16 +96,10 @@ class Casts:
         self.check_structure()
         self._drain_gathers()
         self._await_readers()
-        is_alone = self._ranks.world_size == 1
-        with torch.no_grad():
-            for is_first in (True, False):
-                for unit in self._units:
-                    if (unit.index in self._first) is is_first:
-                        unit.refresh()
-                        unit.weight_slot.content = unit.index if is_alone or not unit.views else None
-                if is_first:
-                    self._first_done.record()
-                    self._first_done.wait()  # rule 5: no all-gather reads an input that is still being cast
+        self._refresh([unit for unit in self._units if unit.index in self._first])
+        self._first_done.record()
+        self._first_done.wait()  # rule 5: no all-gather reads an input that is still being cast
+        self._refresh([unit for unit in self._units if unit.index not in self._first])
         self._all_done.record()
         self._awaits_all = True
         if not self.is_synced:
@@ -99,6 +107,13 @@ class Casts:
         with self._ranks.guard("the start of a forward"):
             self._ranks.transport.publish_shards()
         self._ranks.streams.observe(StepEvent.CAST_ENDS, None)
+
+    def _refresh(self, units: Sequence[StreamedUnit]) -> None:
+        is_alone = self._ranks.world_size == 1
+        with torch.no_grad():
+            for unit in units:
+                unit.refresh()
+                unit.weight_slot.content = unit.index if is_alone or not unit.views else None
 
     def _drain_gathers(self) -> None:
         for unit in self._units:

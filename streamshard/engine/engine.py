@@ -176,6 +176,14 @@ class Engine:
         phase = self.phase
         return phase if phase is not None and phase.is_current else None
 
+    def enter(self, phase: Phase) -> None:
+        """`phase` begins."""
+        self.phase = phase
+
+    def leave(self) -> None:
+        """The pass under way is over."""
+        self.phase = None
+
     def recover(self) -> None:
         """Clean up after a backward that an exception has ended. Does nothing in a pass or between passes."""
         if self.phase is not None:
@@ -204,7 +212,19 @@ class Engine:
             trains = torch.is_grad_enabled() and self.casts.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
+    def set_inputs(self, inputs: Inputs) -> None:
+        """Ask `inputs` before each pass."""
+        self.inputs = inputs
+
+    def set_whole(self, is_whole: bool) -> None:
+        """Parameters hold full tensors from now on (True), so that no pass may begin, or pieces again (False)."""
+        self.is_whole = is_whole
+
     # -- values ---------------------------------------------------------------------------------------------------
+
+    def set_empty(self, names: Iterable[str]) -> None:
+        """The parameters and buffers of these names, and no others, have no values: they were on the meta device."""
+        self.empty = dict.fromkeys(names)
 
     def fill(self, names: Iterable[str]) -> None:
         """Parameters and buffers of these names have values from now on."""

@@ -31,11 +31,11 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
     engine.prepare_forward(is_whole_model=is_whole_model)
     engine.casts.begin_pass(engine.order.order)
     forward = Forward(engine, units)
-    engine.phase = forward
+    engine.enter(forward)
     try:
         forward.begin()
     except BaseException:
-        engine.phase = None
+        engine.leave()
         raise
     return forward
 
@@ -177,7 +177,7 @@ class Forward(Phase):
             ShardingError: the forward has changed a weight in place.
         """
         engine = self._engine
-        engine.phase = None
+        engine.leave()
         engine.streams.observe(StepEvent.FORWARD_ENDS, ROOT_UNIT)
         refused: ShardingError | None = None
         if error is None:

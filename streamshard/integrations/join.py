@@ -87,9 +87,7 @@ class UnevenInputs(Inputs):
         casts = self._engine.casts
         Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
         own = self._row(True)
-        self._announce(
-            own._replace(has_grad=torch.is_grad_enabled(), is_synced=casts.is_synced, casts=not casts.are_current)
-        )
+        self._announce(own._replace(has_grad=torch.is_grad_enabled(), is_synced=casts.is_synced, casts=casts.are_due))
 
     def on_clipping(self, max_norm: object, norm_type: float) -> None:
         """See `Inputs`."""
@@ -118,7 +116,7 @@ class UnevenInputs(Inputs):
         self._has_run_out = True
         self._clear()
         announced = self._announce(self._row(False))
-        engine.casts.is_synced, engine.casts.are_current = announced.is_synced, not announced.casts
+        engine.casts.match(is_synced=announced.is_synced, are_due=announced.casts)
         self._shadows = True
         try:
             with torch.set_grad_enabled(announced.has_grad):
@@ -153,7 +151,7 @@ class UnevenInputs(Inputs):
         """Restore the state before the context, unless another context has begun. A second call does nothing."""
         self._handle.remove()
         if self._engine.inputs is self:
-            self._engine.inputs = Inputs()
+            self._engine.set_inputs(Inputs())
             self._model.__dict__.pop("_join_config", None)
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
@@ -231,7 +229,7 @@ class UnevenHook(JoinHook):
 
     def __init__(self, inputs: UnevenInputs, engine: Engine) -> None:
         self._inputs = inputs
-        engine.inputs = inputs
+        engine.set_inputs(inputs)
         weakref.finalize(self, inputs.leave)  # Join says nothing when an exception ends it, and drops its hooks
 
     def main_hook(self) -> None:

@@ -4,7 +4,8 @@
 
 `Rounds` owns the buffers and the fences. See [Note: rounds].
 
-[Note: rounds] The pieces of a round are packed (compute stream), exchanged (comm), laid out as full parameters and
+[Note: rounds]
+The pieces of a round are packed (compute stream), exchanged (comm), laid out as full parameters and
 stepped (compute), their new weights are exchanged (comm) and copied to the pieces (compute). All rounds use the same
 buffers. The order on the compute stream is: lay out round k, pack round k + 1, step round k, finish round k - 1, send
 round k back. So while round k is stepped, round k + 1 travels to its owners and round k - 1 back, and each buffer is
