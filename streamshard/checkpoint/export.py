@@ -5,7 +5,8 @@
 All ranks synchronise at each arrow. If one rank fails, all ranks raise a `CheckpointError` that names it. Each rank
 writes its own byte ranges into the same files. Nothing is gathered.
 
-[Note: publishing an export] All files are written into a partial directory inside the export's directory, and synced.
+[Note: publishing an export]
+All files are written into a partial directory inside the export's directory, and synced.
 Its lock refuses a second process that exports there: see [Note: two runs in one directory] in `directory.py`. Readers
 begin at the *front*: ``model.safetensors``, or the index if there is no such file. The index names the other files. So
 renaming a new front over the old one replaces the whole export:
