@@ -26,6 +26,7 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,12 +37,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import device as devices
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Observer, StreamName, Work
+from streamshard.engine import backward
 from streamshard.engine.backward import Backward
 from streamshard.engine.hooks import tensors_in
+from streamshard.engine.reductions import SmallGrads
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import AdversarialTransport
 from streamshard.inspect.races import _bytes_of, _touched
 from streamshard.torch_private import AsTensors
+from streamshard.unit.sharded_parameter import grad_of
 from streamshard.unit.unit import StreamedUnit
 
 CPU = torch.device("cpu")
@@ -194,6 +198,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     with (
         mock.patch.dict(devices.stand_ins, {"cpu": device}),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
+        mock.patch("streamshard.comm.streams.raw_stream_of", lambda _: lambda index: id(device.current_stream(CPU))),
     ):
         yield device
 
@@ -321,20 +326,31 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     Gradients of parameters are taken on the stream that has made them. The stream of whoever calls backward waits for
     those streams before the end of backward. So does autograd with a device's own streams.
     """
-    checker, take, finish = StreamChecker(device), Backward.take, Backward.finish
+    checker, take, finish, leave = StreamChecker(device), Backward.take, Backward.finish, backward._leave_or_take
 
-    def take_there(self: Backward, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
+    def at_home_of(grad: torch.Tensor) -> AbstractContextManager[None]:
         stream = [access.stream for access in checker.accesses_to(grad) if access.is_write][-1]
         checker.leaves.add(stream)
-        with device.stream(stream):
+        return device.stream(stream)
+
+    def take_there(self: Backward, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
+        with at_home_of(grad):
             take(self, unit, param_index, grad)
+
+    def leave_there(small: SmallGrads, unit: int, take_it: Callable[[torch.Tensor], None], view: torch.Tensor) -> None:
+        with at_home_of(grad_of(view)):
+            leave(small, unit, take_it, view)
 
     def finish_behind(self: Backward) -> None:
         for stream in checker.leaves:
             device.current_stream(CPU).wait_stream(stream)
         finish(self)
 
-    with checker, mock.patch.multiple(Backward, take=take_there, finish=finish_behind):
+    with (
+        checker,
+        mock.patch.multiple(Backward, take=take_there, finish=finish_behind),
+        mock.patch.object(backward, "_leave_or_take", leave_there),
+    ):
         yield checker
     assert checker.accesses > 100
     assert not checker.found, "\n".join(checker.found[:10])

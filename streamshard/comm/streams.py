@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -116,7 +117,7 @@ class StepEvent(enum.Enum):
     """Backward of the whole pass, all units, has ended."""
     GRAD_WRITTEN = enum.auto()
     """A complete gradient has been copied into the unit's grad slot (with one rank, into the main grads). On a device
-    several gradients may be copied together, a little later."""
+    small gradients are copied together, when the unit is reduced."""
 
 
 class Observer:
@@ -269,6 +270,7 @@ class Streams:
         self.dropped_rules: frozenset[Rule | str] = frozenset()
         self.current = StreamName.COMPUTE
         self._raw = raw_stream_of(device)
+        self._compute: tuple[Any, Any] = (None, None)  # the stream that was the current one last, behind its address
         # High priority: communication kernels are small, and would be late behind the blocks of a large matmul.
         self._own: dict[StreamName, Any] = {}
         if self.module is not None:
@@ -285,25 +287,22 @@ class Streams:
         """The device's stream of this name; for compute, the caller's current stream. None on the CPU."""
         if self.module is None:
             return None
-        return self._own.get(name) or self.module.current_stream(self.device)
+        if (own := self._own.get(name)) is not None:
+            return own
+        if self._raw is None:
+            return self.module.current_stream(self.device)
+        # On CUDA ``current_stream`` makes an object for each call, which takes ten times as long as the address.
+        address, stream = self._compute  # exchanged as one: autograd calls from threads of its own
+        current = self._raw(self.device.index)
+        if current != address:
+            stream = self.module.current_stream(self.device)
+            self._compute = current, stream
+        return stream
 
-    def current_id(self) -> Any:
-        """A key of the caller's current stream: equal for equal streams. None on the CPU.
-
-        On CUDA the stream's address, which takes a tenth of the time that ``torch.cuda.current_stream`` takes.
-        """
-        return self._raw(self.device.index) if self._raw is not None else self.device_stream(StreamName.COMPUTE)
-
-    @contextlib.contextmanager
-    def on_device_stream(self, stream: Any) -> Iterator[None]:
-        """Run the body on `stream`, what `device_stream` has returned. The current stream goes on after the body."""
-        current = self.device_stream(StreamName.COMPUTE)
-        if stream == current:
-            yield
-            return
-        with self.module.stream(stream):
-            yield
-        current.wait_stream(stream)
+    def on_device_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Run the body on `stream`, what `device_stream` has returned. The current stream does not wait for it."""
+        is_current = stream == self.device_stream(StreamName.COMPUTE)
+        return contextlib.nullcontext() if is_current else self.module.stream(stream)
 
     def refuse_capture(self) -> None:
         """Refuse CUDA graph capture.

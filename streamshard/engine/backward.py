@@ -27,6 +27,7 @@ from torch.autograd import Variable
 
 from streamshard.comm.streams import StepEvent
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_backward
+from streamshard.engine.reductions import SmallGrads
 from streamshard.errors import ShardingError, log
 from streamshard.plan.program import Op, Schedule
 from streamshard.torch_private import AsTensors, skip, untraced
@@ -43,7 +44,6 @@ class Backward(Phase):
 
     Attributes:
         graph: of the pass that this backward has reached last; None if it has reached none.
-        computing: the unit whose backward is running; None between units.
     """
 
     is_forward = False
@@ -68,6 +68,7 @@ class Backward(Phase):
     def _unbind(self, _: object) -> None:
         """Autograd has dropped the callback. After an exception, reshard all units. Runs in any thread."""
         if self._engine.phase is self:
+            self._engine.reductions.small.close()
             self._engine.reshard_all()
 
     @property
@@ -88,7 +89,9 @@ class Backward(Phase):
             if unit.grads.waits:
                 unit.grads.resume()
         unreached.discard(engine.ranks)
-        engine.reductions.begin(is_synced=engine.casts.is_synced)
+        engine.reductions.begin(is_synced=engine.casts.is_synced, is_last=not self._leaves_unreduced)
+        if engine.inputs.grad_scale == 1.0:
+            engine.reductions.small.open()
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         engine.unshard(engine.root_unit)
         engine.root_unit.bind()
@@ -150,7 +153,7 @@ class Backward(Phase):
             unit = self._engine.units[op.unit]
             if op.is_reduction:
                 self._engine.reductions.due.discard(op.unit)
-                self._reduce(unit)
+                self._engine.reductions.start(unit)
             else:
                 self._engine.all_gather(unit)
 
@@ -201,10 +204,6 @@ class Backward(Phase):
         scale = engine.inputs.grad_scale
         engine.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)
 
-    def _reduce(self, unit: StreamedUnit) -> None:
-        if not self._leaves_unreduced:
-            self._engine.reductions.start(unit)
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _close_pass(self) -> None:
@@ -216,8 +215,7 @@ class Backward(Phase):
                 unit.release()
         self.computing = None
         self._issue(self._schedule.finish())
-        if not self._leaves_unreduced:
-            engine.reductions.start_late_ones()
+        engine.reductions.start_late_ones()
 
     def finish(self) -> None:
         """Autograd has run the whole graph: the last reductions, then gradients for the optimizer (rule 7)."""
@@ -225,7 +223,8 @@ class Backward(Phase):
         if engine.phase is not self:
             return
         self._close_pass()
-        self._reduce(engine.root_unit)
+        engine.reductions.start(engine.root_unit)
+        engine.reductions.small.close()
         engine.root_unit.release()
         if self._leaves_unaveraged:
             engine.reductions.complete()
@@ -254,7 +253,7 @@ class Backward(Phase):
         try:
             if engine.ranks.failure is None:
                 self._close_pass()
-                self._reduce(engine.root_unit)
+                engine.reductions.start(engine.root_unit)
                 engine.reductions.complete()
         finally:
             for unit in engine.units:
@@ -303,8 +302,6 @@ def pre_backward(engine: Engine, use: Use) -> None:
         ShardingError: ``create_graph=True``, or a backward inside a forward, and the unit's weights leave their slot.
     """
     unit, phase = use.unit, engine.phase
-    if type(phase) is Backward and phase.computing is unit and unit.is_bound and not (use.is_inside or phase.has_ended):
-        return
     if phase is not None and phase.is_forward:
         if unit.weight_slot.is_shared and not unit.is_bound:
             raise ShardingError(
@@ -328,7 +325,16 @@ def take_gradients(engine: Engine) -> None:
         for param_index, view in enumerate(unit.views):
             # Weak: the garbage collector does not see what a tensor's hook holds, and the engine holds the tensor.
             take = functools.partial(_take, weakref.ref(engine), weakref.ref(unit), param_index)
+            if unit.grads.is_small(param_index):
+                take = functools.partial(_leave_or_take, engine.reductions.small, unit.index, take)
             view.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+
+@skip
+def _leave_or_take(small: SmallGrads, unit: int, take: Callable[[torch.Tensor], None], view: torch.Tensor) -> None:
+    """Autograd has made a small gradient of a unit. Those that are left are copied when the unit is reduced."""
+    if not small.leave(unit):
+        take(view)
 
 
 @skip

@@ -50,6 +50,7 @@ class Forward(Phase):
 
     is_forward = True
     is_current = True
+    computing = None
 
     def __init__(self, engine: Engine, units: frozenset[int]) -> None:
         has_graph = torch.is_grad_enabled()

@@ -170,7 +170,8 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
 
     The hooks are closures: they run for every saved tensor, and find local names faster than attributes.
     """
-    slot, spans, (lowest, highest) = use.unit.weight_slot, engine.shared_spans, engine.shared_range
+    unit, spans, (lowest, highest) = use.unit, engine.shared_spans, engine.shared_range
+    slot = unit.weight_slot
     first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = saved_tensors_hooks(False)
     own = use.unit.unsharded_ids
@@ -197,8 +198,10 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     def unpack(packed: tuple[Any, Any]) -> Any:
         """Called in backward when a saved tensor is read."""
         saved, mark = packed
-        if isinstance(mark, Use):
-            untraced(pre_backward, engine, mark)
+        if mark is use:
+            phase = engine.phase
+            if phase is None or phase.computing is not unit or not unit.is_bound:
+                untraced(pre_backward, engine, use)
             return saved
         if mark is None and outer is not None:
             return outer[1](saved)

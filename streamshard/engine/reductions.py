@@ -9,16 +9,53 @@ the answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
+from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Streams, Work
 from streamshard.engine.replicas import Replicas
 from streamshard.plan.memory import Category
 from streamshard.unit.shard import Ledger
 from streamshard.unit.unit import StreamedUnit
+
+
+class SmallGrads:
+    """Small gradients that autograd has left in ``.grad`` of unsharded parameters, until their unit is reduced.
+
+    Hooks of unsharded parameters hold this object, so it holds no tensors: no collector would see such a cycle.
+
+    Attributes:
+        units: indices of units that have some.
+        stream: the device's stream that has made them.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.units: set[int] = set()
+        self.stream: Any = None
+        self._streams = streams
+        self._is_open = False
+
+    def open(self) -> None:
+        """A backward begins, on the current stream."""
+        self._is_open = True
+        self.units.clear()
+        self.stream = self._streams.device_stream(StreamName.COMPUTE)
+
+    def close(self) -> None:
+        """The backward has ended."""
+        self._is_open = False
+
+    def leave(self, unit: int) -> bool:
+        """Autograd has made a gradient of `unit`: whether it stays. Other streams' gradients are copied at once."""
+        if not self._is_open or torch.is_grad_enabled():
+            return False
+        if self.stream is not None and self.stream != self._streams.device_stream(StreamName.COMPUTE):
+            return False
+        self.units.add(unit)
+        return True
 
 
 class Reductions:
@@ -33,6 +70,7 @@ class Reductions:
     Attributes:
         due: indices of units whose reduction the program still has.
         used: agrees on which parameters had a gradient.
+        small: gradients that `start` copies.
     """
 
     def __init__(
@@ -42,46 +80,62 @@ class Reductions:
         self.replicas = replicas
         self.due: set[int] = set()
         self._units = units
+        self._is_last = True
+        self.small = SmallGrads(ranks.streams)
         self._under_way: list[Work] = []
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
 
-    def begin(self, *, is_synced: bool) -> None:
-        """A backward begins, outside of ``no_sync()`` (True) or inside."""
+    def begin(self, *, is_synced: bool, is_last: bool) -> None:
+        """A backward begins.
+
+        Args:
+            is_synced: outside of ``no_sync()``.
+            is_last: gradients are reduced; False: they stay in their slots, for another backward to add to.
+        """
         self.due = set()
+        self._is_last = is_last
         if self.replicas is not None:
             self.replicas.begin(is_synced=is_synced)
 
     def take(self, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
         """Copy or add `grad` [shape of the unsharded parameter] to the unit's grad slot; opens the slot (rule 3)."""
-        if not unit.grads.is_open:
-            self._open(unit)
-        elif unit.grads.slot is None and self.replicas is not None:
-            self.replicas.finish_average(unit)
+        self._open(unit)
         unit.grads.write(param_index, grad)
         self.ranks.transport.progress()
 
     def _open(self, unit: StreamedUnit) -> None:
         slot = unit.grads.slot
+        if self.replicas is not None and (slot is None or not unit.grads.is_open):
+            self.replicas.finish_average(unit)
+        if unit.grads.is_open:
+            return
         if slot is not None and slot.content is not None:  # gradients that come in several parts
             earlier = self._units[slot.content]
             if earlier.index in self.due:  # other ranks may not be here: they reduce it where the program has it
                 earlier.grads.spill()
             else:
                 self.start(earlier)
-        if self.replicas is not None:
-            self.replicas.finish_average(unit)
         with self.ranks.guard("the reduction before that of", unit.name):
             unit.grads.open()
 
     def start(self, unit: StreamedUnit) -> None:
-        """Reduce the unit, whose gradients are all written (rule 4). Parameters without a gradient here send zeros."""
+        """Collect the gradients of the unit, which are all made, and reduce them (rule 4).
+
+        Parameters without a gradient here send zeros.
+        """
         if not (unit.is_trainable or unit.grads.waits):
             return
-        if not unit.grads.is_open:
-            if unit.grads.slot is None and self.replicas is None:
-                return
-            self._open(unit)
+        has_left = unit.index in self.small.units
+        needs_no_slot = not self._is_last or unit.grads.slot is None and self.replicas is None
+        if needs_no_slot and not has_left and not unit.grads.is_open:
+            return
+        self._open(unit)
+        if has_left:
+            self.small.units.remove(unit.index)
+            unit.grads.collect(self.small.stream)
+        if not self._is_last:
+            return
         with self.ranks.guard("the reduction of", unit.name):
             work = unit.grads.start_reduce()
         if work is not None:
@@ -92,7 +146,7 @@ class Reductions:
     def start_late_ones(self) -> None:
         """Reduce gradients that came after the reduction of their unit, except those of the root unit."""
         for unit in self._units[1:]:
-            if unit.grads.has_unreduced:
+            if unit.grads.has_unreduced or unit.index in self.small.units:
                 self.start(unit)
 
     def finish(self) -> list[nn.Parameter]:

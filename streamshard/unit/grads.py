@@ -1,9 +1,10 @@
 """The gradients of one unit, with a method for each step of their way, in order.
 
-    autograd -write-> grad slot -start_reduce-> main grads -finish-> ``.grad`` of the sharded parameters
+    autograd -write, collect-> grad slot -start_reduce-> main grads -finish-> ``.grad`` of the sharded parameters
 
-`UnitGrads.write` keeps small gradients until they amount to `_STAGED_BYTES`, and copies them together, since the host's
-time for a call is what small copies cost. If another unit needs the slot in between, gradients are *spilled*: copied to
+`UnitGrads.write` copies a large gradient into the slot as soon as autograd has made it. Small gradients stay in
+``.grad`` of the unsharded parameters until the unit is reduced. `UnitGrads.collect` copies them together, since small
+copies cost the host's time for a call. If another unit needs the slot in between, gradients are *spilled*: copied to
 memory of their own. If a backward does not reduce (``no_sync()`` with a grad slot for each unit), gradients wait in the
 slot, and using ``.grad`` raises.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import StepEvent, StreamName, Streams, Work, as_one
+from streamshard.comm.streams import StepEvent, Streams, Work, as_one
 from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
 from streamshard.plan.flat_params import FlatParam
@@ -32,7 +33,8 @@ _WHY_EARLIER = (
     "needed after zero_grad()"
 )
 
-_STAGED_BYTES = 1 << 20
+# The small gradients of a unit have at most this many bytes in all: memory beside the slot, for the unit that computes.
+_COLLECTED_BYTES = 1 << 20
 
 
 class FlatParamGrads:
@@ -105,7 +107,7 @@ class ParamGrad:
     Attributes:
         has_room: there is memory for the gradient.
         in_slot: [shape of `view`] grad_dtype, the place in the grad slot; with one rank, fp32 in the main grads.
-        in_main: [local shape] fp32, this rank's piece of the main grads. Becomes ``.grad``.
+        in_main: [local shape] fp32, this rank's piece of the main grads, which has become ``.grad``; None: not yet.
         is_written: this backward has written `in_slot`, or is about to, see `UnitGrads.write`.
         is_used: this rank's graphs have made a gradient; the other ranks are told.
         is_kept: `in_main` holds the ``.grad`` from before this backward, to which the reduction is added.
@@ -114,7 +116,6 @@ class ParamGrad:
     """
 
     in_slot: torch.Tensor
-    in_main: ShardedTensor
     _local: torch.Tensor  # `in_main` as a plain tensor
     _piece: Piece  # what it is a piece of
 
@@ -127,40 +128,39 @@ class ParamGrad:
         self.is_kept = False
         self.waits = False
         self.spilled: torch.Tensor | None = None
+        self.in_main: ShardedTensor | None = None
         if memory is not None:
             layout = shard.layout
             self.in_slot = memory.all.narrow(0, layout.offset, layout.numel).view(layout.shape)
             self._local, self._piece = shard.shaped(memory.main), shard.what(memory.ranks).of_grad()
 
-    def renew(self, life: Life) -> None:
-        """Make `in_main` anew. Inside `AsTensors`."""
-        self.in_main = ShardedTensor.wrap(self._local.detach(), self._piece, life)
-
     def move(self, memory: FlatParamGrads) -> None:
-        """The main grads have moved to `memory.main`. `renew` follows."""
+        """The main grads have moved to `memory.main`."""
         self._local = self.shard.shaped(memory.main)
 
     def take(self) -> bool:
-        """Move ``.grad`` into the main grads. Inside `AsTensors`.
+        """Move ``.grad``, if there is one, into the main grads. Inside `AsTensors`.
 
         Returns:
             Whether ``.grad`` is `in_main`, as the last backward has left it.
         """
         grad = grad_attribute.__get__(self.shard.param)
         self.is_kept = grad is not None
-        is_same: bool = grad is self.in_main
+        is_same = grad is self.in_main
         if grad is not None:
             if not is_same:
                 self._local.copy_(grad)
             put_grad(self.shard.param, None)
         return is_same
 
-    def give(self) -> None:
+    def give(self, life: Life) -> None:
         """Make the piece of the main grads ``.grad``, plus what autograd has put there meanwhile (of a penalty).
 
         Inside `AsTensors`.
         """
         param = self.shard.param
+        if self.in_main is None:
+            self.in_main = ShardedTensor.wrap(self._local.detach(), self._piece, life)
         if (own := grad_attribute.__get__(param)) is not None:
             self.in_main.add_(own)
         drop_unreduced(param)
@@ -204,10 +204,7 @@ class UnitGrads:
         self._index = index
         self._life = Life()  # of the gradients that parameters have now
         self._trained: list[ParamGrad] = []  # those of `params` that have room
-        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # places in the slot, and gradients to copy there
-        self._staged_bytes = 0
-        self._staged_on: Any = None  # `Streams.current_id` of the device's stream that made them
-        self._staged_stream: Any = None  # this stream
+        self._small: list[ParamGrad] = []  # whose gradients `collect` copies
         self._has_taken = False  # whether this backward has moved ``.grad`` into main grads
         self._adds = False  # main grads hold something that the next reduction adds to
 
@@ -218,7 +215,8 @@ class UnitGrads:
         if memory is not None:
             self._trained.append(self.params[-1])
             with AsTensors():
-                self._trained[-1].renew(self._life)
+                if sum(small.view.nbytes for small in self._small) + view.nbytes <= _COLLECTED_BYTES:
+                    self._small.append(self._trained[-1])
 
     @property
     def _streams(self) -> Streams:
@@ -266,9 +264,8 @@ class UnitGrads:
         """Gradients of the unit that the user still holds raise from now on."""
         self._life.why_over = _WHY_EARLIER
         self._life = Life()
-        with AsTensors():
-            for grad in self._trained:
-                grad.renew(self._life)
+        for grad in self._trained:
+            grad.in_main = None
 
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `finish`: what autograd puts there meanwhile is its own."""
@@ -282,10 +279,12 @@ class UnitGrads:
                 if not grad.is_kept:
                     grad.clear()
 
+    def is_small(self, param_index: int) -> bool:
+        """Whether `collect` copies the gradient of this parameter."""
+        return self.params[param_index] in self._small
+
     def write(self, param_index: int, value: torch.Tensor) -> None:
         """Copy gradient `value` [shape of the unsharded parameter] into the slot. Its only copy. Compute stream.
-
-        A small one is kept, and copied together with the next ones, at the latest when the reduction starts.
 
         Raises:
             ShardingError: the parameter was frozen when the model was sharded.
@@ -296,37 +295,43 @@ class UnitGrads:
                 f"parameter {grad.shard.name!r} was frozen when StreamShard(model) was called and trains now: there is "
                 "no room for its gradient. Freeze it after StreamShard(model), as often as you like"
             )
-        grad.is_used = self.has_unreduced = True
-        if value.is_sparse:
-            value = value.to_dense()
-        current = self._streams.current_id()
+        self._write([(grad, value)])
+
+    def collect(self, stream: Any) -> None:
+        """Copy the small gradients that autograd has left into the slot, which is open.
+
+        Args:
+            stream: the device's stream that has made them, whose allocator owns them.
+        """
+        with self._streams.on_device_stream(stream):
+            self._write(self._pop_left())
+
+    def _pop_left(self) -> list[tuple[ParamGrad, torch.Tensor]]:
+        left = []
+        with AsTensors():
+            for grad in self._small:
+                if (value := grad_attribute.__get__(grad.view)) is not None:
+                    grad_attribute.__set__(grad.view, None)
+                    left.append((grad, value))
+        return left
+
+    def _write(self, values: Sequence[tuple[ParamGrad, torch.Tensor]]) -> None:
+        """Copy gradients [shape of the unsharded parameter] into the slot, or add to what this backward has written."""
+        self.has_unreduced = True
         if self.slot is not None:
-            self.slot.join(current)
-        if grad.is_written or current != self._staged_on:
-            self._copy_staged()
-        if grad.is_written:
-            grad.in_slot.add_(value)
-            self._tell_of_write()
-        else:
-            if not self._staged:
-                self._staged_on, self._staged_stream = current, self._streams.device_stream(StreamName.COMPUTE)
-            self._staged.append((grad.in_slot, value))
-            self._staged_bytes += value.nbytes
-            if self._staged_bytes >= _STAGED_BYTES:
-                self._copy_staged()
-        grad.is_written = True
-
-    def _copy_staged(self) -> None:
-        """Copy the gradients that `write` has kept, on the stream that made them, whose allocator owns their memory."""
-        if self._staged:
-            places, values = zip(*self._staged, strict=True)
-            with self._streams.on_device_stream(self._staged_stream):
-                torch._foreach_copy_(places, values)
-            self._staged.clear()
-            self._staged_bytes = 0
-            self._tell_of_write()
-
-    def _tell_of_write(self) -> None:
+            self.slot.join()
+        places, fresh = [], []
+        for grad, value in values:
+            if value.is_sparse:
+                value = value.to_dense()
+            if grad.is_written:
+                grad.in_slot.add_(value)
+            else:
+                places.append(grad.in_slot)
+                fresh.append(value)
+            grad.is_used = grad.is_written = True
+        if fresh:
+            torch._foreach_copy_(places, fresh)
         self._streams.observe(StepEvent.GRAD_WRITTEN, self._index)
 
     def spill(self) -> None:
@@ -335,7 +340,6 @@ class UnitGrads:
         Happens only if a unit's layers run before and after those of another unit in the same slot.
         """
         assert self.slot is not None
-        self._copy_staged()
         self.slot.content = None
         for grad in self.params:
             if grad.is_written:
@@ -345,10 +349,9 @@ class UnitGrads:
         """Start the reduction from slot to main grads (rule 4). Parameters without a gradient contribute zeros."""
         self.reductions += 1
         self.has_unreduced = False
-        self._copy_staged()
         slot = self.slot
         if slot is not None:
-            slot.join(self._streams.current_id())
+            slot.join()
         for grad in self._trained:
             if not grad.is_written and (grad.is_kept or self.counts(grad)):  # or frozen, with a kept gradient
                 grad.in_slot.zero_()
@@ -373,7 +376,7 @@ class UnitGrads:
             for grad, is_used in zip(self.params, used, strict=True):
                 is_new = is_used and grad.has_room and (grad.view.requires_grad or self.waits)
                 if self._has_taken and (grad.is_kept or is_new):
-                    grad.give()
+                    grad.give(self._life)
                     if is_new:
                         given.append(grad.shard.param)
                 grad.is_used = False
@@ -389,8 +392,7 @@ class UnitGrads:
 
     def give_up(self) -> None:
         """The backward has failed: discard all gradients of the unit, and free the slot."""
-        self._staged.clear()
-        self._staged_bytes = 0
+        self._pop_left()
         for grad in self.params:
             grad.is_written = grad.is_used = grad.is_kept = False
             grad.spilled = None
@@ -409,7 +411,6 @@ class UnitGrads:
         Args:
             has_trained: whether the unit was trainable in this backward.
         """
-        self._copy_staged()
         self.waits = self.waits or has_trained
         if not self._has_taken:
             return

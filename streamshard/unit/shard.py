@@ -157,28 +157,28 @@ class GradSlot:
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
         self.scratch = scratch
         self._streams = streams
-        self._writers: dict[Any, Any] = {}  # streams on which gradients are written, by `Streams.current_id`
+        self._writers: list[Any] = []  # the device's streams on which gradients are written
 
     def open(self, unit: int) -> None:
         """The slot is `unit`'s from here on (rule 3)."""
         self._writers.clear()
-        self.join(self._streams.current_id())
+        self.join()
         self.content = unit
 
-    def join(self, current: Any) -> None:
-        """The device's current stream, whose `Streams.current_id` is `current`, is about to write: it waits (rule 3).
+    def join(self) -> None:
+        """The device's current stream is about to write: it waits (rule 3).
 
         autograd makes a gradient on the stream of the forward, which a layer may change (shared experts, say), and
         lets that of the caller wait for all of them at the end of backward only.
         """
-        if current not in self._writers:
-            stream = self._streams.device_stream(StreamName.COMPUTE)
+        stream = self._streams.device_stream(StreamName.COMPUTE)
+        if stream not in self._writers:
             self.drained.wait(stream)  # rule 3
-            self._writers[current] = stream
+            self._writers.append(stream)
 
     def finish_writing(self) -> None:
         """Nothing is written any more: the comm stream goes on after what was, on whatever stream (rule 4)."""
-        for stream in self._writers.values():
+        for stream in self._writers:
             self.written.record(stream=stream)
             self.written.wait()
 

@@ -99,6 +99,17 @@ def test_gradients_of_inputs_and_activations_are_plain_pytorchs(context: RankCon
     assert_trains_like_plain(context, Stack, step)
 
 
+@on_ranks(1, 2)
+def test_gradients_of_parameters_that_can_be_differentiated_again_are_refused(context: RankContext) -> None:
+    """Of large and of small parameters, in layers whose weights stay."""
+    for trained in ("weight", "bias"):
+        model = StreamShard(Stack(), precision=FP32, resident=[f"layers.{index}" for index in range(4)])
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.endswith(trained))
+        with pytest.raises(ShardingError, match=f"{trained}' cannot be differentiated again"):
+            model(vector_batch(0, context.rank)).square().mean().backward(create_graph=True)
+
+
 @on_ranks(2)
 def test_create_graph_through_a_sharded_model_raises(context: RankContext) -> None:
     """A penalty on the gradient of the input, taken outside: weights have left their slots."""

@@ -182,6 +182,32 @@ def test_after_an_exception_the_optimizer_alone_may_clear_gradients(context: Ran
             assert_trains_like_plain(context, TinyLM, step, steps=len(names), checked=(0, 3))
 
 
+class _Penalised(TinyLM):
+    """Each forward leaves a penalty, whose backward reaches a parameter before any node of an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.ones(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.penalty = self.offset.sum()
+        return super().forward(tokens)
+
+
+@on_ranks(1, 2)
+def test_a_backward_that_begins_with_a_small_gradient_keeps_it(context: RankContext) -> None:
+    """Behind a backward that has ended, and behind one that an exception has ended."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        model(token_batch(call.step, call.rank))
+        penalty: Tensor = model.penalty
+        if isinstance(model, StreamShard) and call.step == 1:
+            _fail_and_clear(model, call, "in the middle of backward")
+        return call.backward(penalty)
+
+    assert_trains_like_plain(context, _Penalised, step)
+
+
 @on_ranks(2)
 def test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step(context: RankContext) -> None:
     """The interrupted rank issues the other's collectives before its next forward."""

@@ -19,9 +19,11 @@ from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.save import copy_to_host
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
+from streamshard.engine.reductions import Reductions
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.unit import grads as unit_grads
+from streamshard.unit.unit import StreamedUnit
 from tests.models import DIM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, Tolerance, adamw, assert_same, full_weights, stack_step
@@ -293,11 +295,11 @@ def test_gradients_that_come_on_other_streams_are_in_time(
     context: RankContext, side_first: bool, slots: dict[str, Any]
 ) -> None:
     """As layers with a stream for shared experts have them, small and large ones: rules 3 and 4 hold for each."""
-    for staged_bytes in (1 << 20, 600, 1):  # copied after a layer, in the middle of it, each by itself
+    for collected_bytes in (1 << 20, 600, 1):  # gradients are copied after the layer, some of them, each by itself
         with (
             simulated_device() as device,
             checking_streams(device) as checker,
-            mock.patch.object(unit_grads, "_STAGED_BYTES", staged_bytes),
+            mock.patch.object(unit_grads, "_COLLECTED_BYTES", collected_bytes),
         ):
             side = SimulatedStream()
             layers = [_SharedExpert(device, side, side_first=side_first) for _ in range(4)]
@@ -312,6 +314,29 @@ def test_gradients_that_come_on_other_streams_are_in_time(
                     optimizer.step()
                     optimizer.zero_grad()
         assert checker.leaves == {side, device.compute}
+
+
+@on_ranks(2)
+def test_small_gradients_are_copied_on_the_stream_that_has_made_them(context: RankContext) -> None:
+    """Also if the next layer, whose backward starts the reduction, runs on another one."""
+    with simulated_device() as device:
+        side, used, copy, start = SimulatedStream(), set(), torch._foreach_copy_, Reductions.start
+
+        def start_aside(self: Reductions, unit: StreamedUnit) -> None:
+            with device.stream(side):
+                start(self, unit)
+
+        def noted_copy(places: list[Tensor], values: list[Tensor]) -> None:
+            used.add(device.current_stream(CPU))
+            copy(places, values)
+
+        model = sharded("unequal layers", BF16)
+        with (
+            mock.patch.object(Reductions, "start", start_aside),
+            mock.patch.object(torch, "_foreach_copy_", noted_copy),
+        ):
+            stack_step(model, Call(0, context.rank, 2, 1.0))
+        assert used == {device.compute}
 
 
 def test_host_copies_are_read_behind_the_stream_that_copies() -> None:
