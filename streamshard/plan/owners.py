@@ -47,10 +47,9 @@ def plan_rounds(
     """
     rounds: list[list[int]] = []
     owned: list[dict[int, int]] = []  # elements in each round, by rank
-    first_open: dict[int, int] = {}  # by rank, the first round that is not full for it
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         rank, numel = owners[index], numels[index]
-        place = first_open.get(rank, 0)
+        place = 0
         while place < len(rounds) and owned[place].get(rank, 0) + numel > max(round_numel, numel):
             place += 1
         if place == len(rounds):
@@ -58,5 +57,4 @@ def plan_rounds(
             owned.append({})
         rounds[place].append(index)
         owned[place][rank] = owned[place].get(rank, 0) + numel
-        first_open[rank] = place
     return [sorted(each) for each in rounds]
