@@ -79,7 +79,7 @@ def load_checkpoint(
         CheckpointError: on every rank, before any weight changes. Names the damaged or missing file and the newest
             intact checkpoint, or all parameters that do not fit.
         ConfigError: an argument that cannot work.
-        ShardingError: no model is sharded, or the call is inside a forward or backward.
+        ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, extra, accepts_empty=True)
@@ -250,9 +250,7 @@ class Plan:
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:
         mine, ranks = self._parts.trees, self._parts.engine.ranks
-        self._wrong += [
-            f"it has no {name!r}" for name in mine if name not in trees and name.startswith(("model", "extra."))
-        ]
+        self._wrong += [f"it has no {name!r}" for name in mine if name not in trees and name.startswith("extra.")]
         for name in sorted(trees, key=lambda name: name == RANDOM):  # other objects may draw random numbers
             saved = trees[name]
             if name not in mine and not name.startswith("extra."):

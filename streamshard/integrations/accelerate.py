@@ -265,12 +265,14 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def _parts(self) -> dict[str, Any]:
         """Arguments of `save_checkpoint` and `load_checkpoint`."""
         models = [_uncompiled(model) for model in self._models]
+        plain = [model for model in models if handle_of(model) is None and model.state_dict()]
         scalers = [self.scaler] if self.scaler is not None else []
-        objects = (("scheduler", self._schedulers), ("scaler", scalers), ("object", self._custom_objects))
+        objects = (self._schedulers, scalers, self._custom_objects, plain)
+        named = zip(("scheduler", "scaler", "object", "model"), objects, strict=True)
         return {
-            "model": _numbered([model for model in models if handle_of(model) is not None or model.state_dict()]),
+            "model": _numbered([model for model in models if handle_of(model) is not None]),
             "optimizer": _numbered([optimizer.optimizer for optimizer in self._optimizers]),
-            "extra": {f"{kind}.{i}": each for kind, given in objects for i, each in enumerate(given)},
+            "extra": {f"{kind}.{i}": each for kind, given in named for i, each in enumerate(given)},
         }
 
     def _loaders(self) -> dict[str, Any]:
