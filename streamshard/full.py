@@ -15,35 +15,40 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from streamshard.comm.objects import raise_if
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.torch_private import swap_tensor
 from streamshard.unit.global_ops import global_norm
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of, grad_of, refuse_unreduced
-from streamshard.unit.sharded_tensor import piece_of
+from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of, refuse_unreduced
 
 
 @contextlib.contextmanager
-def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Iterator[None]:
+def under_params(
+    engine: Engine, full: Mapping[ParamShard, torch.Tensor]
+) -> Iterator[Mapping[ParamShard, nn.Parameter]]:
     """Inside, parameters hold the tensors of `full`, without gradients; afterwards they hold their pieces again.
+
+    No pass can begin inside. No collective: other ranks need not call this.
 
     Args:
         engine: the model's.
-        full: by parameter, [full shape] on any device. No collective: other ranks need not call this.
+        full: by parameter, [full shape] on any device, meta too.
+
+    Yields:
+        By parameter, one that holds the full tensor afterwards.
     """
-    before = [(shard.param, data_of(shard.param), grad_of(shard.param), piece_of(shard.param)) for shard in full]
+    full_params: dict[ParamShard, nn.Parameter] = {}
     engine.set_whole(True)
     try:
         for shard, tensor in full.items():
+            full_params[shard] = nn.Parameter(tensor, shard.param.requires_grad)
+            swap_tensor(shard.param, full_params[shard])
             be_whole(shard.param)
-            shard.param.grad = None
-            shard.param.data = tensor
-        yield
+        yield full_params
     finally:
-        for param, data, grad, piece in before:
-            param.grad = None
-            param.data = data
-            param.grad = grad
-            if piece is not None:
-                be_piece(param, piece)
+        for shard, param in full_params.items():
+            swap_tensor(shard.param, param)
+            be_piece(shard.param, shard.what(engine.ranks))
+            shard.param.requires_grad_(param.requires_grad)
         engine.set_whole(False)
 
 
