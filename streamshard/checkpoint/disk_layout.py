@@ -65,12 +65,12 @@ class Rearrangement(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        dim = args[1] if len(args) > 1 else 0
         if func is torch.ops.aten.clone.default:
             self._record(result, [args[0]], 0)
         elif func is torch.ops.aten.cat.default:
-            self._record(result, args[0], _dim(args, kwargs))
+            self._record(result, args[0], dim)
         elif func is torch.ops.aten.stack.default:
-            dim = _dim(args, kwargs)
             self._record(result, [part.unsqueeze(dim) for part in args[0]], dim)
         return result
 
@@ -133,10 +133,6 @@ class Rearrangement(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # meta storages all have data pointer 0; this tells them apart
-
-
-def _dim(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int:
-    return int(args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0))
 
 
 class Piece(NamedTuple):
