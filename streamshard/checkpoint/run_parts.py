@@ -27,7 +27,6 @@ from streamshard.checkpoint.optimizer_state import (
     join_states,
     local_state,
     of_replica,
-    params_in,
     settle,
 )
 from streamshard.checkpoint.safetensors_file import bytes_of
@@ -37,6 +36,7 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import engine_at_rest
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.plan.structure import params_of
+from streamshard.unit.optimizer_hooks import params_in
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import piece_of
 
@@ -132,7 +132,7 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
     for key, each in parts.trees.items():
         if isinstance(each, nn.Module):
             names.update((param, f"{key}/{name}") for name, param in params_of(each).items())
-    for param in params_in(optimizer):
+    for param in params_in(optimizer.param_groups):
         if param not in names:
             piece = piece_of(param)
             what = f"a parameter of shape {tuple(param.shape)}" if piece is None else repr(piece.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.optim.rounds import Rounds, WholeParam, stand_in
 from streamshard.plan.owners import plan_rounds
-from streamshard.unit.optimizer_hooks import is_elementwise_class
+from streamshard.unit.optimizer_hooks import is_elementwise_class, params_in
 from streamshard.unit.sharded_tensor import piece_of
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
@@ -228,11 +228,6 @@ class InnerOptimizers:
         """By group number, the options of the groups in which this rank owns parameters."""
         numbers = {inner.number for inners in self._by_round for inner in inners}
         return {number: options_of(self._groups[number][0]) for number in sorted(numbers)}
-
-
-def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
-    """The parameters of all groups, in their order."""
-    return [param for group in groups for param in group["params"]]
 
 
 def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
