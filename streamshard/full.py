@@ -151,11 +151,8 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     refuse_unreduced(params, "clip_grad_norm_")
     grads = [grad.as_subclass(torch.Tensor) for grad in (param.grad for param in params) if grad is not None]
     filled = [grad for grad in grads if grad.numel()]
-    if filled:
-        local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)
-    else:
-        local = torch.zeros((), device=engine.streams.device)
-    total = global_norm(local, order, engine.ranks)
+    norms = torch._foreach_norm(filled, order) if filled else [torch.zeros((), device=engine.streams.device)]
+    total = global_norm(torch.linalg.vector_norm(torch.stack(norms), order), order, engine.ranks)
     if filled:
         torch._foreach_mul_(filled, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total

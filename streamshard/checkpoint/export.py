@@ -90,9 +90,8 @@ def export_shards(
 
     def plan() -> tuple[list[FileLayout], Held]:
         huggingface.check_exportable(model)
-        pieces = local_pieces(model, shards, buffers=group.is_first)
-        if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
-            pieces = {}
+        # Replicas hold the same, or in local SGD nearly the same: one of them writes.
+        pieces = {} if group.replica else local_pieces(model, shards, buffers=group.is_first)
         runs_of = plan_disk(model, shards, wanted)
         held = {spec.name: (spec.dtype, list(overlaps(runs, pieces))) for spec, runs in runs_of.items()}
         return plan_files(list(runs_of), max_file_bytes), held

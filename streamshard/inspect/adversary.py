@@ -76,12 +76,11 @@ class AdversarialTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
-        if not is_published:
-            return self._start(lambda: self.inner.start_gather(shard, slot, tag, is_published=False))
-        self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        with self.streams.on(self.stream):
-            _spoil(slot, keep=shard)
-        return self._start(lambda: self.inner.start_gather(shard, slot, tag))
+        if is_published:
+            self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+            with self.streams.on(self.stream):
+                _spoil(slot, keep=shard)
+        return self._start(lambda: self.inner.start_gather(shard, slot, tag, is_published=is_published))
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
-from accelerate.utils import DynamoBackend, is_compiled_module, recursively_apply
+from accelerate.utils import DynamoBackend, is_compiled_module
 from torch import nn
 
 from streamshard.api import StreamShard, export_safetensors
@@ -24,6 +24,7 @@ from streamshard.device import accelerator as accelerator_kind
 from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
+from streamshard.torch_private import tree_leaves
 from streamshard.unit.sharded_tensor import is_piece
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
@@ -158,17 +159,13 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Like accelerate's, but refuses sharded parameters and gradients. accelerate's LocalSGD would pass them."""
-
-        def check(each: torch.Tensor) -> torch.Tensor:
-            if is_piece(each):
-                raise ShardingError(
-                    f"reduce of a parameter or gradient of a sharded model, {tuple(each.shape)} here: each rank has "
-                    "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "
-                    "LocalSGD see streamshard.LocalSGD and docs/guide/replicas.md"
-                )
-            return each
-
-        return super().reduce(recursively_apply(check, tensor), reduction, scale)
+        for each in filter(is_piece, tree_leaves(tensor)):
+            raise ShardingError(
+                f"reduce of a parameter or gradient of a sharded model, {tuple(each.shape)} here: each rank has "
+                "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "
+                "LocalSGD see streamshard.LocalSGD and docs/guide/replicas.md"
+            )
+        return super().reduce(tensor, reduction, scale)
 
     # -- whole weights ------------------------------------------------------------------------------------------------
 

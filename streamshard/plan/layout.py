@@ -103,11 +103,7 @@ class FlatParamLayout:
 
 
 def plan_flat_param(
-    sizes: Sequence[ParamLayout],
-    world_size: int,
-    *,
-    element_bytes: int = 2,
-    align_pieces_to: int = 1,
+    sizes: Sequence[ParamLayout], world_size: int, *, element_bytes: int, align_pieces_to: int
 ) -> FlatParamLayout:
     """Lay out one flat parameter. See [Note: layout].
 
