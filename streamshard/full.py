@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,36 @@ from streamshard.torch_private import swap_tensor
 from streamshard.unit.global_ops import global_norm
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of, refuse_unreduced
+
+_Take = Callable[[ParamShard, torch.Tensor], torch.Tensor]
+
+
+def gather_full(
+    engine: Engine, take: _Take | None, wanted: Collection[nn.Parameter] | None = None
+) -> tuple[dict[ParamShard, torch.Tensor], Exception | None]:
+    """All-gather full tensors, one unit at a time. Collective.
+
+    Args:
+        engine: the model's.
+        take: makes what this rank keeps of a full tensor; None: this rank keeps nothing.
+        wanted: the parameters to gather; None is all.
+
+    Returns:
+        By parameter, what `take` has made, and what it has raised, such as too little memory on the one rank that
+        wants the tensors: this rank goes on with the all-gathers.
+    """
+    full: dict[ParamShard, torch.Tensor] = {}
+    failure: Exception | None = None
+    for unit in engine.units:
+        pieces = [shard.main if wanted is None or shard.param in wanted else None for shard in unit.params]
+        gathered = unit.gather_whole(pieces)
+        try:
+            for shard, piece, whole in zip(unit.params, pieces, gathered, strict=True):
+                if take is not None and piece is not None and whole is not None:
+                    full[shard] = take(shard, whole)
+        except Exception as error:
+            take, failure = None, error
+    return full, failure
 
 
 @contextlib.contextmanager
@@ -60,11 +90,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         ShardingError: inside, from a forward or an optimizer's step; at the end, after all pieces are back, if a
             tensor to be written back has another shape, or a parameter has got a gradient, which would be lost.
     """
-    full: dict[ParamShard, torch.Tensor] = {}
-    for unit in engine.units:
-        for shard, tensor in zip(unit.params, unit.gather_whole([shard.main for shard in unit.params]), strict=True):
-            assert tensor is not None
-            full[shard] = tensor
+    full, _ = gather_full(engine, lambda _, tensor: tensor)
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {shard.param for shard in full}))
     try:
         with under_params(engine, full):
@@ -107,16 +133,7 @@ def _refuse_step(params: set[nn.Parameter], optimizer: Optimizer, args: Any, kwa
 def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> dict[str, Any]:
     """See `StreamShard.full_state_dict`."""
     wanted = not rank0_only or engine.ranks.is_first
-    full: dict[ParamShard, torch.Tensor] = {}
-    failure: Exception | None = None
-    for unit in engine.units:
-        tensors = unit.gather_whole([shard.main for shard in unit.params])
-        try:
-            if wanted and failure is None:
-                found = zip(unit.params, tensors, strict=True)
-                full.update((shard, tensor.to("cpu", copy=True)) for shard, tensor in found if tensor is not None)
-        except Exception as error:  # such as too little memory on the one rank that wants it: others go on
-            failure = error
+    full, failure = gather_full(engine, (lambda _, tensor: tensor.to("cpu", copy=True)) if wanted else None)
     states: list[dict[str, Any]] = []
 
     def finish() -> None:
