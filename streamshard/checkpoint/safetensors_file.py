@@ -240,8 +240,6 @@ class OpenFiles:
         if name not in self._opened:
             path = self.root / name
             try:
-                if not path.is_file():
-                    raise FileNotFoundError("there is no such file")
                 self._opened[name] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"cannot read {path}: {error}") from error

@@ -152,7 +152,8 @@ class AdversarialTransport(Transport):
         if self.streams.has_streams:
             # Waits are events there, of which the host knows nothing: the device has to be slow.
             with self.streams.on(self.stream):
-                _be_slow(self.streams)
+                if sleep := getattr(self.streams.module, "_sleep", None):
+                    sleep(_DELAY_CYCLES)
             late.complete(self.streams)
             return None
         self._pending.append(late)
@@ -196,8 +197,3 @@ def _spoil(slot: torch.Tensor, keep: torch.Tensor | None = None) -> None:
     with torch.no_grad():
         for part in parts:
             part.fill_(float("nan")) if part.is_floating_point() else part.fill_(torch.iinfo(part.dtype).max)
-
-
-def _be_slow(streams: Streams) -> None:
-    if sleep := getattr(streams.module, "_sleep", None):
-        sleep(_DELAY_CYCLES)
