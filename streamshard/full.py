@@ -70,8 +70,9 @@ def under_params(
     engine.set_whole(True)
     try:
         for shard, tensor in full.items():
-            full_params[shard] = nn.Parameter(tensor, shard.param.requires_grad)
-            swap_tensor(shard.param, full_params[shard])
+            full_param = nn.Parameter(tensor, shard.param.requires_grad)
+            swap_tensor(shard.param, full_param)
+            full_params[shard] = full_param
             be_whole(shard.param)
         yield full_params
     finally:

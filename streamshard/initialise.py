@@ -114,12 +114,10 @@ def _run(
     """
     device = engine.streams.device
     shards = [shard for shard in engine.param_shards if shard.name in empty]
-    unsharded = {
-        shard: torch.full(
-            shard.layout.shape, math.nan, dtype=shard.dtype, device=device if shard.name in empty else "meta"
-        )
-        for shard in engine.param_shards
-    }
+    unsharded = {}
+    for shard in engine.param_shards:
+        where = device if shard.name in empty else "meta"
+        unsharded[shard] = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=where)
     with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), under_params(engine, unsharded) as full:
         try:
             if init is not None:

@@ -96,6 +96,9 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         with open(Path(self.path) / _METADATA_NAME, "rb") as file:
             found: metadata.Metadata = _MetadataUnpickler(file).load()
+        if found.storage_meta is None:
+            found.storage_meta = metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
         return found
 
 

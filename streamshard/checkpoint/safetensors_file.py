@@ -14,6 +14,7 @@ row, always change the checksum.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -171,7 +172,10 @@ def in_chunks(data: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, of any dtype."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    if not tensor.numel():
+        return memoryview(b"")
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
 
 
 @contextlib.contextmanager

@@ -74,14 +74,11 @@ class Rounds:
         buffers = [ledger.allocate(Category.OPTIMIZER_ROUNDS, numel, torch.float32) for numel in numels]
         self._rounds = [_Round(params, ranks, buffers) for params in rounds]
 
-        def fence(rule: Rule, source: StreamName, target: StreamName, what: str) -> Fence:
-            return Fence(ranks.streams, rule, source, what, target)
-
-        compute, comm = StreamName.COMPUTE, ranks.stream
-        self._packed = fence(Rule.SHARDS_WRITTEN, compute, comm, "pieces for owners")
-        self._arrived = fence(Rule.RESULTS_ARRIVED, comm, compute, "whole parameters")
-        self._stepped = fence(Rule.SHARDS_WRITTEN, compute, comm, "new weights of owners")
-        self._returned = fence(Rule.RESULTS_ARRIVED, comm, compute, "new weights of pieces")
+        streams, compute, comm = ranks.streams, StreamName.COMPUTE, ranks.stream
+        self._packed = Fence(streams, Rule.SHARDS_WRITTEN, compute, "pieces for owners", comm)
+        self._arrived = Fence(streams, Rule.RESULTS_ARRIVED, comm, "whole parameters", compute)
+        self._stepped = Fence(streams, Rule.SHARDS_WRITTEN, compute, "new weights of owners", comm)
+        self._returned = Fence(streams, Rule.RESULTS_ARRIVED, comm, "new weights of pieces", compute)
         device = ranks.streams.device
         self._digests = torch.zeros(2, device=device)
         self._largest = torch.zeros(2, pin_memory=device.type != "cpu")  # over ranks
