@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from _measure import environment, launch, own_device, write_json
 from _models import Preset, Transformer, next_token_loss
+from _trace import Trace, trace_step
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import StreamName
-from streamshard.inspect.trace import Trace, trace_step
 
 
 def main() -> None:

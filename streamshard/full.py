@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,35 +15,71 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from streamshard.comm.objects import raise_if
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.torch_private import swap_tensor
 from streamshard.unit.global_ops import global_norm
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of, grad_of, refuse_unreduced
-from streamshard.unit.sharded_tensor import piece_of
+from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of, refuse_unreduced
+
+_Take = Callable[[ParamShard, torch.Tensor], torch.Tensor]
 
 
-@contextlib.contextmanager
-def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Iterator[None]:
-    """Inside, parameters hold the tensors of `full`, without gradients; afterwards they hold their pieces again.
+def gather_full(
+    engine: Engine, take: _Take | None, wanted: Collection[nn.Parameter] | None = None
+) -> tuple[dict[ParamShard, torch.Tensor], Exception | None]:
+    """All-gather full tensors, one unit at a time. Collective.
 
     Args:
         engine: the model's.
-        full: by parameter, [full shape] on any device. No collective: other ranks need not call this.
+        take: makes what this rank keeps of a full tensor; None: this rank keeps nothing.
+        wanted: the parameters to gather; None is all.
+
+    Returns:
+        By parameter, what `take` has made, and what it has raised, such as too little memory on the one rank that
+        wants the tensors: this rank goes on with the all-gathers.
     """
-    before = [(shard.param, data_of(shard.param), grad_of(shard.param), piece_of(shard.param)) for shard in full]
+    full: dict[ParamShard, torch.Tensor] = {}
+    failure: Exception | None = None
+    for unit in engine.units:
+        pieces = [shard.main if wanted is None or shard.param in wanted else None for shard in unit.params]
+        gathered = unit.gather_whole(pieces)
+        try:
+            for shard, piece, whole in zip(unit.params, pieces, gathered, strict=True):
+                if take is not None and piece is not None and whole is not None:
+                    full[shard] = take(shard, whole)
+        except Exception as error:
+            take, failure = None, error
+    return full, failure
+
+
+@contextlib.contextmanager
+def under_params(
+    engine: Engine, full: Mapping[ParamShard, torch.Tensor]
+) -> Iterator[Mapping[ParamShard, nn.Parameter]]:
+    """Inside, parameters hold the tensors of `full`, without gradients; afterwards they hold their pieces again.
+
+    No pass can begin inside. No collective: other ranks need not call this.
+
+    Args:
+        engine: the model's.
+        full: by parameter, [full shape] on any device, meta too.
+
+    Yields:
+        By parameter, one that holds the full tensor afterwards.
+    """
+    full_params: dict[ParamShard, nn.Parameter] = {}
     engine.set_whole(True)
     try:
         for shard, tensor in full.items():
+            full_param = nn.Parameter(tensor, shard.param.requires_grad)
+            swap_tensor(shard.param, full_param)
+            full_params[shard] = full_param
             be_whole(shard.param)
-            shard.param.grad = None
-            shard.param.data = tensor
-        yield
+        yield full_params
     finally:
-        for param, data, grad, piece in before:
-            param.grad = None
-            param.data = data
-            param.grad = grad
-            if piece is not None:
-                be_piece(param, piece)
+        for shard, param in full_params.items():
+            swap_tensor(shard.param, param)
+            be_piece(shard.param, shard.what(engine.ranks))
+            shard.param.requires_grad_(param.requires_grad)
         engine.set_whole(False)
 
 
@@ -55,11 +91,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         ShardingError: inside, from a forward or an optimizer's step; at the end, after all pieces are back, if a
             tensor to be written back has another shape, or a parameter has got a gradient, which would be lost.
     """
-    full: dict[ParamShard, torch.Tensor] = {}
-    for unit in engine.units:
-        for shard, tensor in zip(unit.params, unit.gather_whole([shard.main for shard in unit.params]), strict=True):
-            assert tensor is not None
-            full[shard] = tensor
+    full, _ = gather_full(engine, lambda _, tensor: tensor)
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {shard.param for shard in full}))
     try:
         with under_params(engine, full):
@@ -102,16 +134,7 @@ def _refuse_step(params: set[nn.Parameter], optimizer: Optimizer, args: Any, kwa
 def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> dict[str, Any]:
     """See `StreamShard.full_state_dict`."""
     wanted = not rank0_only or engine.ranks.is_first
-    full: dict[ParamShard, torch.Tensor] = {}
-    failure: Exception | None = None
-    for unit in engine.units:
-        tensors = unit.gather_whole([shard.main for shard in unit.params])
-        try:
-            if wanted and failure is None:
-                found = zip(unit.params, tensors, strict=True)
-                full.update((shard, tensor.to("cpu", copy=True)) for shard, tensor in found if tensor is not None)
-        except Exception as error:  # such as too little memory on the one rank that wants it: others go on
-            failure = error
+    full, failure = gather_full(engine, (lambda _, tensor: tensor.to("cpu", copy=True)) if wanted else None)
     states: list[dict[str, Any]] = []
 
     def finish() -> None:
@@ -146,11 +169,8 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     refuse_unreduced(params, "clip_grad_norm_")
     grads = [grad.as_subclass(torch.Tensor) for grad in (param.grad for param in params) if grad is not None]
     filled = [grad for grad in grads if grad.numel()]
-    if filled:
-        local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)
-    else:
-        local = torch.zeros((), device=engine.streams.device)
-    total = global_norm(local, order, engine.ranks)
+    norms = torch._foreach_norm(filled, order) if filled else [torch.zeros((), device=engine.streams.device)]
+    total = global_norm(torch.linalg.vector_norm(torch.stack(norms), order), order, engine.ranks)
     if filled:
         torch._foreach_mul_(filled, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total

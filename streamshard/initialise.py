@@ -23,11 +23,10 @@ from streamshard.device import module_of
 from streamshard.engine.buffer_sync import buffers_of
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
+from streamshard.full import under_params
 from streamshard.integrations import huggingface
 from streamshard.plan.structure import is_meta, join_names, modules_of
-from streamshard.torch_private import swap_tensor
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_parameter import be_piece, be_whole
 
 Init = Callable[[nn.Module], Any]
 
@@ -115,7 +114,11 @@ def _run(
     """
     device = engine.streams.device
     shards = [shard for shard in engine.param_shards if shard.name in empty]
-    with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), _standing_in(engine, empty) as full:
+    unsharded = {}
+    for shard in engine.param_shards:
+        where = device if shard.name in empty else "meta"
+        unsharded[shard] = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=where)
+    with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), under_params(engine, unsharded) as full:
         try:
             if init is not None:
                 model.apply(init)  # which may write to weights of any module, whichever it is called with
@@ -130,7 +133,7 @@ def _run(
                 f"weights by load_state_dict(strict=False): {error}"
             ) from error
     engine.casts.check_structure()
-    drawn = {shard: full[shard.name] for shard in shards}
+    drawn = {shard: full[shard] for shard in shards}
     left = [
         shard.name
         for shard, tensor in drawn.items()
@@ -212,33 +215,6 @@ def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
 
 
 # -- around a run -----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _standing_in(engine: Engine, drawn: Collection[str]) -> Iterator[dict[str, nn.Parameter]]:
-    """Inside, parameters are full: those in `drawn` NaN on the device, all others on meta. No pass can begin.
-
-    Yields:
-        By name, Parameters that hold the full tensors afterwards, when the model's hold their pieces again.
-    """
-    full: dict[str, nn.Parameter] = {}
-    engine.set_whole(True)
-    try:
-        for shard in engine.param_shards:
-            device = engine.streams.device if shard.name in drawn else "meta"
-            data = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=device)
-            stand_in = nn.Parameter(data, requires_grad=shard.param.requires_grad)
-            swap_tensor(shard.param, stand_in)
-            be_whole(shard.param)
-            full[shard.name] = stand_in
-        yield full
-    finally:
-        for shard in engine.param_shards:
-            if shard.name in full:
-                swap_tensor(shard.param, full[shard.name])
-                be_piece(shard.param, shard.what(engine.ranks))
-                shard.param.requires_grad_(full[shard.name].requires_grad)
-        engine.set_whole(False)
 
 
 @contextlib.contextmanager

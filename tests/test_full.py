@@ -11,11 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from streamshard import StreamShard, export_safetensors, load_safetensors
-from streamshard.errors import ShardingError
+from streamshard import StreamShard, export_safetensors, full, load_safetensors
+from streamshard.engine.engine import Engine
+from streamshard.errors import ShardingError, StreamShardError
+from streamshard.full import gather_full
+from streamshard.inspect import engine_inside
+from streamshard.integrations import peft
+from streamshard.integrations.peft import save_on_first
+from streamshard.unit.shard import ParamShard
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, assert_same, stack_step
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, stack_step
 
 
 @on_ranks(1, 2)
@@ -95,3 +101,34 @@ def test_changes_that_would_be_lost_raise_at_the_end(context: RankContext) -> No
         model.head.weight.data.zero_()
         raise KeyError("mine")
     assert_same(model.full_state_dict(rank0_only=False), full, "weights after an exception")
+
+
+@on_ranks(2)
+def test_the_rank_that_cannot_keep_full_tensors_raises_on_all(context: RankContext, tmp_path: Path) -> None:
+    """It takes part in all all-gathers first, so the ranks go on together. No file is written."""
+    model: Any = StreamShard(Stack(), precision=FP32)
+    taken = []
+
+    def take(shard: ParamShard, tensor: torch.Tensor) -> torch.Tensor:
+        taken.append(shard.name)
+        raise MemoryError("no room")
+
+    def without_room(engine: Engine, _: Any, *wanted: Any) -> Any:
+        return gather_full(engine, take if context.rank == 0 else None, *wanted)
+
+    calls = (model.full_state_dict, lambda: save_on_first(model, engine_inside(model), tmp_path / "out", print))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (full, peft):
+            patch.setattr(module, "gather_full", without_room)
+        for call in calls:
+            with pytest.raises(StreamShardError, match="rank 0: MemoryError: no room"):
+                call()
+    assert len(taken) == (2 if context.rank == 0 else 0)
+    assert not (tmp_path / "out").exists()
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+    def save(directory: str) -> None:
+        torch.save(model.state_dict(), Path(directory) / "weights")
+
+    save_on_first(model, engine_inside(model), tmp_path / "out", save)
+    assert_same(torch.load(tmp_path / "out" / "weights"), model.full_state_dict(rank0_only=False), "full", EXACT)

@@ -16,8 +16,7 @@ import hashlib
 import io
 import os
 import pickle
-import secrets
-import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -130,8 +129,8 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     states, `extra` and extra state of modules are left out. The checkpoint's checksums are verified first. All tensors
     are read into host memory.
 
-    The files are written into a directory beside `out`, such as ``out.89abcdef.partial``, which is renamed to `out`
-    when it is complete. An error or an interrupt removes it. A run that is killed leaves it.
+    The files are written into a directory inside a temporary one beside `out`, such as ``out.k3x_0a9b.partial``. It is
+    renamed to `out` when it is complete. An error or an interrupt removes it. A run that is killed leaves it.
 
     Args:
         directory: a checkpoint, or a directory of them, of which the latest that is whole is taken.
@@ -146,7 +145,6 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     root = parse_path("out", out).resolve()
     if os.path.lexists(root):
         raise CheckpointError(f"{root} exists: convert into a new directory")
-    partial = root.with_name(f"{root.name}.{secrets.token_hex(4)}{PARTIAL}")
     files = open_checkpoint(directory)
     files.verify_together(RankGroup())
     saved = files.manifest.state
@@ -155,16 +153,14 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
         tensors = {source: files.read_whole(f"{name}/{source}") for source in each["names"].values()}
         state[name] = {own: tensors[source] for own, source in each["names"].items()}  # state dicts have all names
     state |= {name: _optimizer_out(files, each) for name, each in saved["optimizers"].items()}
-    try:
-        with _errors(f"write {root}"):
-            partial.mkdir(parents=True)
-            state_dict_saver.save(state, storage_writer=FileSystemWriter(partial), no_dist=True)
-            sync_directory(partial)
-            os.rename(partial, root)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    sync_directory(root.parent)
+    with _errors(f"write {root}"):
+        root.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(PARTIAL, f"{root.name}.", root.parent) as staging:
+            made = Path(staging, "made")  # with the user's permissions: those of `staging` are the user's alone
+            state_dict_saver.save(state, storage_writer=FileSystemWriter(made), no_dist=True)
+            sync_directory(made)
+            os.rename(made, root)
+        sync_directory(root.parent)
     return files.root
 
 

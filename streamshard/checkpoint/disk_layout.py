@@ -65,13 +65,12 @@ class Rearrangement(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.clone.default:
+        dim, aten = args[1] if len(args) > 1 else 0, torch.ops.aten
+        if func is aten.clone.default:
             self._record(result, [args[0]], 0)
-        elif func is torch.ops.aten.cat.default:
-            self._record(result, args[0], _dim(args, kwargs))
-        elif func is torch.ops.aten.stack.default:
-            dim = _dim(args, kwargs)
-            self._record(result, [part.unsqueeze(dim) for part in args[0]], dim)
+        elif func in (aten.cat.default, aten.stack.default):
+            parts = args[0] if func is aten.cat.default else [part.unsqueeze(dim) for part in args[0]]
+            self._record(result, parts, dim)
         return result
 
     def runs(self, name: str, tensor: torch.Tensor) -> tuple[Run, ...]:
@@ -133,10 +132,6 @@ class Rearrangement(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # meta storages all have data pointer 0; this tells them apart
-
-
-def _dim(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int:
-    return int(args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0))
 
 
 class Piece(NamedTuple):
@@ -205,13 +200,12 @@ def plan_disk(
         CheckpointError: a tensor on disk would not consist of ranges of parameters.
     """
     names = saved_names(model, shards)
-    dropped = _dropped(model, names, {shard.name for shard in shards})
+    dropped = _dropped(model, names)
     names = {name: source for name, source in names.items() if name not in dropped}
     tensors = whole_tensors(model, shards, names, dtype)
+    is_of_transformers = huggingface.is_transformers_model(model)
     with Rearrangement(tensors) as followed:
-        stored = dict(tensors)
-        if huggingface.is_transformers_model(model):
-            stored = huggingface.rearrange_for_saving(model, tensors)
+        stored = huggingface.rearrange_for_saving(model, tensors) if is_of_transformers else tensors
     return {
         TensorSpec(name, tuple(tensor.shape), tensor.dtype): tuple(
             run._replace(source=names[run.source]) for run in followed.runs(name, tensor)
@@ -263,12 +257,11 @@ def whole_tensors(
     return tensors
 
 
-def _dropped(model: nn.Module, names: Mapping[str, str], params: set[str]) -> set[str]:
+def _dropped(model: nn.Module, names: Mapping[str, str]) -> set[str]:
     """Names that are not saved: further ones of tied parameters, and those the model's class leaves out."""
     groups: dict[str, list[str]] = {}
-    for name, source in names.items():
-        if source in params:
-            groups.setdefault(source, []).append(name)
+    for name, source in names.items():  # a buffer is called by its own name alone
+        groups.setdefault(source, []).append(name)
     tied = [group for group in groups.values() if len(group) > 1]
     if not huggingface.is_transformers_model(model):
         return {name for group in tied for name in group[1:]}

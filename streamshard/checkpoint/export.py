@@ -90,9 +90,8 @@ def export_shards(
 
     def plan() -> tuple[list[FileLayout], Held]:
         huggingface.check_exportable(model)
-        pieces = local_pieces(model, shards, buffers=group.is_first)
-        if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
-            pieces = {}
+        # Replicas hold the same, or in local SGD nearly the same: one of them writes.
+        pieces = {} if group.replica else local_pieces(model, shards, buffers=group.is_first)
         runs_of = plan_disk(model, shards, wanted)
         held = {spec.name: (spec.dtype, list(overlaps(runs, pieces))) for spec, runs in runs_of.items()}
         return plan_files(list(runs_of), max_file_bytes), held
@@ -100,7 +99,7 @@ def export_shards(
     def prepare(partial: Path) -> None:
         _sweep(root)
         for file in files:
-            with opened(partial / file.name, os.O_CREAT | os.O_EXCL) as descriptor:
+            with opened(partial / file.name, "xb") as descriptor:
                 write_all(descriptor, file.header, 0)
                 os.ftruncate(descriptor, file.size_bytes)
         if huggingface.is_transformers_model(model):
@@ -188,7 +187,7 @@ def _write(path: Path, file: FileLayout, held: Held) -> int:
     mine = [(held[name][0], offset, *piece) for name, offset in file.offsets.items() for piece in held[name][1]]
     total = 0
     if mine:
-        with opened(path) as descriptor:
+        with opened(path, "r+b") as descriptor:
             for dtype, offset, start, data in mine:
                 position = offset + start * dtype.itemsize
                 for part in in_chunks(data, dtype):
@@ -208,7 +207,7 @@ def _publish(partial: Partial, root: Path, index: bytes) -> None:
     own, front, other = partial.path, SINGLE_NAME, INDEX_NAME
     if not (own / SINGLE_NAME).exists():
         front, other = INDEX_NAME, SINGLE_NAME
-        with opened(own / front, os.O_CREAT | os.O_EXCL) as descriptor:
+        with opened(own / front, "xb") as descriptor:
             write_all(descriptor, index, 0)
     others = sorted(set(os.listdir(own)) - {front, MANIFEST_NAME})
     for name in others:

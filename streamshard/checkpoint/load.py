@@ -102,7 +102,7 @@ def load_shards(
             for name, own in runs.items():
                 for start, data in overlaps(own, pieces):
                     copy_range(stored.tensors[name], start, data)
-        put_back_buffers(model, pieces)
+            put_back_buffers(model, pieces)
 
     # From here on only the storage itself can fail.
     run_on_all_ranks(
@@ -188,7 +188,6 @@ def _check_kind(there: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def put_back_buffers(model: nn.Module, pieces: Mapping[str, Piece]) -> None:
     """Copy loaded values into buffers that are not contiguous, from the contiguous copies that were read."""
-    with torch.no_grad():
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if name in pieces and not buffer.is_contiguous():
-                buffer.copy_(pieces[name].data.view(buffer.shape))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in pieces and not buffer.is_contiguous():
+            buffer.copy_(pieces[name].data.view(buffer.shape))

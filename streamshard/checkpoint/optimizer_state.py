@@ -20,7 +20,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.torch_private import is_traceable_wrapper_subclass
-from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
+from streamshard.unit.optimizer_hooks import NUMBERS, params_in, take_over_state
 from streamshard.unit.shard import ParamShard
 
 State = dict[str, dict[str, Any]]
@@ -48,11 +48,6 @@ def settle(optimizer: Optimizer, ranks: Communicator) -> None:
     """Prepare for gathering the state. Collective for an optimizer that steps whole parameters."""
     if (act := getattr(optimizer, "settle", None)) is not None:
         act(ranks)
-
-
-def params_in(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The optimizer's parameters, in the order of their numbers in a state dict."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _moments_in(values: Mapping[str, Any], path: str, shard: ParamShard) -> dict[str, Piece]:
@@ -99,7 +94,7 @@ def local_state(
     take_over_state(optimizer)
     state: State = {}
     pieces: list[Piece] = []
-    for param in params_in(optimizer):
+    for param in params_in(optimizer.param_groups):
         values: Mapping[str, Any] = optimizer.state.get(param, {})
         path, tensors, moments = f"{name}/{names[param]}", dict[str, torch.Tensor](), dict[str, Piece]()
         if param in sharded:
@@ -139,7 +134,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     engine.recover()
     ranks, device = engine.ranks, engine.streams.device
     settle(optimizer, ranks)
-    names = {param: str(number) for number, param in enumerate(params_in(optimizer))}
+    names = {param: str(number) for number, param in enumerate(params_in(optimizer.param_groups))}
     sharded = {shard.param: (engine, shard) for shard in engine.param_shards if shard.param in names}
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
     mine: list[Piece] = []
@@ -166,7 +161,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     joined = join_states([state for state, _ in told])
     state = {
         number: decode(values, lambda name, _: wholes[name], _CPU)
-        for number, param in enumerate(params_in(optimizer))
+        for number, param in enumerate(params_in(optimizer.param_groups))
         if (values := joined[names[param]])
     }
     packed = optimizer.state_dict()
@@ -177,7 +172,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
     """See `streamshard.load_optimizer_state_dict`."""
     engine.recover()
-    ranks, params, device = engine.ranks, params_in(optimizer), engine.streams.device
+    ranks, params, device = engine.ranks, params_in(optimizer.param_groups), engine.streams.device
     shards = {shard.param: shard for shard in engine.param_shards}
     given: Any = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}
     tensors: dict[Any, dict[str, torch.Tensor]] = {}  # the first rank's, by number

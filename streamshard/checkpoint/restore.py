@@ -20,7 +20,7 @@ from streamshard.checkpoint.directory import find_checkpoint, look_into, open_ch
 from streamshard.checkpoint.disk_layout import local_pieces, saved_names
 from streamshard.checkpoint.load import put_back_buffers
 from streamshard.checkpoint.manifest import CheckpointFiles, decode
-from streamshard.checkpoint.optimizer_state import owner_of, params_in, steps_here
+from streamshard.checkpoint.optimizer_state import owner_of, steps_here
 from streamshard.checkpoint.run_parts import (
     RANDOM,
     Models,
@@ -39,6 +39,7 @@ from streamshard.config import parse_path
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError, log
 from streamshard.initialise import compute_buffers
+from streamshard.unit.optimizer_hooks import params_in
 from streamshard.unit.shard import ParamShard
 
 
@@ -54,6 +55,7 @@ class Loaded(dict[str, Any]):
         self.path = path
 
 
+@torch.no_grad()
 def load_checkpoint(
     directory: str | os.PathLike[str],
     model: Models,
@@ -79,7 +81,7 @@ def load_checkpoint(
         CheckpointError: on every rank, before any weight changes. Names the damaged or missing file and the newest
             intact checkpoint, or all parameters that do not fit.
         ConfigError: an argument that cannot work.
-        ShardingError: no model is sharded, or the call is inside a forward or backward.
+        ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, extra, accepts_empty=True)
@@ -87,10 +89,10 @@ def load_checkpoint(
     files = _open(root, ranks)
     path = files.root
     plan = run_on_all_ranks(ranks, f"load {path}", lambda: Plan(parts, files))
-    run_on_all_ranks(ranks, f"load {path}", lambda: _carry_out(plan.loads))
+    run_on_all_ranks(ranks, f"load {path}", lambda: [act() for act in plan.loads])
     # From here on only the storage itself can fail.
     half = f"finish loading {path}, and half of it is loaded now: load again before going on"
-    run_on_all_ranks(ranks, half, lambda: _carry_out(plan.steps))
+    run_on_all_ranks(ranks, half, lambda: [act() for act in plan.steps])
     for name, (each, engine) in parts.models.items():
         engine.fill(plan.filled.get(name, ()))
         compute_buffers(engine, each)
@@ -133,12 +135,6 @@ def _verified(path: Path, ranks: Communicator) -> CheckpointFiles:
         raise CheckpointError(f"ranks see different checkpoints at {path}: it has to be on shared storage")
     files.verify_together(ranks)
     return files
-
-
-@torch.no_grad()
-def _carry_out(actions: Iterable[Callable[[], object]]) -> None:
-    for act in actions:
-        act()
 
 
 # ------------------------------------------------------------------------------------------------ comparing
@@ -224,7 +220,7 @@ class Plan:
             self._wrong.append(f"{name} {problem}")
             return
         state: dict[Any, Any] = rest.pop("shared")
-        for number, param in enumerate(params_in(optimizer)):
+        for number, param in enumerate(params_in(optimizer.param_groups)):
             values = saved["state"].get(names[param], {})
             if param not in sharded:
                 own = self._decode(values)
@@ -250,9 +246,7 @@ class Plan:
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:
         mine, ranks = self._parts.trees, self._parts.engine.ranks
-        self._wrong += [
-            f"it has no {name!r}" for name in mine if name not in trees and name.startswith(("model", "extra."))
-        ]
+        self._wrong += [f"it has no {name!r}" for name in mine if name not in trees and name.startswith("extra.")]
         for name in sorted(trees, key=lambda name: name == RANDOM):  # other objects may draw random numbers
             saved = trees[name]
             if name not in mine and not name.startswith("extra."):

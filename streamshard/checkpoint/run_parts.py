@@ -27,16 +27,16 @@ from streamshard.checkpoint.optimizer_state import (
     join_states,
     local_state,
     of_replica,
-    params_in,
     settle,
 )
 from streamshard.checkpoint.safetensors_file import bytes_of
 from streamshard.comm.objects import gather_from_all_ranks
 from streamshard.device import module_of
 from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import engine_at_rest, handle_of, is_compiled
+from streamshard.engine.module_state import engine_at_rest
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.plan.structure import params_of
+from streamshard.unit.optimizer_hooks import params_in
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import piece_of
 
@@ -52,8 +52,7 @@ class Parts(NamedTuple):
     Attributes:
         models: sharded models, and their engines.
         optimizers: optimizers of any parameters.
-        trees: plain values and objects with ``state_dict()``: `extra`, models that are not sharded, modules' extra
-            state, random numbers.
+        trees: plain values and objects with ``state_dict()``: `extra`, modules' extra state, random numbers.
     """
 
     models: dict[str, tuple[nn.Module, Engine]]
@@ -78,23 +77,20 @@ def name_parts(
 
     Raises:
         ConfigError: names an argument of a wrong type.
-        ShardingError: a model is inside a forward or backward, or no model is sharded.
+        ShardingError: a model is inside a forward or backward, or not sharded; or there is none.
     """
     if not isinstance(extra or {}, Mapping):
         raise ConfigError(f"extra={extra!r}: wanted a dict of values and of objects with state_dict()")
     parts = Parts({}, _named("optimizer", optimizer, Optimizer), {})
     for name, each in _named("model", model, nn.Module).items():
-        if handle_of(each) is None and not is_compiled(each):
-            parts.trees[name] = each
-        else:
-            parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
-            parts.trees.update(
-                (f"extra_state.{name}/{inner}", _extra_state_of(module))
-                for inner, module in each.named_modules()
-                if type(module).get_extra_state is not nn.Module.get_extra_state
-            )
+        parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
+        parts.trees.update(
+            (f"extra_state.{name}/{inner}", _extra_state_of(module))
+            for inner, module in each.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        )
     if not parts.models:
-        raise ShardingError(f"{what}: no model made by StreamShard among what was given")
+        raise ShardingError(f"{what}: no model made by StreamShard was given")
     parts.trees.update({f"extra.{key}": each for key, each in (extra or {}).items()})
     parts.trees[RANDOM] = RandomState(parts.engine.streams.device)
     return parts
@@ -123,7 +119,7 @@ def class_name(value: object) -> str:
 
 
 def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, str], Sharded]:
-    """Names of all models' parameters, which begin with the model's name, and the sharded ones.
+    """Names of the parameters of all models and of modules in `extra`, which begin with their name; and sharded ones.
 
     Raises:
         ConfigError: a parameter of the optimizer is of no model that was given.
@@ -136,13 +132,13 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
     for key, each in parts.trees.items():
         if isinstance(each, nn.Module):
             names.update((param, f"{key}/{name}") for name, param in params_of(each).items())
-    for param in params_in(optimizer):
+    for param in params_in(optimizer.param_groups):
         if param not in names:
             piece = piece_of(param)
             what = f"a parameter of shape {tuple(param.shape)}" if piece is None else repr(piece.name)
             raise ConfigError(
                 f"{type(optimizer).__name__} steps {what}, which is of no model that was given: give all modules whose "
-                'parameters it steps, model={"model": model, "head": head}; some may be plain modules'
+                'parameters it steps, sharded ones in model={"a": a, "b": b}, others in extra={"head": head}'
             )
     return names, sharded
 

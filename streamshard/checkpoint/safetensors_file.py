@@ -145,7 +145,7 @@ def write_file(directory: Path, layout: FileLayout, data_of: Mapping[str, torch.
     """
     sums, crc32, position = [], 0, 0
     tensors = (part for name in layout.offsets for part in in_chunks(data_of[name], data_of[name].dtype))
-    with opened(directory / layout.name, os.O_CREAT | os.O_EXCL) as descriptor:
+    with opened(directory / layout.name, "xb") as descriptor:
         for data in chain([memoryview(layout.header)], tensors):
             write_all(descriptor, data, position)
             while data:
@@ -179,23 +179,20 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @contextlib.contextmanager
-def opened(path: Path, flags: int = 0) -> Iterator[int]:
-    """A file to write to, synced to the disk when the context ends.
+def opened(path: Path, mode: str) -> Iterator[int]:
+    """A file to write to, its descriptor; synced to the disk when the context ends.
 
     Args:
         path: of the file.
-        flags: of `os.open`, beside that of writing.
+        mode: "xb" makes the file, "r+b" writes into one that is there.
 
     Raises:
         CheckpointError: names the file, and what went wrong inside the context too.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | flags, 0o666)
-        try:
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with open(path, mode, buffering=0) as file:
+            yield file.fileno()
+            os.fsync(file.fileno())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there: the directory must be on storage all ranks share") from error
     except OSError as error:  # a failed write does not say which file it was
@@ -247,8 +244,6 @@ class OpenFiles:
         if name not in self._opened:
             path = self.root / name
             try:
-                if not path.is_file():
-                    raise FileNotFoundError("there is no such file")
                 self._opened[name] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"cannot read {path}: {error}") from error

@@ -65,11 +65,11 @@ def save_checkpoint(
 
     Args:
         directory: on storage that all ranks share; holds the checkpoints of one run. Made if it does not exist.
-        model: made by `StreamShard`, or a dict of models, some of which may be plain modules.
+        model: made by `StreamShard`, or a dict of such models.
         optimizer: an optimizer of the model's parameters, or a dict of optimizers.
-        extra: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, a gradient scaler
-            or a data loader, and values (numbers, strings, lists, dicts, tensors). Ranks may pass different objects and
-            values; then the same number of ranks has to load them.
+        extra: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, a gradient scaler,
+            a data loader or a plain module, and values (numbers, strings, lists, dicts, tensors). Ranks may pass
+            different objects and values; then the same number of ranks has to load them.
         keep: how many of the newest checkpoints to keep. Older ones are deleted when the new one is complete.
         step: the checkpoint's number, as in ``checkpoint-1000``. None: one more than the largest in `directory`. If
             ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten.
@@ -84,7 +84,7 @@ def save_checkpoint(
         ConfigError: an argument that cannot work.
         RankMismatchError: `directory`, `keep`, `step`, `wait`, or the names of models and optimizers differ between
             ranks.
-        ShardingError: no model is sharded, or the call is inside a forward or backward.
+        ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory)
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):

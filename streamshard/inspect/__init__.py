@@ -1,4 +1,4 @@
-"""Instruments for a sharded model: memory, races, traces."""
+"""Instruments for a sharded model: memory, races, an adversary."""
 
 from streamshard.engine.module_state import engine_of as engine_inside
 

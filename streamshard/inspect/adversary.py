@@ -76,12 +76,11 @@ class AdversarialTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
-        if not is_published:
-            return self._start(lambda: self.inner.start_gather(shard, slot, tag, is_published=False))
-        self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        with self.streams.on(self.stream):
-            _spoil(slot, keep=shard)
-        return self._start(lambda: self.inner.start_gather(shard, slot, tag))
+        if is_published:
+            self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+            with self.streams.on(self.stream):
+                _spoil(slot, keep=shard)
+        return self._start(lambda: self.inner.start_gather(shard, slot, tag, is_published=is_published))
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""
@@ -153,7 +152,8 @@ class AdversarialTransport(Transport):
         if self.streams.has_streams:
             # Waits are events there, of which the host knows nothing: the device has to be slow.
             with self.streams.on(self.stream):
-                _be_slow(self.streams)
+                if sleep := getattr(self.streams.module, "_sleep", None):
+                    sleep(_DELAY_CYCLES)
             late.complete(self.streams)
             return None
         self._pending.append(late)
@@ -197,8 +197,3 @@ def _spoil(slot: torch.Tensor, keep: torch.Tensor | None = None) -> None:
     with torch.no_grad():
         for part in parts:
             part.fill_(float("nan")) if part.is_floating_point() else part.fill_(torch.iinfo(part.dtype).max)
-
-
-def _be_slow(streams: Streams) -> None:
-    if sleep := getattr(streams.module, "_sleep", None):
-        sleep(_DELAY_CYCLES)

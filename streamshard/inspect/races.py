@@ -74,6 +74,7 @@ class Race(NamedTuple):
         buffer: which one, in words.
         first: the access that was issued first.
         second: the other one.
+        start, stop: the bytes that both touch, counted from the start of the buffer.
         rule: the ordering rule whose wait would order them; None if no rule is about such a pair.
     """
 
@@ -81,17 +82,9 @@ class Race(NamedTuple):
     buffer: str
     first: Access
     second: Access
+    start: int
+    stop: int
     rule: Rule | None
-
-    @property
-    def start(self) -> int:
-        """The first byte of the buffer that both touch."""
-        return max(self.first.start, self.second.start)
-
-    @property
-    def stop(self) -> int:
-        """The byte behind the last that both touch."""
-        return min(self.first.stop, self.second.stop)
 
     def __str__(self) -> str:
         rule = "no rule is about this" if self.rule is None else f"missing: rule {self.rule.value} ({self.rule.name})"
@@ -115,8 +108,9 @@ def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[Ra
     detector = RaceDetector(engine_inside(model))
     with detector.engine.streams.observed_by(detector), _Watch(detector):
         yield detector
-    if raise_at_exit:
-        detector.raise_if_any()
+    if raise_at_exit and detector.found:
+        shown = "\n  ".join(map(str, detector.found[:20]))
+        raise RaceError(f"{len(detector.found)} race(s) on rank {detector.engine.ranks.rank}\n  {shown}")
 
 
 class _Buffer(NamedTuple):
@@ -201,16 +195,6 @@ class RaceDetector(Observer):
         owner = buffer.unit if content is None else self.engine.units[content].name
         self._add(index, StreamName.COMPUTE, start, stop, write, what, owner)
 
-    def raise_if_any(self) -> None:
-        """Raise for the races found so far.
-
-        Raises:
-            RaceError: there are some.
-        """
-        if self.found:
-            shown = "\n  ".join(map(str, self.found[:20]))
-            raise RaceError(f"{len(self.found)} race(s) on rank {self.engine.ranks.rank}\n  {shown}")
-
     # -- happens before ---------------------------------------------------------------------------------------------
 
     def _add(
@@ -237,8 +221,9 @@ class RaceDetector(Observer):
         key = (index, first[:4], second[:4])
         if key not in self._seen:
             self._seen.add(key)
+            start, stop = max(first.start, second.start), min(first.stop, second.stop)
             rule = _missing_rule(buffer.category, first)
-            self.found.append(Race(buffer.category, buffer.name, first, second, rule))
+            self.found.append(Race(buffer.category, buffer.name, first, second, start, stop, rule))
 
     # -- which bytes ------------------------------------------------------------------------------------------------
 

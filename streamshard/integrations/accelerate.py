@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
-from accelerate.utils import DynamoBackend, is_compiled_module, recursively_apply
+from accelerate.utils import DynamoBackend, is_compiled_module
 from torch import nn
 
 from streamshard.api import StreamShard, export_safetensors
@@ -24,6 +24,7 @@ from streamshard.device import accelerator as accelerator_kind
 from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
+from streamshard.torch_private import tree_leaves
 from streamshard.unit.sharded_tensor import is_piece
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
@@ -158,17 +159,13 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Like accelerate's, but refuses sharded parameters and gradients. accelerate's LocalSGD would pass them."""
-
-        def check(each: torch.Tensor) -> torch.Tensor:
-            if is_piece(each):
-                raise ShardingError(
-                    f"reduce of a parameter or gradient of a sharded model, {tuple(each.shape)} here: each rank has "
-                    "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "
-                    "LocalSGD see streamshard.LocalSGD and docs/guide/replicas.md"
-                )
-            return each
-
-        return super().reduce(recursively_apply(check, tensor), reduction, scale)
+        for each in filter(is_piece, tree_leaves(tensor)):
+            raise ShardingError(
+                f"reduce of a parameter or gradient of a sharded model, {tuple(each.shape)} here: each rank has "
+                "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "
+                "LocalSGD see streamshard.LocalSGD and docs/guide/replicas.md"
+            )
+        return super().reduce(tensor, reduction, scale)
 
     # -- whole weights ------------------------------------------------------------------------------------------------
 
@@ -265,12 +262,14 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def _parts(self) -> dict[str, Any]:
         """Arguments of `save_checkpoint` and `load_checkpoint`."""
         models = [_uncompiled(model) for model in self._models]
+        plain = [model for model in models if handle_of(model) is None and model.state_dict()]
         scalers = [self.scaler] if self.scaler is not None else []
-        objects = (("scheduler", self._schedulers), ("scaler", scalers), ("object", self._custom_objects))
+        objects = (self._schedulers, scalers, self._custom_objects, plain)
+        named = zip(("scheduler", "scaler", "object", "model"), objects, strict=True)
         return {
-            "model": _numbered([model for model in models if handle_of(model) is not None or model.state_dict()]),
+            "model": _numbered([model for model in models if handle_of(model) is not None]),
             "optimizer": _numbered([optimizer.optimizer for optimizer in self._optimizers]),
-            "extra": {f"{kind}.{i}": each for kind, given in objects for i, each in enumerate(given)},
+            "extra": {f"{kind}.{i}": each for kind, given in named for i, each in enumerate(given)},
         }
 
     def _loaders(self) -> dict[str, Any]:

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.export import export_shards
-from streamshard.comm.objects import run_on_all_ranks
+from streamshard.comm.objects import raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer
 from streamshard.errors import CheckpointError
-from streamshard.full import under_params
+from streamshard.full import gather_full, under_params
 from streamshard.integrations.huggingface import is_transformers_model
 from streamshard.plan.structure import modules_inside
 from streamshard.unit.shard import ParamShard
@@ -74,14 +74,14 @@ def save_on_first(
     Raises:
         CheckpointError: on every rank; names the rank that failed.
     """
-    full: dict[ParamShard, torch.Tensor] = {}
-    for unit in engine.units:
-        pieces = [shard.main if wanted is None or shard.param in wanted else None for shard in unit.params]
-        for shard, piece, tensor in zip(unit.params, pieces, unit.gather_whole(pieces), strict=True):
-            if engine.ranks.is_first and piece is not None and tensor is not None:
-                full[shard] = tensor.to("cpu", shard.dtype, copy=True)
+
+    def take(shard: ParamShard, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cpu", shard.dtype, copy=True)
+
+    full, failure = gather_full(engine, take if engine.ranks.is_first else None, wanted)
 
     def write() -> None:
+        raise_if(failure)
         if engine.ranks.is_first:
             with under_params(engine, full), plain_classes(model):
                 _write(Path(directory), save)

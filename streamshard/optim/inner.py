@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.optim.rounds import Rounds, WholeParam, stand_in
 from streamshard.plan.owners import plan_rounds
-from streamshard.unit.optimizer_hooks import is_elementwise_class
+from streamshard.unit.optimizer_hooks import is_elementwise_class, params_in
 from streamshard.unit.sharded_tensor import piece_of
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
@@ -42,8 +42,7 @@ class InnerOptimizer:
         made: how to make it.
         number: the group's number.
         group: the user's group.
-        params: the user's parameters.
-        targets: for each of `params`, the full parameter that is stepped in its place. None: `params` are stepped.
+        targets: by the user's parameter, the one that is stepped in its place: the full parameter, or the same.
 
     Attributes:
         optimizer: the ordinary optimizer.
@@ -51,17 +50,12 @@ class InnerOptimizer:
     """
 
     def __init__(
-        self,
-        made: GroupClass,
-        number: int,
-        group: dict[str, Any],
-        params: Sequence[nn.Parameter],
-        targets: Sequence[nn.Parameter | None] | None = None,
+        self, made: GroupClass, number: int, group: dict[str, Any], targets: Mapping[nn.Parameter, nn.Parameter]
     ) -> None:
         self.number = number
         self._group = group
-        self._targets: dict[nn.Parameter, Any] = dict(zip(params, targets or params, strict=True))
-        groups = [{**options_of(group), "params": list(self._targets.values())}]
+        self._targets = targets
+        groups = [{**options_of(group), "params": list(targets.values())}]
         self.optimizer: Optimizer = made.kind(groups, **made.options)
         for param, target in self._targets.items():
             if values := made.initial.get(param):
@@ -149,7 +143,7 @@ class InnerOptimizers:
         self.in_place = [
             InnerOptimizer(made, number, group, own)
             for number, (group, made) in enumerate(self._groups)
-            if (own := [param for param in group["params"] if param not in elsewhere])
+            if (own := {param: param for param in group["params"] if param not in elsewhere})
         ]
         self._rounds: Rounds | None = None
         self._by_round: list[list[InnerOptimizer]] = []
@@ -169,7 +163,7 @@ class InnerOptimizers:
             members = set(group["params"])
             mine = {each.param: each.whole for each in own_round if each.param in members and each.whole is not None}
             if mine:
-                inners.append(InnerOptimizer(made, number, group, list(mine), list(mine.values())))
+                inners.append(InnerOptimizer(made, number, group, mine))
         return inners
 
     def is_current(self) -> bool:
@@ -234,11 +228,6 @@ class InnerOptimizers:
         """By group number, the options of the groups in which this rank owns parameters."""
         numbers = {inner.number for inners in self._by_round for inner in inners}
         return {number: options_of(self._groups[number][0]) for number in sorted(numbers)}
-
-
-def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
-    """The parameters of all groups, in their order."""
-    return [param for group in groups for param in group["params"]]
 
 
 def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,20 +70,15 @@ class Rounds:
 
     def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Communicator, ledger: Ledger) -> None:
         self._ranks = ranks
-        self._rounds = [_Round(params, ranks) for params in rounds]
-        numels = [max(each) for each in zip(*(own.numels() for own in self._rounds), strict=True)]
+        numels = [max(each) for each in zip(*map(_buffer_numels, rounds), strict=True)]
         buffers = [ledger.allocate(Category.OPTIMIZER_ROUNDS, numel, torch.float32) for numel in numels]
-        for own in self._rounds:
-            own.take_views(*buffers)
+        self._rounds = [_Round(params, ranks, buffers) for params in rounds]
 
-        def fence(rule: Rule, source: StreamName, target: StreamName, what: str) -> Fence:
-            return Fence(ranks.streams, rule, source, what, target)
-
-        compute, comm = StreamName.COMPUTE, ranks.stream
-        self._packed = fence(Rule.SHARDS_WRITTEN, compute, comm, "pieces for owners")
-        self._arrived = fence(Rule.RESULTS_ARRIVED, comm, compute, "whole parameters")
-        self._stepped = fence(Rule.SHARDS_WRITTEN, compute, comm, "new weights of owners")
-        self._returned = fence(Rule.RESULTS_ARRIVED, comm, compute, "new weights of pieces")
+        streams, compute, comm = ranks.streams, StreamName.COMPUTE, ranks.stream
+        self._packed = Fence(streams, Rule.SHARDS_WRITTEN, compute, "pieces for owners", comm)
+        self._arrived = Fence(streams, Rule.RESULTS_ARRIVED, comm, "whole parameters", compute)
+        self._stepped = Fence(streams, Rule.SHARDS_WRITTEN, compute, "new weights of owners", comm)
+        self._returned = Fence(streams, Rule.RESULTS_ARRIVED, comm, "new weights of pieces", compute)
         device = ranks.streams.device
         self._digests = torch.zeros(2, device=device)
         self._largest = torch.zeros(2, pin_memory=device.type != "cpu")  # over ranks
@@ -173,8 +168,24 @@ def stand_in(param: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
 
 
+def _buffer_numels(params: Sequence[WholeParam]) -> tuple[int, ...]:
+    """Elements of the buffers that a round of these parameters needs, in the order of `_Round`'s arguments."""
+    sent = sum(map(_own_numel, params))
+    owned = [each.piece.place.numel for each in params if each.whole is not None]
+    return 2 * sent, 2 * sum(owned), 2 * sum(map(_aligned, owned)), sum(owned), sent
+
+
 class _Round:
-    """One round on this rank: which pieces go where, and the views of the buffers that are copied. Made once.
+    """One round on this rank: which pieces go where, and the views of the buffers that are copied.
+
+    In a message parameters lie in the order of `params`.
+
+    Args:
+        params: see below.
+        ranks: the shard group.
+        buffers: of `_buffer_numels` elements or more; all rounds use them, one after another. What is sent to owners
+            (the gradient and the weights of one piece after another), the same where it arrives, full gradients and
+            weights of the parameters that this rank owns, new weights that are sent back, the same where they arrive.
 
     Attributes:
         params: the parameters of the round, of all owners.
@@ -190,79 +201,42 @@ class _Round:
         to_owners, to_pieces: the two exchanges.
     """
 
-    to_owners: AllToAll
-    to_pieces: AllToAll
-
-    def __init__(self, params: Sequence[WholeParam], ranks: Communicator) -> None:
+    def __init__(self, params: Sequence[WholeParam], ranks: Communicator, buffers: Sequence[torch.Tensor]) -> None:
+        everyone = range(ranks.world_size)
+        mine = [(each, n) for rank in everyone for each in params if each.owner == rank and (n := _own_numel(each))]
+        owned = [(each, each.whole) for each in params if each.whole is not None]
+        to_owner = [sum(n for each, n in mine if each.owner == rank) for rank in everyone]
+        from_rank = [sum(each.piece.range_of(rank).numel for each, _ in owned) for rank in everyone]
+        pieces, arrived, wholes, results, returned = buffers
         self.params = params
-        self.sent: list[tuple[WholeParam, torch.Tensor, torch.Tensor]] = []
-        self.arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.wholes: list[tuple[WholeParam, nn.Parameter, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.results: list[tuple[nn.Parameter, torch.Tensor, slice]] = []
-        self.returned: list[tuple[WholeParam, torch.Tensor]] = []
-        self._to_owner = [0] * ranks.world_size  # elements of this rank's pieces, by who steps them
-        self._from_rank = [0] * ranks.world_size  # elements of what this rank steps, by who has them
-        for each in params:
-            self._to_owner[each.owner] += each.piece.stop - each.piece.start
-            if each.whole is not None:
-                for rank, part in _parts(each.piece):
-                    self._from_rank[rank] += part.stop - part.start
-
-    def numels(self) -> tuple[int, int, int, int, int]:
-        """Number of elements of the buffers that this round needs, in the order of `take_views`' arguments."""
-        sent, owned = sum(self._to_owner), sum(self._from_rank)
-        wholes = sum(2 * _aligned(each.piece.place.numel) for each in self.params if each.whole is not None)
-        return 2 * sent, 2 * owned, wholes, owned, sent
-
-    def take_views(
-        self,
-        pieces: torch.Tensor,
-        arrived: torch.Tensor,
-        wholes: torch.Tensor,
-        results: torch.Tensor,
-        returned: torch.Tensor,
-    ) -> None:
-        """Take views of the buffers, which all rounds use one after another.
-
-        Args:
-            pieces: sent to owners: the gradient and the weights of one piece after another.
-            arrived: the same where it arrives.
-            wholes: full gradients and weights of the parameters that this rank owns.
-            results: sent back: new weights.
-            returned: the same where it arrives.
-        """
-        to_owner, from_rank = self._to_owner, self._from_rank
         self.to_owners = _exchange(pieces, [2 * n for n in to_owner], arrived, [2 * n for n in from_rank])
         self.to_pieces = _exchange(results, from_rank, returned, to_owner)
-        both, new = _Cursor(pieces, [2 * n for n in to_owner]), _Cursor(returned, to_owner)
-        theirs, back = _Cursor(arrived, [2 * n for n in from_rank]), _Cursor(results, from_rank)
-        own = _Cursor(wholes, [wholes.numel()])
-        for each in self.params:
-            if numel := each.piece.stop - each.piece.start:
-                self.sent.append((each, both.take(each.owner, numel), both.take(each.owner, numel)))
-                self.returned.append((each, new.take(each.owner, numel)))
-            if each.whole is None:
-                continue
-            shape, numel = each.piece.shape, each.piece.place.numel
-            grad, weight = (own.take(0, _aligned(numel))[:numel] for _ in range(2))
-            for rank, part in _parts(each.piece):
-                self.arrived += [(whole[part], theirs.take(rank, part.stop - part.start)) for whole in (grad, weight)]
-                self.results.append((each.whole, back.take(rank, part.stop - part.start), part))
-            self.wholes.append((each, each.whole, grad.view(shape), weight.view(shape), stand_in(each.whole)))
+        piece, part, whole, result, new = map(_taking, buffers)
+        self.sent = [(each, piece(n), piece(n)) for each, n in mine]
+        self.returned = [(each, new(n)) for each, n in mine]
+        self.wholes = []
+        for each, target in owned:
+            grad, weight = (whole(_aligned(target.numel()))[: target.numel()].view(target.shape) for _ in range(2))
+            self.wholes.append((each, target, grad, weight, stand_in(target)))
+        self.arrived, self.results = [], []
+        for rank in everyone:
+            for each, target, grad, weight, _ in self.wholes:
+                start, stop, _ = each.piece.range_of(rank)
+                if start < stop:
+                    self.arrived += [(full.view(-1)[start:stop], part(stop - start)) for full in (grad, weight)]
+                    self.results.append((target, result(stop - start), slice(start, stop)))
 
 
-class _Cursor:
-    """A buffer with a chunk for each rank. Elements are taken from each chunk one after another."""
+def _taking(buffer: torch.Tensor) -> Callable[[int], torch.Tensor]:
+    """A function that returns the next so many elements of `buffer`."""
+    start = 0
 
-    def __init__(self, buffer: torch.Tensor, numels: Sequence[int]) -> None:
-        self._buffer = buffer
-        self._next = [sum(numels[:rank]) for rank in range(len(numels))]
+    def take(numel: int) -> torch.Tensor:
+        nonlocal start
+        start += numel
+        return buffer[start - numel : start]
 
-    def take(self, rank: int, numel: int) -> torch.Tensor:
-        """The next `numel` elements of `rank`'s chunk."""
-        start = self._next[rank]
-        self._next[rank] += numel
-        return self._buffer.narrow(0, start, numel)
+    return take
 
 
 def _exchange(
@@ -271,10 +245,8 @@ def _exchange(
     return AllToAll(send[: sum(send_numels)], send_numels, received[: sum(received_numels)], received_numels)
 
 
-def _parts(piece: Piece) -> list[tuple[int, slice]]:
-    """The ranks that have elements of a parameter, and which elements."""
-    ranges = [(rank, piece.range_of(rank)) for rank in range(piece.ranks.world_size)]
-    return [(rank, slice(own.start, own.stop)) for rank, own in ranges if own.numel]
+def _own_numel(each: WholeParam) -> int:
+    return each.piece.stop - each.piece.start
 
 
 def _aligned(numel: int) -> int:

@@ -9,9 +9,8 @@ the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel),
 owns at most one contiguous range of each parameter, possibly empty (the range map of Megatron-LM's
 distributed optimizer, megatron/core/optimizer/distrib_optimizer.py).
 
-With `align_pieces_to`, each parameter is cut only between blocks of that many elements (*grains*). All shards have the
-same size, so cuts cannot move, but parameters can: a parameter with a cut inside starts later, by less than a grain. A
-parameter larger than a shard has several cuts, so then the grain also divides the shard.
+With `align_pieces_to`, each parameter is cut only between blocks of that many elements (*grains*). Shards are whole
+grains, and a parameter that does not fit into the rest of a grain starts with the next one.
 """
 
 from __future__ import annotations
@@ -104,11 +103,7 @@ class FlatParamLayout:
 
 
 def plan_flat_param(
-    sizes: Sequence[ParamLayout],
-    world_size: int,
-    *,
-    element_bytes: int = 2,
-    align_pieces_to: int = 1,
+    sizes: Sequence[ParamLayout], world_size: int, *, element_bytes: int, align_pieces_to: int
 ) -> FlatParamLayout:
     """Lay out one flat parameter. See [Note: layout].
 
@@ -122,46 +117,16 @@ def plan_flat_param(
         The layout; ``padded_numel`` is a multiple of N times the alignment, so every rank's shard starts aligned.
     """
     align = max(ALIGNMENT_BYTES // element_bytes, 1)
-    if world_size == 1:
-        align_pieces_to = 1  # nothing is cut
-    grain = math.lcm(align, align_pieces_to)
-    total = _place(sizes, grain, align, None)[-1]
-    least = -(-total // world_size)
-    while True:
-        shard_numel = _shard_numel(sizes, grain, least, align)
-        *offsets, end = _place(sizes, grain, align, shard_numel)
-        missing = end - world_size * shard_numel
-        if missing <= 0:
-            break
-        least = shard_numel + -(-missing // world_size)
-    params = (ParamLayout(param.name, param.shape, offset) for param, offset in zip(sizes, offsets, strict=True))
-    return FlatParamLayout(tuple(params), world_size, world_size * shard_numel)
-
-
-def _shard_numel(sizes: Sequence[ParamLayout], grain: int, least: int, align: int) -> int:
-    """The smallest aligned size of a shard in elements, at least `least`; of whole grains if a parameter is larger."""
-
-    def fitting(bound: int) -> int:
-        common = grain if any(size.numel > bound for size in sizes) else align
-        return -(-bound // common) * common
-
-    return min(fitting(bound) for bound in {least, *(size.numel for size in sizes if size.numel > least)})
-
-
-def _place(sizes: Sequence[ParamLayout], grain: int, align: int, shard_numel: int | None) -> list[int]:
-    """Where each parameter starts, and where the last one ends.
-
-    With `shard_numel`, the first cut in each parameter is at a multiple of the grain. Later cuts are too, if the grain
-    divides the shard.
-    """
-    offset = 0
-    offsets = []
+    grain = align if world_size == 1 else math.lcm(align, align_pieces_to)  # one rank cuts nothing
+    params, end = [], 0
     for size in sizes:
-        offset = -(-offset // align) * align
-        if shard_numel:
-            before_cut = -offset % shard_numel
-            if before_cut < size.numel:
-                offset += before_cut % grain
-        offsets.append(offset)
-        offset += size.numel
-    return [*offsets, offset]
+        start = _round_up(end, align)
+        if start % grain + size.numel > grain:
+            start = _round_up(start, grain)
+        params.append(ParamLayout(size.name, size.shape, start))
+        end = start + size.numel
+    return FlatParamLayout(tuple(params), world_size, _round_up(end, world_size * grain))
+
+
+def _round_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple

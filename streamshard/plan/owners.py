@@ -46,17 +46,14 @@ def plan_rounds(
         The indices of each round's parameters, ascending.
     """
     rounds: list[list[int]] = []
-    owned: list[dict[int, int]] = []  # elements in each round, by rank
-    first_open: dict[int, int] = {}  # by rank, the first round that is not full for it
+    owned: dict[tuple[int, int], int] = {}  # elements, by round and rank
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         rank, numel = owners[index], numels[index]
-        place = first_open.get(rank, 0)
-        while place < len(rounds) and owned[place].get(rank, 0) + numel > max(round_numel, numel):
+        place = 0
+        while owned.get((place, rank), 0) + numel > max(round_numel, numel):
             place += 1
         if place == len(rounds):
             rounds.append([])
-            owned.append({})
         rounds[place].append(index)
-        owned[place][rank] = owned[place].get(rank, 0) + numel
-        first_open[rank] = place
+        owned[place, rank] = owned.get((place, rank), 0) + numel
     return [sorted(each) for each in rounds]

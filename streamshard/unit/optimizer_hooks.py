@@ -16,7 +16,7 @@ import copy
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -84,6 +84,11 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+    """The parameters of an optimizer's groups, in their order, which is that of their numbers in a state dict."""
+    return [param for group in groups for param in group["params"]]
+
+
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 # The optimizers of pieces that have stepped, each with its hook that runs right before the step itself.
@@ -116,7 +121,7 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     """
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
         return
-    params = _params_of(optimizer)
+    params = params_in(optimizer.param_groups)
     if optimizer not in _seen and all(piece_of(param) is None for param in params):
         return
     if closure is None:
@@ -135,7 +140,7 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     _seen[optimizer] = optimizer.register_step_pre_hook(_before_step)
 
 
-def _refuse_step_without_backward(params: list[torch.Tensor]) -> None:
+def _refuse_step_without_backward(params: Sequence[torch.Tensor]) -> None:
     """Raise if no parameter has a gradient, and the last forward with gradients was followed by no backward."""
     pieces = [piece for param in params if param.requires_grad and (piece := piece_of(param)) is not None]
     if pieces and pieces[0].ranks in unreached and all(param.grad is None for param in params):
@@ -164,7 +169,7 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
             f"{name} with max_unorm, percentile_clipping or block_wise=False takes norms of parameters or gradients in "
             "its kernels, of this rank's pieces alone: leave these options away, and use model.clip_grad_norm_"
         )
-    pieces = [piece_of(param) for param in _params_of(optimizer)] if works_in_blocks(kind) else []
+    pieces = [piece_of(param) for param in params_in(optimizer.param_groups)] if works_in_blocks(kind) else []
     for piece in filter(None, pieces):
         if any(piece.range_of(rank).start % BLOCK_NUMEL for rank in range(piece.ranks.world_size)):
             raise ShardingError(
@@ -202,7 +207,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _plain_of(optimizer: Optimizer) -> dict[ShardedParameter, nn.Parameter]:
-    return {param: param.plain for param in _params_of(optimizer) if isinstance(param, ShardedParameter)}
+    return {param: param.plain for param in params_in(optimizer.param_groups) if isinstance(param, ShardedParameter)}
 
 
 def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
@@ -290,7 +295,7 @@ def _cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     """Before ``load_state_dict`` changes anything: full moments are cut, what does not fit raises."""
     state = {number: dict(values) for number, values in state_dict["state"].items()}
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    for number, param in zip(numbers, _params_of(optimizer), strict=False):  # torch compares their numbers
+    for number, param in zip(numbers, params_in(optimizer.param_groups), strict=False):  # torch compares their numbers
         piece = piece_of(param)
         if piece is not None and number in state:
             _cut(optimizer, piece, state[number], param.device)
@@ -315,7 +320,3 @@ def _cut(optimizer: Optimizer, piece: Piece, values: dict[str, Any], device: tor
                 ", this rank's piece. Make the optimizer after StreamShard(model), and load full state, or state of "
                 "another number of ranks, with load_optimizer_state_dict(model, optimizer, state)"
             )
-
-
-def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -79,7 +79,7 @@ def shards_for(model: nn.Module, rank: int, world_size: int) -> list[ParamShard]
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     sizes = [ParamLayout(own[0], tuple(param.shape)) for param, own in names.items()]
-    unit = plan_flat_param(sizes, world_size)
+    unit = plan_flat_param(sizes, world_size, element_bytes=2, align_pieces_to=1)
     flat = torch.zeros(unit.shard_numel)
     shards = []
     for (param, own), layout in zip(names.items(), unit.params, strict=True):

@@ -187,10 +187,12 @@ def test_an_optimizer_that_steps_a_parameter_of_no_given_model_is_refused(contex
         with pytest.raises(CheckpointError, match=words):
             save_checkpoint(tmp_path, model, each)
         assert not any(tmp_path.iterdir())
-    path = save_checkpoint(tmp_path, {"model": model, "head": head}, optimizer).path
+    with pytest.raises(ShardingError, match="Linear is not sharded"):
+        save_checkpoint(tmp_path, {"model": model, "head": head}, optimizer)
+    path = save_checkpoint(tmp_path, model, optimizer, {"head": head}).path
     wanted = head.weight.detach().clone()
     nn.init.zeros_(head.weight)
-    load_checkpoint(path, {"model": model, "head": head}, optimizer)
+    load_checkpoint(path, model, optimizer, {"head": head})
     assert torch.equal(head.weight, wanted)
 
 
@@ -622,7 +624,7 @@ class Position:
 def test_several_models_optimizers_and_objects(context: RankContext, tmp_path: Path) -> None:
     """Sharded and plain ones, objects that differ between ranks, values; each comes back to its own."""
 
-    def make(seed: int) -> Any:
+    def make(seed: int, at: int) -> Any:
         torch.manual_seed(seed)
         actor, critic, plain = (
             StreamShard(Stack(), precision=FP32),
@@ -636,19 +638,18 @@ def test_several_models_optimizers_and_objects(context: RankContext, tmp_path: P
         both.step()
         own = torch.optim.Adam(actor.parameters())
         own.step()
-        return {"actor": actor, "critic": critic, "plain": plain}, {"both": both, "own": own}
+        objects = {"loader": Position(at), "plain": plain}
+        return {"actor": actor, "critic": critic}, {"both": both, "own": own}, objects
 
-    models, optimizers = make(0)
-    extra = {"loader": Position(3 + context.rank), "best": 0.25, "names": ("a", "b")}
-    save_checkpoint(tmp_path, models, optimizers, extra=extra)
-    others, their_optimizers = make(1)
-    loader = Position(0)
-    loaded = load_checkpoint(tmp_path, others, their_optimizers, extra={"loader": loader})
-    assert loader.position == 3 + context.rank
-    assert loaded == {"loader": loader, "best": 0.25, "names": ("a", "b")}
+    models, optimizers, objects = make(0, 3 + context.rank)
+    save_checkpoint(tmp_path, models, optimizers, extra={**objects, "best": 0.25, "names": ("a", "b")})
+    others, their_optimizers, their_objects = make(1, 0)
+    loaded = load_checkpoint(tmp_path, others, their_optimizers, extra=their_objects)
+    assert their_objects["loader"].position == 3 + context.rank
+    assert loaded == {**their_objects, "best": 0.25, "names": ("a", "b")}
     for name in ("actor", "critic"):
         assert_same(full_weights(others[name]), full_weights(models[name]), name, EXACT)
-    assert_same(others["plain"].state_dict(), models["plain"].state_dict(), "plain", EXACT)
+    assert_same(their_objects["plain"].state_dict(), objects["plain"].state_dict(), "plain", EXACT)
     for name, optimizer in optimizers.items():
         mine, theirs = (each.param_groups[0]["params"] for each in (optimizer, their_optimizers[name]))
         for param, their_param in zip(mine, theirs, strict=True):
@@ -786,7 +787,7 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="model is a AdamW"):
         save_checkpoint(tmp_path, run.optimizer)  # type: ignore[arg-type]
     with pytest.raises(ShardingError, match="no model made by StreamShard"):
-        save_checkpoint(tmp_path, nn.Linear(1, 1))
+        save_checkpoint(tmp_path, {})
     for value, told in (
         (np.ones(2, np.longdouble), r"extra\.x is a numpy\.ndarray"),
         ([Position(1)], r"extra\.x\[0\] is a .*Position: .* by itself"),

@@ -255,13 +255,12 @@ def test_parameters_of_a_plain_module_are_stepped_by_every_rank(
     assert own.isdisjoint(tensor.data_ptr() for tensor in tree_leaves(state) if isinstance(tensor, Tensor))
     other = _optimizer(model, params, kind)
     load_optimizer_state_dict(model, other, state)
-    modules = {"model": model, "head": head}
-    save_checkpoint(tmp_path, modules, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, {"head": head})
     _train(model, other, backward, 1, STEPS)
     wanted = head.weight.detach().clone()
     _assert_equal_on_ranks(wanted)
     again = _optimizer(model, params, kind)
-    load_checkpoint(tmp_path, modules, again)
+    load_checkpoint(tmp_path, model, again, {"head": head})
     _train(model, again, backward, 1, STEPS)
     assert torch.equal(head.weight, wanted)
 

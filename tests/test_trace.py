@@ -1,4 +1,4 @@
-"""The trace of a step: every computation and every collective is in it, and the engine stays as it was."""
+"""The trace of a step, ``benchmarks/_trace.py``: all computations and collectives are in it; it changes no number."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks._trace import Span, Trace, trace_step
 from streamshard import StreamShard
 from streamshard.comm.streams import StreamName
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
-from streamshard.inspect.trace import Span, Trace, trace_step
 from tests.models import Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, Call, adamw, assert_same, full_weights, lm_step

@@ -1,6 +1,6 @@
 """A trace of one step: spans of compute, communication and waits, as a file for Perfetto.
 
-    from streamshard.inspect.trace import trace_step
+    from _trace import trace_step
 
     with trace_step(model) as trace:
         model(batch).loss.backward()
