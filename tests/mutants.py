@@ -140,6 +140,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/gloo": [
         ("Exchange._abandon", Drop("_abandoned.setdefault(self.group, []).extend(self.messages)"), "transport"),
     ],
+    "comm/registered_memory": [
+        ("_deregister", Drop("stream.synchronize()"), "registered_memory"),
+        ("_deregister", Swap(" and not is_closed(group)", ""), "registered_memory"),
+        ("RegisteredMemory.register", Swap(".atexit = False", ""), "registered_memory"),
+    ],
     "comm/nccl": [
         ("NcclTransport._exchange", Swap("torch.sum(", f"{_ON_COMPUTE} torch.sum("), _STREAMS),
         ("NcclTransport.meet", _NO_STREAM, _STREAMS),
@@ -275,6 +280,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("take_over_state", Drop("values.update("), "gpu:follows"),
     ],
     "unit/shard": [
+        ("Ledger.allocate", Swap("is_visible or category in SENT", "is_visible"), "registered_memory"),
         ("GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
         ("GradSlot.finish_writing", Swap("self._writers.values()", "list(self._writers.values())[:1]"), _STREAMS),
         ("GradSlot.join", Drop("self.drained.wait(stream)"), _STREAMS),
