@@ -18,6 +18,7 @@ import importlib.util
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,7 @@ CALLS = (  # what belongs together, in the order of its worth: the last call may
     ("tests.two", "tests.adversary", "small.many", "small.compiled"),
     (
         *("tests.integrations", "tests.four", "tests.sanitizer", "job.train"),
-        *("small.alone", "small.operators", "profile.32", "job.suite", "tests.graphs"),
+        *("registered", "small.alone", "small.operators", "profile.32", "job.suite", "tests.graphs"),
     ),
 )
 CALL_S = 530
@@ -118,6 +119,7 @@ def _jobs(scratch: Path, out: Path, *, rehearses: bool) -> list[Job]:
         _compare("small.alone", scratch, 120, "small", rehearses=rehearses),
         _operators(scratch, rehearses=rehearses),
         *_profiles(scratch, out, rehearses=rehearses),
+        _registered(scratch, rehearses=rehearses),
         _train(scratch, rehearses=rehearses),
         _suite(scratch, rehearses=rehearses),
         graphs,
@@ -294,6 +296,33 @@ def _of_profile(found: dict[str, Any]) -> str:
         for kind in ("gather", "reduce")
     )
     return f"{found['step_ms']:.1f} ms a step; {', '.join(told)}"
+
+
+def _registered(scratch: Path, *, rehearses: bool) -> Job:
+    """`step_time.py`, two ranks: with and without registered memory, in turn. On the CPU the former says why not."""
+    found = scratch / "registered.json"
+    size = ["--preset", "tiny" if rehearses else "48x512-512", "--rounds", "2" if rehearses else "10"]
+    command = [PYTHON, "benchmarks/step_time.py", "--ranks", "2", *size, "--systems", "streamshard", "registered"]
+    return Job(
+        name="registered",
+        command=[*command, "--output", str(found)],
+        limit_s=90,
+        environment=_environment(rehearses=rehearses),
+        found=found,
+        brief=_of_registered,
+        needs="shared",
+    )
+
+
+def _of_registered(found: dict[str, Any]) -> str:
+    if found["not_run"]:
+        return "; ".join(f"{name} not run: {why}" for name, why in found["not_run"].items())
+    plain, registered = (found["systems"][name] for name in ("streamshard", "registered"))
+    pairs = zip(registered["rounds_ms"], plain["rounds_ms"], strict=True)
+    ratio = statistics.median(own / other for own, other in pairs)
+    more = (registered["memory"]["held_bytes"] - plain["memory"]["held_bytes"]) / 2**20
+    losses = f"losses {plain['last_loss']:.4f} and {registered['last_loss']:.4f}"
+    return f"step time {ratio:.3f} of that without registration, {more:.0f} MiB more, {losses}"
 
 
 def _train(scratch: Path, *, rehearses: bool) -> Job:

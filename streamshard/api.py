@@ -69,6 +69,9 @@ class StreamShard(ShardedModule):
             ``"1MiB"``, so that tiny layers share collectives. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
+        registered_memory: allocate slots, all-gather inputs, scratch and main grads by NCCL, and register them with it
+            (user buffer registration): NCCL then need not copy them through buffers of its own. Costs a little memory.
+            Not tried on a GPU yet.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -92,6 +95,7 @@ class StreamShard(ShardedModule):
         grad_slots: SlotCount = 2,
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
+        registered_memory: bool = False,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.objects import refuse_together
+from streamshard.comm.registered_memory import RegisteredMemory
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings
 from streamshard.device import module_of, training_device, warn_if_untested
@@ -131,6 +132,8 @@ def _make_engine(
 ) -> Engine:
     """Plan, allocate, and cut the weights into shards, except those whose names are in `empty`."""
     settings, found = checked.settings, checked.found
+    communicators = [ranks] if replicas is None else [ranks, replicas.ranks]
+    registered = RegisteredMemory(communicators) if settings.registered_memory else None
     layouts = plan_units(
         ["", *(unit.name for unit in found)],
         [
@@ -144,7 +147,7 @@ def _make_engine(
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
     ranks.recorder.names = [layouts[flat_param.unit].name or "the root unit" for flat_param in flat_params]
-    ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
+    ledger = Ledger(ranks.streams, ranks.transport.allocate_visible, registered)
     ranks.transport.check_precision(settings.precision)
 
     def scratch_numel(flat: FlatParam) -> int:
@@ -166,6 +169,8 @@ def _make_engine(
 
     streamed = _allocate(sizing, plan, ranks, ledger, take)
     reductions = Reductions(streamed, ranks, ledger, replicas)
+    if registered is not None:
+        registered.register()
     return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), sizing, reductions)
 
 

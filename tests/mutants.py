@@ -114,6 +114,7 @@ _STREAMS = "simulated_device:precision or averages or stream"
 _NO_STREAM = Swap("self.streams.on(self.stream)", "torch.no_grad()")
 # One line that stands before a statement of a test's simulated device.
 _ON_COMPUTE = "with self.streams.module.stream(self.streams.module.compute):"
+_ASIDE = "with module.stream(module.Stream()):"
 
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "build": [
@@ -126,15 +127,23 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("publish_checkpoint", Swap("len(own) + 1 - keep", "len(own) + 2 - keep"), "directory"),
     ],
     "checkpoint/save": [
-        ("copy_to_host", Drop("module_of(device).current_stream(device).synchronize()"), _STREAMS),
-        ("copy_to_host", Swap("current_stream(device)", "current_stream()"), _STREAMS),
-        ("copy_to_host", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
+        ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),
+        ("start_copies", Swap("copied.record(stream)", "copied.record(module.Stream())"), "simulated_device:copies"),
+        ("start_copies", Swap("current_stream(device)", "current_stream()"), "simulated_device:copies"),
+        ("start_copies", Drop("piece.data.record_stream(stream)"), "simulated_device:copies"),
+        ("start_copies", Swap("copy = copy.", f"{_ASIDE} copy = copy."), "simulated_device:copies"),
+        ("start_copies", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
     "checkpoint/export": [
         ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
     ],
     "comm/gloo": [
         ("Exchange._abandon", Drop("_abandoned.setdefault(self.group, []).extend(self.messages)"), "transport"),
+    ],
+    "comm/registered_memory": [
+        ("_deregister", Drop("stream.synchronize()"), "registered_memory"),
+        ("_deregister", Swap(" and not is_closed(group)", ""), "registered_memory"),
+        ("RegisteredMemory.register", Swap(".atexit = False", ""), "registered_memory"),
     ],
     "comm/nccl": [
         ("NcclTransport._exchange", Swap("torch.sum(", f"{_ON_COMPUTE} torch.sum("), _STREAMS),
@@ -275,6 +284,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("take_over_state", Drop("values.update("), "gpu:follows"),
     ],
     "unit/shard": [
+        ("Ledger.allocate", Swap("is_visible or category in SENT", "is_visible"), "registered_memory"),
         ("GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
         ("GradSlot.finish_writing", Swap("in self._writers", "in self._writers[:1]"), _STREAMS),
         ("GradSlot.join", Drop("self.drained.wait(stream)"), _STREAMS),

@@ -87,6 +87,17 @@ def test_models_train_like_plain_pytorch_on_a_gpu(context: RankContext, case: st
     assert_trains_like_plain(context, build, step, steps=5, checked=(1, 4), optimizer=adamw, tolerance=NEAR, **settings)
 
 
+@pytest.mark.skipif(IS_PLAYED, reason="gloo has nothing to register")
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("setting", ["ZeRO-3", "ZeRO-1"])
+def test_registered_memory_changes_no_numbers_on_a_gpu(context: RankContext, setting: str) -> None:
+    """NCCL allocates the buffers of collectives. Two models, one after the other: the first one's pool is gone."""
+    for _ in range(2):
+        settings = {**DIAL[setting], "registered_memory": True}
+        model: Any = assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, tolerance=NEAR, **settings)
+        assert model.memory_report().held_bytes["pool rounding"] >= 0
+
+
 def _capture_layers(model: Any, number: int) -> None:
     is_ours = isinstance(model, StreamShard)
     if number == 0 and is_ours:

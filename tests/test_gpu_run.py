@@ -92,7 +92,7 @@ def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
     jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Systems are compared, a step is drawn: every field of the results is there. What compares and draws is forked."""
-    stages = ["llama", "profile.8"]
+    stages = ["llama", "profile.8", "registered"]
     gpu = importlib.import_module("gpu")
     monkeypatch.setattr(subprocess, "Popen", functools.partial(_Forked, tmp_path / "output.log"))
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
@@ -115,6 +115,8 @@ def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
         assert {"step_ms", "memory", "host_us_per_layer"} <= set(found["llama"]["systems"][system])
     assert {target["job"] for target in results["targets"]} == {"llama"}
     assert found["profile.8"]["gather_beside_compute_ms"] <= found["profile.8"]["gather_ms"]
+    assert found["registered"]["systems"]["streamshard"]["rounds_ms"]
+    assert "cannot register memory" in found["registered"]["not_run"]["registered"]
     assert json.loads((tmp_path / "timeline-8.json").read_text())["traceEvents"]
 
 

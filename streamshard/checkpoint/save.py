@@ -42,6 +42,9 @@ from streamshard.unit.sharded_parameter import is_unreduced
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # timeout for making a group, after ranks have met
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
+# torch rounds the size of pinned memory up to a power of two. One buffer for all pieces could take twice their bytes.
+_BUFFER_BYTES = 1 << 28  # unless a piece is larger
+_ALIGN_BYTES = 64
 
 
 def save_checkpoint(
@@ -73,7 +76,7 @@ def save_checkpoint(
         keep: how many of the newest checkpoints to keep. Older ones are deleted when the new one is complete.
         step: the checkpoint's number, as in ``checkpoint-1000``. None: one more than the largest in `directory`. If
             ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten.
-        wait: False: return when everything is copied to host memory, while a thread writes the files. See `Saving`.
+        wait: False: return when the copies to host memory have started, while a thread writes the files. See `Saving`.
 
     Returns:
         The handle, with the checkpoint's path. The call first waits for an earlier save that still runs.
@@ -132,16 +135,16 @@ def _say_what_is_lost(parts: Parts) -> None:
 
 
 def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts) -> Saving:
-    """Copy the pieces to host memory, and let a thread write the copies."""
+    """Start to copy the pieces to host memory, and let a thread write the copies."""
     ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
     group = background_ranks(ranks)
     state, pieces = collect(parts)
-    copies = run_on_all_ranks(ranks, f"save to {root}", lambda: copy_to_host(pieces, parts.engine.streams.device))
+    finish = run_on_all_ranks(ranks, f"save to {root}", lambda: start_copies(pieces, parts.engine.streams.device))
     pieces.clear()  # the run's own go as soon as they are copied
 
     def write() -> Path:
         try:
-            return write_checkpoint(root, number, keep, group, state, copies)
+            return write_checkpoint(root, number, keep, group, state, finish())
         except StreamShardError:  # on all ranks
             raise
         except BaseException as error:
@@ -157,21 +160,49 @@ def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts)
     return _running
 
 
-def copy_to_host(pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
-    """Copy `pieces` into new host memory. Waits for the current stream."""
-    copies = []
+def start_copies(pieces: Sequence[Piece], device: torch.device) -> Callable[[], list[Piece]]:
+    """Start to copy `pieces` into new host memory, on the current stream of `device`, for which the host does not wait.
+
+    What this stream does later, such as the next optimizer step, comes behind the copies. The host memory is freed with
+    the copies; torch keeps what it has pinned, for the next save.
+
+    Returns:
+        A function for any thread: waits until the copies are complete, and returns them.
+    """
+    sizes, places = [0], []
     for piece in pieces:
-        copy = torch.empty(piece.data.shape, dtype=piece.data.dtype, pin_memory=device.type != "cpu")
-        copies.append(piece._replace(data=copy.copy_(piece.data, non_blocking=True)))
-    if has_streams(device):
-        module_of(device).current_stream(device).synchronize()
-    return copies
+        n_bytes = -(-piece.data.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        if sizes[-1] and sizes[-1] + n_bytes > _BUFFER_BYTES:
+            sizes.append(0)
+        places.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += n_bytes
+    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for size in sizes]
+    module = module_of(device) if has_streams(device) else None
+    stream = None if module is None else module.current_stream(device)
+    copies = []
+    for piece, (number, start) in zip(pieces, places, strict=True):
+        copy, is_here = buffers[number].narrow(0, start, piece.data.nbytes), piece.data.device == device
+        copy = copy.view(piece.data.dtype).copy_(piece.data, non_blocking=is_here)
+        copies.append(piece._replace(data=copy))
+        if stream is not None and is_here:
+            piece.data.record_stream(stream)  # the user may free it before it is copied
+    if module is None:
+        return lambda: copies
+    copied = module.Event()
+    copied.record(stream)
+
+    def finish() -> list[Piece]:
+        copied.synchronize()
+        return copies
+
+    return finish
 
 
 class Saving:
     """The handle that `save_checkpoint` returns. With ``wait=False`` the save runs in the background.
 
-    The checkpoint holds the state at the call: everything was copied before the call returned.
+    The checkpoint holds the state at the call. On devices the host does not wait for the copies: what the current
+    stream does next comes behind them. Another stream that changes weights or moments must wait for this one first.
 
     When Python exits, also after an error or Ctrl-C, it waits for the save. SIGTERM ends the process at once: the
     checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers. To finish the

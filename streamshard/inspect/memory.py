@@ -19,7 +19,7 @@ class MemoryReport:
     """Bytes that the engine holds on this rank, by category.
 
     Attributes:
-        held_bytes: counted on the live tensors.
+        held_bytes: counted on the live tensors; "pool rounding" as torch's allocator says.
         numel: parameters of the whole model.
         padded_numel: elements of all flat parameters, alignment and padding included.
         world_size: N.
@@ -51,10 +51,13 @@ class MemoryReport:
 
 def report_memory(engine: Engine) -> MemoryReport:
     """What `engine` holds. See [Note: memory] in `streamshard.plan.memory`."""
-    layouts = engine.sizing.layouts
+    layouts, ledger = engine.sizing.layouts, engine.ledger
+    held_bytes = {category.value: ledger.held_bytes(category) for category in Category}
+    if ledger.registered is not None:
+        held_bytes["pool rounding"] = ledger.registered.unused_bytes()
     trained_numel = sum(grads.main.numel() for unit in engine.units for grads in unit.grads.flat_params)
     return MemoryReport(
-        held_bytes={category.value: engine.ledger.held_bytes(category) for category in Category},
+        held_bytes=held_bytes,
         numel=sum(layout.numel for layout in layouts),
         padded_numel=sum(layout.padded_numel for layout in layouts),
         world_size=engine.ranks.world_size,

@@ -8,6 +8,7 @@ optimizer built before sharding keeps working; their data become pieces of the m
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from streamshard.comm.communicator import Communicator
+from streamshard.comm.registered_memory import RegisteredMemory
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.errors import ShardingError
 from streamshard.plan.flat_params import FlatParam
 from streamshard.plan.layout import FlatParamLayout, LocalRange, ParamLayout
-from streamshard.plan.memory import Category
+from streamshard.plan.memory import SENT, Category
 from streamshard.plan.structure import is_meta, leave_inference_mode
 from streamshard.torch_private import AsTensors, swap_tensor
 from streamshard.unit.sharded_parameter import be_piece
@@ -35,14 +37,22 @@ class Ledger:
     Args:
         streams: both use them; they live on its device.
         allocate_visible: allocates what other ranks may read, see `Transport.allocate_visible`.
+        registered: holds what collectives of steps read and write; None: these buffers are like all others.
 
     Attributes:
         buffers: all of them, with what each is for.
+        registered: see Args.
     """
 
-    def __init__(self, streams: Streams, allocate_visible: Callable[..., torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        allocate_visible: Callable[..., torch.Tensor] | None = None,
+        registered: RegisteredMemory | None = None,
+    ) -> None:
         self._streams = streams
         self._allocate_visible = allocate_visible
+        self.registered = registered
         self.buffers: list[tuple[Category, torch.Tensor]] = []
 
     def allocate(
@@ -59,7 +69,9 @@ class Ledger:
             category, numel, dtype: what, how much, of which type.
             is_visible: whether other ranks may read it (all-gather inputs, grad slots).
         """
-        with leave_inference_mode():
+        is_sent = is_visible or category in SENT
+        pool = self.registered.inside() if self.registered is not None and is_sent else contextlib.nullcontext()
+        with leave_inference_mode(), pool:
             if is_visible and self._allocate_visible is not None:
                 buffer = self._allocate_visible(numel, dtype)
             else:

@@ -392,7 +392,7 @@ def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(contex
     with pytest.MonkeyPatch.context() as patch:
         error, words = (CheckpointError, "rank 1: KeyboardInterrupt")
         if context.rank == 1:
-            patch.setattr(save, "copy_to_host", interrupt)
+            patch.setattr(save, "start_copies", interrupt)
             error, words = KeyboardInterrupt, None
         with pytest.raises(error, match=words):
             _save(tmp_path, run, wait=False)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint import export as exports_module
-from streamshard.checkpoint import safetensors_file
+from streamshard.checkpoint import safetensors_file, save
+from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.export import export_shards
 from streamshard.errors import CheckpointError
 from streamshard.plan.layout import LocalRange
@@ -40,6 +41,29 @@ def test_export_needs_one_chunk_of_memory(tmp_path: Path) -> None:
     assert filler.numel() > 0
     assert (after - before) * 1024 <= 3 * safetensors_file.CHUNK_BYTES
     assert (tmp_path / "model.safetensors").stat().st_size > 2 * numel
+
+
+def test_copies_of_pieces_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few buffers, because each pinned allocation takes time and is rounded up. Copies are aligned."""
+    monkeypatch.setattr(save, "_BUFFER_BYTES", 1024)
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.bool)
+    pieces = [
+        Piece(f"{dtype} {numel}", (numel,), 0, torch.arange(numel).to(dtype))
+        for numel in (0, 3, 1, 37, 100, 700)
+        for dtype in dtypes
+    ]
+    copies = save.start_copies(pieces, torch.device("cpu"))()
+    for piece, copy in zip(pieces, copies, strict=True):
+        assert torch.equal(copy.data, piece.data)
+        assert copy.data.dtype is piece.data.dtype
+        assert copy.data.data_ptr() % copy.data.dtype.itemsize == 0
+        piece.data.zero_()
+    assert all(copy.data.any() for copy in copies if copy.data.numel() > 1)
+    sizes = {copy.data.untyped_storage().data_ptr(): copy.data.untyped_storage().nbytes() for copy in copies}
+    large = [piece.data.nbytes for piece in pieces if piece.data.nbytes > 1024]
+    assert sum(sizes.values()) <= sum(piece.data.nbytes + 64 for piece in pieces)
+    assert len(sizes) <= 2 * sum(sizes.values()) // 1024 + 1
+    assert len([size for size in sizes.values() if size > 1024]) == len(large)
 
 
 def _one(numel: int, start: int, stop: int) -> tuple[nn.Module, list[ParamShard]]:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import LocalSGD, Precision, StreamShard
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.checkpoint.save import copy_to_host
+from streamshard.checkpoint.save import start_copies
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
 from streamshard.engine.reductions import Reductions
@@ -339,15 +339,19 @@ def test_small_gradients_are_copied_on_the_stream_that_has_made_them(context: Ra
         assert used == {device.compute}
 
 
-def test_host_copies_are_read_behind_the_stream_that_copies() -> None:
-    """Of pieces, on whatever stream the caller is."""
-    with simulated_device() as device, checking_streams(device):
+def test_host_copies_hold_what_was_there_at_the_call() -> None:
+    """On whatever stream the caller is, who writes to the pieces next; another thread reads the copies."""
+    with simulated_device() as device, checking_streams(device) as checker:
         side = SimulatedStream()
         with device.stream(side):
             pieces = [Piece("weight", (4,), 0, torch.ones(4)) for _ in range(60)]
-            copies = copy_to_host(pieces, CPU)
+            finish = start_copies(pieces, CPU)
+            for piece in pieces:
+                piece.data.zero_()
+                assert side in device.kept[piece.data.untyped_storage().data_ptr()]
+        assert not checker.found
         with device.stream(device.host):
-            assert all(copy.data.eq(1.0).all() for copy in copies)
+            assert all(copy.data.eq(1.0).all() for copy in finish())
 
 
 @on_ranks(2)
