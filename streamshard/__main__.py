@@ -1,4 +1,7 @@
-"""The command ``streamshard``: plan the memory of a training run, inspect and convert checkpoints. Needs no GPU."""
+"""The command ``streamshard``: plan the memory of a training run, inspect and convert checkpoints. Needs no GPU.
+
+Each command imports what it needs itself: torch takes seconds to import, and ``--help`` does not need it.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from streamshard.checkpoint.directory import check_sizes, checkpoints_in, latest, no_checkpoint
-from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, TensorRecord, read_manifest
-from streamshard.comm.objects import RankGroup
-from streamshard.config import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, printable
+from streamshard.version import __version__
 
+if TYPE_CHECKING:
+    from streamshard.checkpoint.manifest import Manifest, TensorRecord
+
+_ABOUT = "Plan the memory of a training run, inspect and convert checkpoints. Needs no GPU and no ranks."
 _SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the latest is used"
 _EXAMPLES = """\
@@ -61,7 +65,7 @@ def _say(text: object, stream: TextIO | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("streamshard", description=__doc__, epilog=_EXAMPLES, formatter_class=form)
+    parser = argparse.ArgumentParser("streamshard", description=_ABOUT, epilog=_EXAMPLES, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
@@ -132,6 +136,10 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
+    from streamshard.checkpoint.directory import check_sizes, checkpoints_in, no_checkpoint
+    from streamshard.checkpoint.manifest import CheckpointFiles, read_manifest
+    from streamshard.comm.objects import RankGroup
+
     root: Path = arguments.directory
     found = checkpoints_in(root)
     if not found:
@@ -154,6 +162,9 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 def _list(root: Path, paths: Iterable[Path]) -> None:
     """Print a line for each checkpoint, without reading its tensors. The error at the end names the damaged files."""
+    from streamshard.checkpoint.directory import check_sizes, latest
+    from streamshard.checkpoint.manifest import read_manifest
+
     errors: list[str] = []
     newest = latest(root)
     for path in sorted(paths, key=lambda path: (len(path.name), path.name)):  # checkpoint-9 before checkpoint-10
@@ -204,7 +215,7 @@ def _total_bytes(manifest: Manifest) -> str:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    from streamshard.checkpoint.dcp import from_dcp, to_dcp  # here, because torch takes a second to import it
+    from streamshard.checkpoint.dcp import from_dcp, to_dcp
 
     if arguments.to is not None:
         _say(f"{to_dcp(arguments.directory, arguments.out)} -> {arguments.out}")
