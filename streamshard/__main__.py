@@ -113,8 +113,6 @@ def _plan(arguments: argparse.Namespace) -> None:
     from streamshard.config import Precision
     from streamshard.preview import builder_of, plan
 
-    if (arguments.batch is None) is not (arguments.seq is None):
-        raise ConfigError("--batch and --seq estimate activations together: one is missing")
     try:
         fields = {name: getattr(torch, dtype) for name, dtype in arguments.precision.items()}
         precision = Precision(**fields)

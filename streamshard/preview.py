@@ -197,6 +197,8 @@ def plan(
         ShardingError, UnitError: as `StreamShard` does.
     """
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
+    if (batch is None) is not (seq is None):
+        raise ConfigError("batch and seq estimate activations together: one is missing")
     built = model if isinstance(model, nn.Module) else _on_meta(model)
     checked = check_model(built, units, resident, given)
     activations = None

@@ -22,6 +22,7 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.preview import Plan, Stage, plan
 from tests.integrations.models import FAMILIES, make_model
+from tests.launched import ROOT
 from tests.models import NormStack, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, lm_step, stack_step
@@ -160,10 +161,11 @@ def _config(directory: Path, **sizes: Any) -> Path:
 
 
 def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None:
-    """docs/guide/dial.md: 23.2 GiB by arithmetic, without the scratch."""
+    """docs/guide/dial.md: 23.2 GiB by arithmetic, without the scratch; docs/guide/commands.md: the whole table."""
     from streamshard.preview import builder_of
 
     planned = plan(builder_of(str(_config(tmp_path))), 8)
+    assert str(planned) in (ROOT / "docs/guide/commands.md").read_text()
     zero_3 = planned.stages[0]
     assert f"{(zero_3.total_bytes - zero_3.held_bytes['scratch']) / 2**30:.1f}" == "23.2"
     assert [(unit.name, unit.count, unit.is_resident) for unit in planned.units] == [
