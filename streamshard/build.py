@@ -28,10 +28,10 @@ from streamshard.engine.replicas import Replicas
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError, warn_user
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
-from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
-from streamshard.plan.flat_params import FlatParam, FlatParamKind, kind_of, plan_units
-from streamshard.plan.layout import ParamLayout
-from streamshard.plan.memory import (
+from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
+from streamshard.planning.flat_params import FlatParam, FlatParamKind, kind_of, plan_units
+from streamshard.planning.layout import ParamLayout
+from streamshard.planning.memory import (
     Category,
     Sizing,
     SlotPlan,
@@ -39,7 +39,7 @@ from streamshard.plan.memory import (
     largest_of,
     plan_slots,
 )
-from streamshard.plan.structure import (
+from streamshard.planning.structure import (
     InFp32,
     check_params,
     find_fp32,

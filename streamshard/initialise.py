@@ -24,7 +24,7 @@ from streamshard.engine.buffer_sync import buffers_of
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.integrations import huggingface
-from streamshard.plan.structure import is_meta, join_names, modules_of
+from streamshard.planning.structure import is_meta, join_names, modules_of
 from streamshard.torch_private import swap_tensor
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_parameter import be_piece, be_whole

@@ -28,8 +28,8 @@ from streamshard.errors import ConfigError
 from streamshard.inspect.activations import Activations, estimate_activations
 from streamshard.inspect.memory import report_memory
 from streamshard.integrations import huggingface
-from streamshard.plan.discovery import ResidentArgument, UnitsArgument
-from streamshard.plan.program import gathers_of_step
+from streamshard.planning.discovery import ResidentArgument, UnitsArgument
+from streamshard.planning.program import gathers_of_step
 
 _DOUBLINGS = 10  # so often the number of ranks is doubled at most, until the model fits
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from streamshard.errors import ConfigError
-from streamshard.plan.discovery import UnitsArgument, find_groups
-from streamshard.plan.structure import modules_inside, params_of
+from streamshard.planning.discovery import UnitsArgument, find_groups
+from streamshard.planning.structure import modules_inside, params_of
 from streamshard.torch_private import FakeTensorMode, tree_leaves
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
-from streamshard.plan.memory import Category
-from streamshard.plan.structure import modules_inside
+from streamshard.planning.memory import Category
+from streamshard.planning.structure import modules_inside
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MemoryReport:
 
 
 def report_memory(engine: Engine) -> MemoryReport:
-    """What `engine` holds. See [Note: memory] in `streamshard.plan.memory`."""
+    """What `engine` holds. See [Note: memory] in `streamshard.planning.memory`."""
     layouts = engine.sizing.layouts
     trained_numel = sum(grads.main.numel() for unit in engine.units for grads in unit.grads.flat_params)
     return MemoryReport(

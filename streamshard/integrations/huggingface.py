@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from streamshard.errors import CheckpointError, ConfigError
-from streamshard.plan.structure import join_names, modules_inside, modules_of, params_of
+from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of
 
 
 def builder_of_config(path: Path) -> Callable[[], nn.Module]:

@@ -20,7 +20,7 @@ single rank may do so: it first issues the rest of the program, and then request
 
 A resident unit does not share its slot: once all-gathered, any rank can use it at any time in the pass, without a
 collective. Until the order is known, resident units are all-gathered first, and ranks may use them in any order
-(`streamshard.plan.unit_order`).
+(`streamshard.planning.unit_order`).
 """
 
 from __future__ import annotations
