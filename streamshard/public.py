@@ -24,6 +24,7 @@ from streamshard.errors import (
     UnitError,
 )
 from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD
+from streamshard.preview import plan
 
 __all__ = [
     "CommunicationError",
@@ -47,6 +48,7 @@ __all__ = [
     "load_checkpoint",
     "load_optimizer_state_dict",
     "load_safetensors",
+    "plan",
     "register_forward_method",
     "save_checkpoint",
 ]

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from streamshard import Precision, StreamShard
+from streamshard import Precision, StreamShard, plan
 from streamshard.__main__ import main
 from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.inspect import engine_inside
-from streamshard.preview import Plan, Stage, plan
+from streamshard.preview import Plan, Stage, builder_of
 from tests.integrations.models import FAMILIES, make_model
 from tests.launched import ROOT
 from tests.models import NormStack, Stack, TinyConfig, TinyLM
@@ -162,8 +162,6 @@ def _config(directory: Path, **sizes: Any) -> Path:
 
 def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None:
     """docs/guide/dial.md: 23.2 GiB by arithmetic, without the scratch; docs/guide/commands.md: the whole table."""
-    from streamshard.preview import builder_of
-
     planned = plan(builder_of(str(_config(tmp_path))), 8)
     assert str(planned) in (ROOT / "docs/guide/commands.md").read_text()
     zero_3 = planned.stages[0]
@@ -202,8 +200,6 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_budget_finds_the_most_slots_that_fit(tmp_path: Path) -> None:
     """One more would not."""
-    from streamshard.preview import builder_of
-
     build = builder_of(str(_config(tmp_path)))
     planned = plan(build, 8, budget="30GiB")
     assert planned.fitting == ["ZeRO-3", "17 slots"]
