@@ -12,7 +12,6 @@ import dataclasses
 import importlib
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,11 +24,12 @@ from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import SlotCount, parse_bytes
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError
-from streamshard.inspect.activations import Activations, estimate_activations
+from streamshard.inspect.activations import estimate_activations
 from streamshard.inspect.memory import report_memory
 from streamshard.integrations import huggingface
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.program import gathers_of_step
+from streamshard.unit.unit import StreamedUnit
 
 _DOUBLINGS = 10  # so often the number of ranks is doubled at most, until the model fits
 
@@ -92,7 +92,7 @@ class Plan:
         transport: what connects the ranks.
         units: root unit first.
         stages: from ZeRO-3 to ZeRO-1.
-        activations: None without batch and seq.
+        activation_bytes: without checkpointing, and with layers checkpointed; None without batch and seq.
         budget_bytes: the memory of a rank; None: not given.
         fitting: names of the stages that fit the budget, with the activations of checkpointing if these are known.
         fits_on_ranks: if none fits, a number of ranks on which ZeRO-3 does; None: on no number of ranks.
@@ -104,64 +104,61 @@ class Plan:
     transport: str
     units: Sequence[PlannedUnit]
     stages: Sequence[Stage]
-    activations: Activations | None
+    activation_bytes: tuple[int, int] | None
     budget_bytes: int | None
     fitting: Sequence[str]
     fits_on_ranks: int | None
 
     def __str__(self) -> str:
+        is_large = self.stages[-1].total_bytes >= 2**30
+        unit_name, unit_bytes = ("GiB", 2**30) if is_large else ("MiB", 2**20)
+
+        def size(n_bytes: int) -> str:
+            return f"{n_bytes / unit_bytes:.2f}"
+
+        def row(name: str, cells: Iterable[object]) -> str:
+            return f"{name:<24}" + "".join(f"{cell:>12}" for cell in cells)
+
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         lines = [f"{self.model}: {self.numel:,} parameters on {ranks}, over {self.transport}", ""]
         lines.append(f"{'unit':<32}{'parameters':>16}{'weights':>14}")
         for unit in self.units:
             name = f"{unit.count} x {unit.name}, each" if unit.count > 1 else unit.name
             kind = "resident" if unit.is_resident else "streamed"
-            lines.append(f"{name:<32}{unit.numel:>16,}{_gib(unit.weight_bytes):>10} GiB  {kind}")
-        held = {name: [stage.held_bytes[name] for stage in self.stages] for name in self.stages[0].held_bytes}
+            lines.append(f"{name:<32}{unit.numel:>16,}{size(unit.weight_bytes):>10} {unit_name}  {kind}")
+        lines += ["", row(f"{unit_name} per rank", (stage.name for stage in self.stages))]
+        for name in self.stages[0].held_bytes:
+            sizes = [size(stage.held_bytes[name]) for stage in self.stages]
+            if max(sizes) != "0.00":
+                lines.append(row(f"  {name}", sizes))
         lines += [
-            "",
-            _row("GiB per rank", (stage.name for stage in self.stages)),
-            *(_row(f"  {name}", map(_gib, sizes)) for name, sizes in held.items() if max(map(_gib, sizes)) != "0.00"),
-            _row("  Adam's moments", (_gib(stage.adam_bytes) for stage in self.stages)),
-            _row("  total", (_gib(stage.total_bytes) for stage in self.stages)),
-            "",
-            "sent by a rank in a step",
-            _row("  all-gathers", (stage.all_gathers for stage in self.stages)),
-            _row("  reductions", (stage.reductions for stage in self.stages)),
-            _row("  GiB", (_gib(stage.sent_bytes) for stage in self.stages)),
-            _row("  GiB, lower bound", (_gib(stage.least_sent_bytes) for stage in self.stages)),
-            "",
-            "arguments of StreamShard",
-            _row("  weight_slots", (stage.weight_slots for stage in self.stages)),
-            _row("  grad_slots", (stage.grad_slots for stage in self.stages)),
+            row("  Adam's moments", (size(stage.adam_bytes) for stage in self.stages)),
+            row("  total", (size(stage.total_bytes) for stage in self.stages)),
+            "\nsent by a rank in a step",
+            row("  all-gathers", (stage.all_gathers for stage in self.stages)),
+            row("  reductions", (stage.reductions for stage in self.stages)),
+            row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
+            row(f"  {unit_name}, lower bound", (size(stage.least_sent_bytes) for stage in self.stages)),
+            "\narguments of StreamShard",
+            row("  weight_slots", (stage.weight_slots for stage in self.stages)),
+            row("  grad_slots", (stage.grad_slots for stage in self.stages)),
         ]
-        if self.activations is not None:
+        what = ""
+        if self.activation_bytes is not None:
+            what = ", with the activations of checkpointed layers"
+            without, checkpointed = map(size, self.activation_bytes)
             lines += [
-                "",
-                f"activations of {self.activations.batch} x {self.activations.seq} tokens, GiB per rank, estimated",
-                _row("  without checkpointing", [_gib(self.activations.all_bytes)]),
-                _row("  layers checkpointed", [_gib(self.activations.checkpointed_bytes)]),
+                f"\nactivations, {unit_name} per rank, estimated",
+                row("  without checkpointing", [without]),
+                row("  layers checkpointed", [checkpointed]),
             ]
         if self.budget_bytes is not None:
-            lines += ["", self._fit(self.budget_bytes)]
+            what = f"fits {size(self.budget_bytes)} {unit_name} per rank{what}: "
+            on = (
+                "more ranks do not help" if self.fits_on_ranks is None else f"ZeRO-3 does on {self.fits_on_ranks} ranks"
+            )
+            lines.append(f"\n{what}{', '.join(self.fitting)}" if self.fitting else f"\nnothing {what}{on}")
         return "\n".join(lines)
-
-    def _fit(self, budget_bytes: int) -> str:
-        what = f"{_gib(budget_bytes)} GiB per rank"
-        if self.activations is not None:
-            what += ", with the activations of checkpointed layers"
-        if self.fitting:
-            return f"fits {what}: {', '.join(self.fitting)}"
-        more = "more ranks do not help" if self.fits_on_ranks is None else f"ZeRO-3 does on {self.fits_on_ranks} ranks"
-        return f"nothing fits {what}: {more}"
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f}"
-
-
-def _row(name: str, cells: Iterable[object]) -> str:
-    return f"{name:<24}" + "".join(f"{cell:>12}" for cell in cells)
 
 
 def plan(
@@ -201,12 +198,12 @@ def plan(
         raise ConfigError("batch and seq estimate activations together: one is missing")
     built = model if isinstance(model, nn.Module) else _on_meta(model)
     checked = check_model(built, units, resident, given)
-    activations = None
+    activations, room = None, budget_bytes
     if batch is not None and seq is not None:
         if isinstance(model, nn.Module):
             raise ConfigError("batch and seq need a function that builds the model: its forward runs on fake tensors")
         activations = estimate_activations(model, units, checked.settings.precision.param_dtype, batch, seq)
-    room = None if budget_bytes is None else budget_bytes - (activations.checkpointed_bytes if activations else 0)
+        room = None if room is None else room - activations[1]
 
     def stage(name: str, weights: SlotCount, grads: SlotCount = 2, ranks: int = world_size) -> Stage:
         return _plan_stage(checked, PlannedRanks(ranks, transport), name, weights, grads)
@@ -248,7 +245,9 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
     engine = _plan_engine(checked._replace(settings=settings), ranks)
     report, units = report_memory(engine), [layout.flat_params for layout in engine.sizing.layouts]
     is_alone, slot_of = ranks.world_size == 1, engine.plan.weights
-    gathered = [flat for unit in gathers_of_step(slot_of) for flat in units[unit] if not is_alone]
+    gathered = [
+        flat for unit in gathers_of_step(slot_of) for flat in units[unit] if flat.layout.params and not is_alone
+    ]
     reduced = [flat for unit in units for flat in unit if flat.kind.trains and not is_alone]
     at_turn = {slot: unit for unit, slot in enumerate(slot_of)}.values()  # what forward leaves in each slot
     least = [flat for unit in units for flat in unit]
@@ -266,15 +265,18 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
 
 def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
     """The units, root unit first. Streamed units of the same class and size are one entry."""
-    engine = _plan_engine(checked, ranks)
-    counts = Counter[tuple[str, int, int, bool]]()
-    names: dict[tuple[str, int, int, bool], str] = {}
-    for unit, modules in zip(engine.units, [(), *(found.modules for found in checked.found)], strict=True):
-        kind = ", ".join(dict.fromkeys(type(module).__name__ for module in modules)) if unit.is_streamed else unit.name
-        key = (kind, unit.layout.numel, unit.layout.weight_bytes, not unit.is_streamed)
-        counts[key] += 1
-        names.setdefault(key, unit.name)
-    return [PlannedUnit(key[0] if count > 1 else names[key], count, *key[1:]) for key, count in counts.items()]
+    alike: dict[tuple[object, ...], list[StreamedUnit]] = {}
+    modules = [(), *(found.modules for found in checked.found)]
+    for unit, layers in zip(_plan_engine(checked, ranks).units, modules, strict=True):
+        name = type(layers[0]).__name__ if unit.is_streamed else unit.name
+        alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
+    return [
+        PlannedUnit(
+            *(str(name) if len(units) > 1 else units[0].name, len(units), units[0].layout.numel),
+            *(units[0].layout.weight_bytes, not units[0].is_streamed),
+        )
+        for (name, *_), units in alike.items()
+    ]
 
 
 def builder_of(source: str) -> Callable[[], nn.Module]:

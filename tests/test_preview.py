@@ -23,7 +23,7 @@ from streamshard.inspect import engine_inside
 from streamshard.preview import Plan, Stage, builder_of
 from tests.integrations.models import FAMILIES, make_model
 from tests.launched import ROOT
-from tests.models import NormStack, Stack, TinyConfig, TinyLM
+from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, lm_step, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, over_sockets
@@ -128,11 +128,24 @@ class _Sent(Observer):
             self.sent_bytes += reads[0].nbytes // shares * self._others
 
 
+def _half_frozen() -> nn.Module:
+    model = TinyLM(TinyConfig(depth=6))
+    for module in (model.embedding, *model.blocks[:3]):
+        module.requires_grad_(False)
+    return model
+
+
 @on_ranks(2, 3)
 @pytest.mark.parametrize("slots", SLOTS, ids=str)
 def test_a_step_sends_what_the_plan_says(context: RankContext, slots: dict[str, Any]) -> None:
     """All-gathers, reductions and bytes of a training step, counted as they are issued."""
-    for build, step in ((lambda: TinyLM(TinyConfig(vocabulary=160, depth=6)), lm_step), (Stack, stack_step)):
+    models: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
+        (_half_frozen, lm_step),
+        (lambda: TinyLM(TinyConfig(vocabulary=160, depth=6)), lm_step),
+        (Stack, stack_step),
+        (lambda: nn.Sequential(*(Layer(DIM) for _ in range(5))), stack_step),  # nothing in the root unit
+    )
+    for build, step in models:
         planned = plan(build, context.world_size, weight_slots=3).stages[SLOTS.index(slots)]
         model = StreamShard(build(), **slots)
         optimizer = adamw(model)
@@ -232,7 +245,7 @@ def test_the_command_plans_the_model_of_a_function(
     assert told["model"] == "TinyLM"
     wanted = plan(on_meta(TinyLM), 2, precision=Precision(param_dtype=torch.float32))
     assert told["stages"] == json.loads(json.dumps([dataclasses.asdict(stage) for stage in wanted.stages]))
-    assert told["activations"]["batch"] == 3
+    assert len(told["activation_bytes"]) == 2
     sys.path.remove(str(tmp_path))
 
 
@@ -292,11 +305,16 @@ class _Chain(nn.Module):
 
 def test_activations_are_what_autograd_keeps() -> None:
     """An input of 64 and a hidden vector of 256 for each token and layer, in bf16, and the tokens."""
-    planned = plan(_Chain, 2, units="Sequential", batch=3, seq=10).activations
-    assert planned is not None
+    planned = plan(_Chain, 2, units="Sequential", batch=3, seq=10)
     tokens = 3 * 10
-    assert planned.all_bytes == tokens * (8 + 4 * 2 * (64 + 256))
-    assert planned.checkpointed_bytes == tokens * (8 + 4 * 2 * 64 + 2 * (64 + 256))
+    without, checkpointed = tokens * (8 + 4 * 2 * (64 + 256)), tokens * (8 + 4 * 2 * 64 + 2 * (64 + 256))
+    assert planned.activation_bytes == (without, checkpointed)
+    lines = str(planned).splitlines()
+    assert lines[-3:] == [
+        "activations, MiB per rank, estimated",
+        f"  without checkpointing         {without / 2**20:.2f}",
+        f"  layers checkpointed           {checkpointed / 2**20:.2f}",
+    ]
 
 
 def test_activations_need_a_function_and_a_forward_that_runs() -> None:

@@ -7,7 +7,6 @@ time, which keeps everything.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import warnings
 from collections import Counter
@@ -24,65 +23,72 @@ from streamshard.planning.structure import modules_inside, params_of
 from streamshard.torch_private import FakeTensorMode, tree_leaves
 
 
-@dataclasses.dataclass(frozen=True)
-class Activations:
-    """An estimate for one batch on one rank.
-
-    Attributes:
-        batch, seq: shape of the batch of tokens.
-        all_bytes: what autograd keeps without checkpointing.
-        checkpointed_bytes: what it keeps if each streamed layer is checkpointed.
-    """
-
-    batch: int
-    seq: int
-    all_bytes: int
-    checkpointed_bytes: int
-
-
 def estimate_activations(
     build: Callable[[], nn.Module], units: UnitsArgument, dtype: torch.dtype, batch: int, seq: int
-) -> Activations:
+) -> tuple[int, int]:
     """Run a forward, and add up what autograd keeps.
 
     Args:
         build: makes the model. Its forward takes tokens: ``input_ids`` (and ``labels``), or as the only argument.
-        units: as for `StreamShard`; modules and classes of another model do not count, so names and None.
+        units: as for `StreamShard`. Names or None: the estimate builds another model.
         dtype: the layers compute in it.
-        batch, seq: shape of the batch.
+        batch, seq: shape of the tokens.
+
+    Returns:
+        Bytes without checkpointing, and if each streamed layer is checkpointed.
 
     Raises:
-        ConfigError: the forward has raised.
+        ConfigError: the model cannot be built or its forward cannot run with fake tensors.
     """
-    keeper = _Keeper(seq)
+    kept: dict[int, tuple[int, int]] = {}  # by storage, its bytes and the first layer that keeps it; 0: none
+    inputs: dict[int, int] = {}  # of layers: by storage, its bytes
+    alive: list[torch.UntypedStorage] = []  # so that no two storages have the same address
+    running = [0]
+
+    def note_inputs(layer: int, given: Any) -> None:
+        running[0] = layer
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                alive.append(tensor.untyped_storage())
+                inputs[alive[-1]._cdata] = alive[-1].nbytes()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] != (seq, seq) or tensor.requires_grad:  # no attention mask
+            alive.append(tensor.untyped_storage())
+            kept.setdefault(alive[-1]._cdata, (alive[-1].nbytes(), running[0]))
+        return tensor
+
     try:
-        with FakeTensorMode(), warnings.catch_warnings():
+        with FakeTensorMode(), warnings.catch_warnings(), saved_tensors_hooks(keep, lambda tensor: tensor):
             warnings.simplefilter("ignore")
             model = build().eval()
             _cast(model, dtype)
-            keeper.weights = {param.untyped_storage()._cdata for param in params_of(model).values()}
             layers = [unit.modules for unit in find_groups(model, units)[0] if not unit.is_resident]
-            for number, modules in enumerate(layers, 1):
-                for module in modules:
-                    keeper.watch(module, number)
-            tokens = torch.zeros(batch, seq, dtype=torch.long)
-            with saved_tensors_hooks(keeper.keep, lambda tensor: tensor):
-                _run(model, tokens)
+            for layer, module in ((layer, module) for layer, each in enumerate(layers, 1) for module in each):
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, layer=layer: note_inputs(layer, (args, kwargs)), with_kwargs=True
+                )
+                module.register_forward_hook(lambda *_: note_inputs(0, ()))
+            _run(model, torch.zeros(batch, seq, dtype=torch.long))
     except Exception as error:  # the model may raise anything, and fake tensors have no values to branch on
         what = str(error).partition("\n")[0]
         raise ConfigError(f"activations: the forward of {seq} tokens raised {type(error).__name__}: {what}") from error
-    return keeper.add_up(batch)
+    for param in params_of(model).values():
+        kept.pop(param.untyped_storage()._cdata, None)
+    by_layer = Counter[int]()
+    for n_bytes, layer in kept.values():
+        by_layer[layer] += n_bytes
+    outside = {storage: n_bytes for storage, (n_bytes, layer) in kept.items() if layer == 0}
+    largest = max((n_bytes for layer, n_bytes in by_layer.items() if layer), default=0)
+    return by_layer.total(), sum({**outside, **inputs}.values()) + largest
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the model's parameters, and only these, `dtype`. ``model.to`` cannot do it with fake tensors."""
-    cast: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    cast = {param: nn.Parameter(param.detach().to(dtype), param.requires_grad) for param in params_of(model).values()}
     for module in modules_inside(model):
         for key, param in module._parameters.items():
-            if param is not None:
-                if param not in cast:
-                    cast[param] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
-                module._parameters[key] = cast[param]
+            module._parameters[key] = None if param is None else cast[param]
 
 
 def _run(model: nn.Module, tokens: torch.Tensor) -> None:
@@ -92,51 +98,3 @@ def _run(model: nn.Module, tokens: torch.Tensor) -> None:
         return
     given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     model(**{name: value for name, value in given.items() if name in names})
-
-
-class _Keeper:
-    """Notes the memory that autograd keeps, by layer. Holds it too, so that no address is used twice.
-
-    Attributes:
-        weights: addresses of the parameters' memory, which does not count.
-    """
-
-    def __init__(self, seq: int) -> None:
-        self.weights: set[int] = set()
-        self._mask_shape = (seq, seq)
-        self._layer = 0  # the layer that runs; 0: none
-        self._kept: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address: the first layer that keeps it
-        self._inputs: dict[int, torch.UntypedStorage] = {}  # of layers
-
-    def watch(self, layer: nn.Module, number: int) -> None:
-        """Let what `layer` keeps count as that of layer `number`."""
-
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._layer = number
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                    self._inputs[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._layer = 0
-
-        layer.register_forward_pre_hook(enter, with_kwargs=True)
-        layer.register_forward_hook(leave)
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """autograd saves `tensor`."""
-        storage = tensor.untyped_storage()
-        is_mask = tuple(tensor.shape[-2:]) == self._mask_shape and not tensor.requires_grad
-        if storage._cdata not in self.weights and not is_mask:
-            self._kept.setdefault(storage._cdata, (self._layer, storage))
-        return tensor
-
-    def add_up(self, batch: int) -> Activations:
-        """The sums."""
-        total = Counter[int]()  # bytes by layer
-        for layer, storage in self._kept.values():
-            total[layer] += storage.nbytes()
-        outside = {address: storage for address, (layer, storage) in self._kept.items() if not layer}
-        checkpointed = sum(storage.nbytes() for storage in {**outside, **self._inputs}.values())
-        largest = max((count for layer, count in total.items() if layer), default=0)
-        return Activations(batch, self._mask_shape[0], total.total(), checkpointed + largest)
