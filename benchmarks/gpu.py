@@ -356,7 +356,7 @@ def _suite(scratch: Path, *, rehearses: bool) -> Job:
         options += ["-n", str(max((os.cpu_count() or 1) // 2, 1))]
     return Job(
         name="job.suite",
-        command=[*_pytest(found, *options), *(["tests/plan/test_structure.py"] if rehearses else [])],
+        command=[*_pytest(found, *options), *(["tests/planning/test_structure.py"] if rehearses else [])],
         limit_s=400,
         environment=_environment(rehearses=rehearses, CUDA_VISIBLE_DEVICES="", STREAMSHARD_TEST_WARNINGS="default"),
         found=found,

@@ -1,53 +1,28 @@
-"""StreamShard: sharded data-parallel training for PyTorch by layer streaming."""
+"""StreamShard: sharded data-parallel training for PyTorch by layer streaming.
 
-from streamshard.api import (
-    StreamShard,
-    export_safetensors,
-    full_optimizer_state_dict,
-    init_weights,
-    load_optimizer_state_dict,
-    load_safetensors,
-)
-from streamshard.checkpoint.directory import latest
-from streamshard.checkpoint.restore import Loaded, load_checkpoint
-from streamshard.checkpoint.save import Saving, save_checkpoint
-from streamshard.config import Precision, __version__
-from streamshard.engine.hooks import register_forward_method
-from streamshard.errors import (
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    OptimizerError,
-    RankMismatchError,
-    ShardingError,
-    StreamShardError,
-    UnitError,
-)
-from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD
+`streamshard.public` lists the public names. They are imported when the first one is used: torch takes seconds to
+import, and ``streamshard --help`` does not need it.
+"""
 
-__all__ = [
-    "CommunicationError",
-    "ConfigError",
-    "DistributedOptimizer",
-    "CheckpointError",
-    "Loaded",
-    "LocalSGD",
-    "OptimizerError",
-    "Precision",
-    "RankMismatchError",
-    "Saving",
-    "ShardingError",
-    "StreamShard",
-    "StreamShardError",
-    "UnitError",
-    "__version__",
-    "export_safetensors",
-    "full_optimizer_state_dict",
-    "init_weights",
-    "latest",
-    "load_checkpoint",
-    "load_optimizer_state_dict",
-    "load_safetensors",
-    "register_forward_method",
-    "save_checkpoint",
-]
+from typing import TYPE_CHECKING, Any
+
+from streamshard.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from streamshard.public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import all public names, and with them the submodules, such as ``streamshard.optim``."""
+        if name == "__all__" or not name.startswith("__"):
+            import streamshard.public as public
+
+            globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        import streamshard.public as public
+
+        return sorted({*globals(), *public.__all__})

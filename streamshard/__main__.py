@@ -1,25 +1,31 @@
-"""The command ``streamshard``: inspect and convert checkpoints. Needs no GPU, no ranks and no model code."""
+"""The command ``streamshard``: plan the memory of a training run, inspect and convert checkpoints. Needs no GPU.
+
+Each command imports what it needs itself: torch takes seconds to import, and ``--help`` does not need it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from streamshard.checkpoint.directory import check_sizes, checkpoints_in, latest, no_checkpoint
-from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, TensorRecord, read_manifest
-from streamshard.comm.objects import RankGroup
-from streamshard.config import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, printable
+from streamshard.version import __version__
 
+if TYPE_CHECKING:
+    from streamshard.checkpoint.manifest import Manifest, TensorRecord
+
+_ABOUT = "Plan the memory of a training run, inspect and convert checkpoints. Needs no GPU and no ranks."
 _SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the latest is used"
 _EXAMPLES = """\
 examples:
+  streamshard plan llama/config.json --ranks 8         bytes per rank from ZeRO-3 to ZeRO-1
   streamshard inspect runs/llama                       list the checkpoints
   streamshard inspect runs/llama/checkpoint-1000       describe one, read and verify its files
   streamshard convert runs/llama llama-dcp --to dcp    for FSDP2: dcp.load
@@ -59,9 +65,24 @@ def _say(text: object, stream: TextIO | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("streamshard", description=__doc__, epilog=_EXAMPLES, formatter_class=form)
+    parser = argparse.ArgumentParser("streamshard", description=_ABOUT, epilog=_EXAMPLES, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+
+    plan = commands.add_parser("plan", help="how much memory and communication training a model takes")
+    about = "a transformers config.json, its directory, or a function that builds a model: package.module:function"
+    plan.add_argument("model", metavar="MODEL", help=about)
+    plan.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model")
+    plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80GiB: says what fits")
+    plan.add_argument("--slots", type=int, metavar="K", help="plan K weight slots too")
+    about = "fields of Precision, such as param_dtype=float32,wire_dtype=bfloat16"
+    plan.add_argument("--precision", metavar="FIELD=DTYPE,...", type=_precision_fields, default={}, help=about)
+    about = "what connects the ranks: %(choices)s (%(default)s)"
+    plan.add_argument("--transport", choices=("nccl", "sockets", "shared-memory"), default="nccl", help=about)
+    for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
+        plan.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}: estimate activations")
+    plan.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
+    plan.set_defaults(run=_plan)
 
     inspect = commands.add_parser("inspect", help="list checkpoints, or describe and verify one")
     inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
@@ -81,7 +102,42 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _precision_fields(text: str) -> dict[str, str]:
+    """Split "param_dtype=float32,wire_dtype=bfloat16" into names and values."""
+    return dict(field.split("=", 1) for field in text.split(","))
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from streamshard.config import Precision
+    from streamshard.preview import builder_of, plan
+
+    try:
+        fields = {name: getattr(torch, dtype) for name, dtype in arguments.precision.items()}
+        precision = Precision(**fields)
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"--precision: {error}") from error
+    planned = plan(
+        builder_of(arguments.model),
+        arguments.ranks,
+        precision=precision,
+        transport=arguments.transport,
+        weight_slots=arguments.slots,
+        budget=arguments.budget,
+        batch=arguments.batch,
+        seq=arguments.seq,
+    )
+    print(json.dumps(dataclasses.asdict(planned), indent=2) if arguments.json else planned)
+    if planned.budget_bytes is not None and not planned.fitting:
+        raise StreamShardError("nothing fits the budget")
+
+
 def _inspect(arguments: argparse.Namespace) -> None:
+    from streamshard.checkpoint.directory import check_sizes, checkpoints_in, no_checkpoint
+    from streamshard.checkpoint.manifest import CheckpointFiles, read_manifest
+    from streamshard.comm.objects import RankGroup
+
     root: Path = arguments.directory
     found = checkpoints_in(root)
     if not found:
@@ -104,6 +160,9 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 def _list(root: Path, paths: Iterable[Path]) -> None:
     """Print a line for each checkpoint, without reading its tensors. The error at the end names the damaged files."""
+    from streamshard.checkpoint.directory import check_sizes, latest
+    from streamshard.checkpoint.manifest import read_manifest
+
     errors: list[str] = []
     newest = latest(root)
     for path in sorted(paths, key=lambda path: (len(path.name), path.name)):  # checkpoint-9 before checkpoint-10
@@ -154,7 +213,7 @@ def _total_bytes(manifest: Manifest) -> str:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    from streamshard.checkpoint.dcp import from_dcp, to_dcp  # here, because torch takes a second to import it
+    from streamshard.checkpoint.dcp import from_dcp, to_dcp
 
     if arguments.to is not None:
         _say(f"{to_dcp(arguments.directory, arguments.out)} -> {arguments.out}")

@@ -26,9 +26,9 @@ from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
 from streamshard.integrations.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrappers import engine_of_both
-from streamshard.plan.discovery import ResidentArgument, UnitsArgument
-from streamshard.plan.layout import LocalRange
-from streamshard.plan.structure import leave_inference_mode, leave_meta_device, params_of
+from streamshard.planning.discovery import ResidentArgument, UnitsArgument
+from streamshard.planning.layout import LocalRange
+from streamshard.planning.structure import leave_inference_mode, leave_meta_device, params_of
 from streamshard.torch_private import skip
 
 
@@ -51,8 +51,8 @@ class StreamShard(ShardedModule):
             on the meta device get memory without values: `load_safetensors` or `init_weights` fills them.
         units: the modules to all-gather and reduce as one unit each: classes, modules, or names of either
             (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several. None: repeated layers, and large modules beside
-            them whose parameters are not tied (see `streamshard.plan.discovery`). All other parameters form the root
-            unit. Warns if the root unit has more than a quarter of the weights.
+            them whose parameters are not tied (see `streamshard.planning.discovery`). All other parameters form the
+            root unit. Warns if the root unit has more than a quarter of the weights.
         resident: modules whose weights are read outside of their own layer's forward: names, modules or classes, one or
             several. Each gets its own slots, is all-gathered once in a step and then stays unsharded, as embeddings and
             heads do. The parameters of a module inside a layer move to the root unit.

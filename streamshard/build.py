@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.comm.communicator import Communicator
+from streamshard.comm.communicator import Communicator, PlannedRanks
 from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.objects import refuse_together
 from streamshard.comm.registered_memory import RegisteredMemory
@@ -29,10 +29,10 @@ from streamshard.engine.replicas import Replicas
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError, warn_user
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
-from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
-from streamshard.plan.flat_params import FlatParam, FlatParamKind, kind_of, plan_units
-from streamshard.plan.layout import ParamLayout
-from streamshard.plan.memory import (
+from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
+from streamshard.planning.flat_params import FlatParam, FlatParamKind, kind_of, plan_units
+from streamshard.planning.layout import ParamLayout
+from streamshard.planning.memory import (
     Category,
     Sizing,
     SlotPlan,
@@ -40,7 +40,7 @@ from streamshard.plan.memory import (
     largest_of,
     plan_slots,
 )
-from streamshard.plan.structure import (
+from streamshard.planning.structure import (
     InFp32,
     check_params,
     find_fp32,
@@ -56,14 +56,16 @@ from streamshard.unit.optimizer_hooks import watch_optimizers
 from streamshard.unit.shard import FlatParamShard, GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.unit.unit import StreamedUnit
 
+# Called with a unit's index and its flat parameters: copies the model's weights into these, and frees the model's.
+TakeWeights = Callable[[int, Sequence[FlatParamShard]], None]
 
-class _Checked(NamedTuple):
+
+class Checked(NamedTuple):
     """One rank's plan, before it meets the other ranks.
 
     Attributes:
         settings: the user's.
         here: the device of the parameters now.
-        device: the device that will train the model.
         found: the units.
         parts: by unit, root unit first, its flat parameters: the kind and the parameters of each.
         in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
@@ -72,7 +74,6 @@ class _Checked(NamedTuple):
 
     settings: Settings
     here: torch.device
-    device: torch.device
     found: list[FoundUnit]
     parts: list[list[tuple[FlatParamKind, list[FoundParam]]]]
     in_fp32: InFp32
@@ -97,16 +98,18 @@ def shard_model(
     refuse_transforms()  # before meeting other ranks: a transform also wraps the tensors of collectives
     who = None if mesh is None else groups_of(mesh)
     try:
-        checked = _check(module, units, resident, who, given)
+        checked = check_model(module, units, resident, given)
+        group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
+        device = training_device(checked.here, group, None if who is None else who.device_type)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
-    ranks, replicas = _connect(who, checked.here, checked.device)
+    ranks, replicas = _connect(who, checked.here, device)
     try:
         _check_ranks_agree(ranks, module, checked)
         empty = _agree_on_empty(ranks, checked.on_meta)
-        engine = _make_engine(module, checked, ranks, replicas, empty)
+        engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty))
         for unit in engine.units:
             unit.make_unsharded()
         _place_buffers(module, engine.streams.device)
@@ -127,13 +130,20 @@ def shard_model(
     return module
 
 
-def _make_engine(
-    module: nn.Module, checked: _Checked, ranks: Communicator, replicas: Replicas | None, empty: set[str]
-) -> Engine:
-    """Plan, allocate, and cut the weights into shards, except those whose names are in `empty`."""
+def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None, take: TakeWeights) -> Engine:
+    """Plan and allocate.
+
+    Args:
+        checked: the model.
+        ranks: the shard group. With `PlannedRanks` buffers are on the meta device, and take no memory.
+        replicas: the replicate axis; None on a 1-D mesh.
+        take: fills each unit's shards.
+    """
     settings, found = checked.settings, checked.found
     communicators = [ranks] if replicas is None else [ranks, replicas.ranks]
-    registered = RegisteredMemory(communicators) if settings.registered_memory else None
+    registered = None
+    if settings.registered_memory and not isinstance(ranks, PlannedRanks):
+        registered = RegisteredMemory(communicators)
     layouts = plan_units(
         ["", *(unit.name for unit in found)],
         [
@@ -156,7 +166,15 @@ def _make_engine(
     sizing = Sizing(layouts, settings.precision, scratch_numel)
     plan = plan_slots(_share_slots(found), settings.weight_slots, settings.grad_slots)
     reason = f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
+    streamed = _allocate(sizing, plan, ranks, ledger, take)
+    reductions = Reductions(streamed, ranks, ledger, replicas)
+    if registered is not None:
+        registered.register()
+    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), sizing, reductions)
 
+
+def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> TakeWeights:
+    """A function that cuts a unit's weights into shards, except those whose names are in `empty`."""
     sent = [p.param for parts in checked.parts for _, params in parts for p in params if p.names[0] not in empty]
     most = max((param.nbytes for param in sent if is_meta(param)), default=0)
     room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)
@@ -167,20 +185,19 @@ def _make_engine(
         if ranks.streams.module is not None:  # give the memory of the full parameters back to the device
             ranks.streams.module.empty_cache()
 
-    streamed = _allocate(sizing, plan, ranks, ledger, take)
-    reductions = Reductions(streamed, ranks, ledger, replicas)
-    if registered is not None:
-        registered.register()
-    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), sizing, reductions)
+    return take
 
 
 # -- validate -----------------------------------------------------------------------------------------------------
 
 
-def _check(
-    module: nn.Module, units: UnitsArgument, resident: ResidentArgument, who: Groups | None, given: Mapping[str, Any]
-) -> _Checked:
-    """Check everything that needs no other rank."""
+def check_model(
+    module: nn.Module, units: UnitsArgument, resident: ResidentArgument, given: Mapping[str, Any]
+) -> Checked:
+    """Check everything that needs no other rank. Ties again what ``init_empty_weights`` has untied.
+
+    Args and errors: see `shard_model`.
+    """
     _check_module(module)
     if all(is_meta(param) for param in params_of(module).values()):
         huggingface.tie_weights(module)
@@ -189,15 +206,13 @@ def _check(
     here = check_params(module)
     warn_if_untested(here)
     check_buffers(module)
-    group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
-    device = training_device(here, group, None if who is None else who.device_type)
     named = (*params_of(module).items(), *buffers_of(module).items())
     on_meta = [name for name, tensor in named if is_meta(tensor)]
     param_bytes, min_unit_bytes = settings.precision.param_dtype.itemsize, settings.min_unit_bytes
     found, groups = find_groups(module, units, resident, param_bytes=param_bytes, min_unit_bytes=min_unit_bytes)
     in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, settings.precision.param_dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
-    return _Checked(settings, here, device, found, parts, in_fp32, on_meta)
+    return Checked(settings, here, found, parts, in_fp32, on_meta)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -258,7 +273,7 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
     return ranks, Replicas(Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
 
 
-def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: _Checked) -> None:
+def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked) -> None:
     """Raise unless all ranks are about to shard the same model in the same way."""
     settings = checked.settings.rows()
     rows = settings + [
@@ -314,7 +329,7 @@ def _allocate(
     plan: SlotPlan,
     ranks: Communicator,
     ledger: Ledger,
-    take: Callable[[int, Sequence[FlatParamShard]], None],
+    take: TakeWeights,
 ) -> list[StreamedUnit]:
     """Allocate slots, each as large as its largest unit, and make the units.
 
@@ -323,8 +338,7 @@ def _allocate(
 
     Args:
         sizing, plan, ranks, ledger: the model's.
-        take: called with a unit's index and its flat parameters: copies the model's weights into these, and frees the
-            model's memory.
+        take: see `TakeWeights`.
     """
     is_alone = ranks.world_size == 1
     weight_slots = {} if is_alone else _allocate_weight_slots(sizing, plan, ranks, ledger)

@@ -15,8 +15,6 @@ from torch import nn
 
 from streamshard.errors import ConfigError
 
-__version__ = "0.1.0"  # the packaging reads it here
-
 SlotCount = int | Literal["all"]
 
 _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -39,8 +39,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether kernels run asynchronously, in streams. On the CPU the calling thread runs them."""
-    return device.type != "cpu" or device.type in stand_ins
+    """Whether kernels run asynchronously, in streams. On the CPU the calling thread runs them, on meta nothing does."""
+    return device.type not in ("cpu", "meta") or device.type in stand_ins
 
 
 def serves(group: dist.ProcessGroup, kind: str) -> bool:

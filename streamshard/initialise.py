@@ -25,7 +25,7 @@ from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.full import under_params
 from streamshard.integrations import huggingface
-from streamshard.plan.structure import is_meta, join_names, modules_of
+from streamshard.planning.structure import is_meta, join_names, modules_of
 from streamshard.unit.shard import ParamShard
 
 Init = Callable[[nn.Module], Any]

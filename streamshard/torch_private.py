@@ -7,6 +7,7 @@ Other modules do use private attributes of modules and tensors (``_parameters``,
 Imported under torch's own names:
 
 - ``AllgatherOptions``: an all-gather with a timeout of its own; ``dist.all_gather`` has no such argument.
+- ``FakeTensorMode``: runs a model with tensors that have no memory. On meta, attention and experts do not run.
 - ``OpOverload``: the type of the operations that a ``TorchDispatchMode`` sees.
 - ``TorchDispatchMode``: sees every operation on tensors. torch's notes on extending PyTorch describe it.
 - ``is_traceable_wrapper_subclass``: finds tensors that consist of other tensors, such as DTensor.
@@ -28,6 +29,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
 from torch._guards import TracingContext
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # not in stubs
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -36,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "AllgatherOptions",
     "AsTensors",
+    "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
     "backend_of",

@@ -239,7 +239,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "optim/rounds": [
         ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
-    "plan/program": [
+    "planning/program": [
         ("Schedule.finish", Swap("len(self.visits)", "len(self.visits) - 1"), "program"),
         ("Schedule.release_before", Swap(": self.released + 1", ": self.released"), "program"),
         ("plan_steps", Swap("= visit + 1", "= visit"), "program"),

@@ -152,3 +152,24 @@ runpy.run_module("streamshard", run_name="__main__", alter_sys=True)
     assert imported == "[]"
     assert "verified: all is as written" in lines
     assert streamshard.__version__ == importlib.metadata.version("streamshard")
+
+
+@pytest.mark.ranks
+def test_help_and_version_import_no_torch() -> None:
+    """The import takes seconds. Names of the package import it when they are used, and stars give all of them."""
+    code = """
+import sys, streamshard.__main__
+for option in ("--help", "--version"):
+    try:
+        streamshard.__main__.main([option])
+    except SystemExit as ended:
+        print(ended.code, "torch" in sys.modules)
+from streamshard import *
+print(StreamShard is streamshard.StreamShard, "StreamShard" in dir(streamshard), hasattr(streamshard, "nothing"))
+print(streamshard.optim.WholeParameterOptimizer)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines.count("0 False") == 2
+    assert f"streamshard {streamshard.__version__}" in lines
+    assert lines[-2:] == ["True True False", "<class 'streamshard.optim.whole.WholeParameterOptimizer'>"]

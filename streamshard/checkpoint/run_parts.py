@@ -35,7 +35,7 @@ from streamshard.device import module_of
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import engine_at_rest
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
-from streamshard.plan.structure import params_of
+from streamshard.planning.structure import params_of
 from streamshard.unit.optimizer_hooks import params_in
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import piece_of

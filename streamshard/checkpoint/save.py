@@ -27,7 +27,7 @@ from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import is_closed, make_host_group
 from streamshard.comm.objects import RankGroup, describe, gather_from_all_ranks, run_on_all_ranks
-from streamshard.config import __version__, parse_path
+from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
 from streamshard.errors import (
     CheckpointError,
@@ -39,6 +39,7 @@ from streamshard.errors import (
     warn_user,
 )
 from streamshard.unit.sharded_parameter import is_unreduced
+from streamshard.version import __version__
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # timeout for making a group, after ranks have met
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk

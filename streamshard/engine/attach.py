@@ -20,8 +20,8 @@ from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.engine.hooks import compute_in_fp32, watch
 from streamshard.engine.module_state import Handle, refuse_in_pass
 from streamshard.errors import ShardingError
-from streamshard.plan.discovery import FoundUnit, owners_of
-from streamshard.plan.structure import InFp32, Structure, join_names, modules_inside, modules_of, params_of
+from streamshard.planning.discovery import FoundUnit, owners_of
+from streamshard.planning.structure import InFp32, Structure, join_names, modules_inside, modules_of, params_of
 from streamshard.torch_private import skip, untraced
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import ShardedTensor, piece_of

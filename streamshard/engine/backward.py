@@ -29,7 +29,7 @@ from streamshard.comm.streams import StepEvent
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_backward
 from streamshard.engine.reductions import SmallGrads
 from streamshard.errors import ShardingError, log
-from streamshard.plan.program import Op, Schedule
+from streamshard.planning.program import Op, Schedule
 from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.optimizer_hooks import unreached
 from streamshard.unit.unit import StreamedUnit

@@ -2,7 +2,7 @@
 
 `streamshard.engine.forward` and `streamshard.engine.backward` have the events of a training step in their order, and
 `streamshard.engine.hooks` calls them. Units know how each transfer is done. See [Note: one program] in
-`streamshard.plan.program` and [Note: ordering rules] in `streamshard.comm.streams`.
+`streamshard.planning.program` and [Note: ordering rules] in `streamshard.comm.streams`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
 from streamshard.engine.reductions import Reductions
 from streamshard.errors import ShardingError
-from streamshard.plan.memory import Sizing, SlotPlan
-from streamshard.plan.structure import refuse_transforms
-from streamshard.plan.unit_order import UnitOrder
+from streamshard.planning.memory import Sizing, SlotPlan
+from streamshard.planning.structure import refuse_transforms
+from streamshard.planning.unit_order import UnitOrder
 from streamshard.torch_private import graph_task_id
 from streamshard.unit.shard import Ledger, ParamShard
 from streamshard.unit.unit import StreamedUnit

@@ -11,7 +11,7 @@ import torch
 from streamshard.comm.streams import StepEvent
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.errors import ShardingError
-from streamshard.plan.program import Op, Schedule
+from streamshard.planning.program import Op, Schedule
 from streamshard.unit.optimizer_hooks import unreached
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_absent, be_present

@@ -17,7 +17,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Streams, Work
 from streamshard.engine.replicas import Replicas
-from streamshard.plan.memory import Category
+from streamshard.planning.memory import Category
 from streamshard.unit.shard import Ledger
 from streamshard.unit.unit import StreamedUnit
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
-from streamshard.plan.memory import Category
-from streamshard.plan.structure import modules_inside
+from streamshard.planning.memory import Category
+from streamshard.planning.structure import modules_inside
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MemoryReport:
 
 
 def report_memory(engine: Engine) -> MemoryReport:
-    """What `engine` holds. See [Note: memory] in `streamshard.plan.memory`."""
+    """What `engine` holds. See [Note: memory] in `streamshard.planning.memory`."""
     layouts, ledger = engine.sizing.layouts, engine.ledger
     held_bytes = {category.value: ledger.held_bytes(category) for category in Category}
     if ledger.registered is not None:

@@ -37,7 +37,7 @@ from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamNa
 from streamshard.engine.engine import Engine
 from streamshard.errors import RaceError
 from streamshard.inspect import engine_inside
-from streamshard.plan.memory import Category
+from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, OpOverload, TorchDispatchMode
 
 

@@ -1,6 +1,6 @@
 """transformers' rules for a directory of weights: which names it saves, how it rearranges tensors, and the config.
 
-Nothing here imports transformers or PEFT: if a model has one of their classes, the user has imported them. Where
+Only `builder_of_config` imports transformers: if a model has one of its classes, the user has imported it. Where
 possible transformers' own functions decide, so that saved files follow the installed version.
 """
 
@@ -11,15 +11,40 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from streamshard.errors import CheckpointError
-from streamshard.plan.structure import join_names, modules_inside, modules_of, params_of
+from streamshard.errors import CheckpointError, ConfigError
+from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of
+
+
+def builder_of_config(path: Path) -> Callable[[], nn.Module]:
+    """A function that builds the model of a ``config.json``, without weights.
+
+    Raises:
+        ConfigError: there is no such file, or transformers is not installed, cannot read it, or has no such
+            architecture.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path.parent} has no {path.name}")
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is read by transformers, which is not installed: pip install transformers"
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        name = (config.architectures or [None])[0]
+        kind: Any = transformers.AutoModelForCausalLM.from_config if name is None else getattr(transformers, name)
+    except Exception as error:  # transformers raises many classes
+        what = str(error).partition("\n")[0]
+        raise ConfigError(f"{path}: {what}") from error
+    return lambda: cast(nn.Module, kind(copy.deepcopy(config)))
 
 
 def is_transformers_model(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from streamshard.engine.backward import run_empty_backward
 from streamshard.engine.engine import Engine, Inputs
 from streamshard.engine.forward import begin_forward
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.plan.structure import params_of
+from streamshard.planning.structure import params_of
 
 
 class _Row(NamedTuple):

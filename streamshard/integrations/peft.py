@@ -30,7 +30,7 @@ from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a
 from streamshard.errors import CheckpointError
 from streamshard.full import gather_full, under_params
 from streamshard.integrations.huggingface import is_transformers_model
-from streamshard.plan.structure import modules_inside
+from streamshard.planning.structure import modules_inside
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import is_piece
 

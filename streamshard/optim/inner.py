@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.optim.rounds import Rounds, WholeParam, stand_in
-from streamshard.plan.owners import plan_rounds
+from streamshard.planning.owners import plan_rounds
 from streamshard.unit.optimizer_hooks import is_elementwise_class, params_in
 from streamshard.unit.sharded_tensor import piece_of
 

@@ -29,7 +29,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import AllToAll
-from streamshard.plan.memory import Category
+from streamshard.planning.memory import Category
 from streamshard.unit.shard import Ledger
 from streamshard.unit.sharded_parameter import data_of
 from streamshard.unit.sharded_tensor import Piece

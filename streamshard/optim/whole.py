@@ -21,7 +21,7 @@ from streamshard.optim.inner import (
     try_constructor,
 )
 from streamshard.optim.rounds import WholeParam, stand_in
-from streamshard.plan.owners import assign_owners
+from streamshard.planning.owners import assign_owners
 from streamshard.torch_private import untraced
 from streamshard.unit.optimizer_hooks import PiecesOfState, is_elementwise_class, params_in
 from streamshard.unit.sharded_parameter import refuse_unreduced

@@ -21,8 +21,8 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import StepEvent, Streams, Work, as_one
 from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
-from streamshard.plan.flat_params import FlatParam
-from streamshard.plan.memory import Category
+from streamshard.planning.flat_params import FlatParam
+from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, grad_attribute
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
 from streamshard.unit.sharded_parameter import drop_unreduced, keep_unreduced, put_grad

@@ -3,7 +3,7 @@
 `Ledger` allocates. `WeightSlot` and `GradSlot` hold full units. `FlatParamShard` is one rank's part of a flat
 parameter: the main weights and the all-gather input. The user's Parameter objects stay the same objects, so an
 optimizer built before sharding keeps working; their data become pieces of the main weights. See [Note: slots] in
-`streamshard.plan.memory`, [Note: flat parameters] in `streamshard.plan.flat_params`.
+`streamshard.planning.memory`, [Note: flat parameters] in `streamshard.planning.flat_params`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.registered_memory import RegisteredMemory
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.errors import ShardingError
-from streamshard.plan.flat_params import FlatParam
-from streamshard.plan.layout import FlatParamLayout, LocalRange, ParamLayout
-from streamshard.plan.memory import SENT, Category
-from streamshard.plan.structure import is_meta, leave_inference_mode
+from streamshard.planning.flat_params import FlatParam
+from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
+from streamshard.planning.memory import SENT, Category
+from streamshard.planning.structure import is_meta, leave_inference_mode
 from streamshard.torch_private import AsTensors, swap_tensor
 from streamshard.unit.sharded_parameter import be_piece
 from streamshard.unit.sharded_tensor import Piece

@@ -16,7 +16,7 @@ import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
-from streamshard.plan.layout import FlatParamLayout, LocalRange, ParamLayout
+from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
 from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.global_ops import (
     NORMS,

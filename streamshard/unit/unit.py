@@ -18,8 +18,8 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import as_one
 from streamshard.errors import ShardingError
-from streamshard.plan.flat_params import UnitLayout
-from streamshard.plan.structure import refuse_marks
+from streamshard.planning.flat_params import UnitLayout
+from streamshard.planning.structure import refuse_marks
 from streamshard.torch_private import AsTensors
 from streamshard.unit.grads import UnitGrads
 from streamshard.unit.shard import FlatParamShard, ParamShard, WeightSlot

@@ -16,7 +16,7 @@ from torch import nn
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import RankGroup
 from streamshard.errors import CheckpointError
-from streamshard.plan.layout import ParamLayout, plan_flat_param
+from streamshard.planning.layout import ParamLayout, plan_flat_param
 from streamshard.unit.shard import ParamShard
 from tests.families import bert, dinov2, gpt2, llama, mixtral, t5, vit
 

@@ -19,7 +19,7 @@ from streamshard.checkpoint import safetensors_file, save
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.export import export_shards
 from streamshard.errors import CheckpointError
-from streamshard.plan.layout import LocalRange
+from streamshard.planning.layout import LocalRange
 from streamshard.unit.shard import ParamShard
 from tests.checkpoint.exporting import Plain, ThreadGroup, filled, names_in, on_threads, shards_for
 from tests.families import llama

@@ -22,7 +22,7 @@ from streamshard.comm.groups import close_connections
 from streamshard.comm.streams import Observer, StreamName
 from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.inspect import engine_inside
-from streamshard.plan.memory import Category
+from streamshard.planning.memory import Category
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, assert_same, full_weights

@@ -18,7 +18,7 @@ from streamshard.comm.streams import Rule
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
-from streamshard.plan.memory import Category
+from streamshard.planning.memory import Category
 from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (

@@ -13,7 +13,7 @@ from streamshard.comm.streams import Collective, Fence, Rule, StreamName
 from streamshard.errors import RaceError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import Race, RaceDetector, detect_races
-from streamshard.plan.memory import Category
+from streamshard.planning.memory import Category
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32

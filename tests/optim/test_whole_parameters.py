@@ -19,7 +19,7 @@ from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.optim import WholeParameterOptimizer
-from streamshard.plan.memory import Category
+from streamshard.planning.memory import Category
 from tests.models import DIM, Layer
 from tests.optim.muon import muon_in_fp32
 from tests.ranks import RankContext, on_ranks

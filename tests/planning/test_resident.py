@@ -12,7 +12,7 @@ from torch import nn
 from streamshard import Precision, StreamShard
 from streamshard.errors import UnitError
 from streamshard.inspect import engine_inside
-from streamshard.plan.discovery import find_groups
+from streamshard.planning.discovery import find_groups
 from tests.models import DIM, Layer, Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import assert_trains_like_plain, stack_step

@@ -20,11 +20,12 @@ single rank may do so: it first issues the rest of the program, and then request
 
 A resident unit does not share its slot: once all-gathered, any rank can use it at any time in the pass, without a
 collective. Until the order is known, resident units are all-gathered first, and ranks may use them in any order
-(`streamshard.plan.unit_order`).
+(`streamshard.planning.unit_order`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -58,6 +59,22 @@ def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -
     for unit, visit in last_visit.items():
         steps[visit + 1].append(Op(unit, is_reduction=True))
     return steps
+
+
+def gathers_of_step(slot_of: Sequence[int]) -> list[int]:
+    """The units that one step all-gathers, in order, if forward visits all units in turn and backward in reverse.
+
+    Args:
+        slot_of: the weight slot of each unit, by unit index.
+    """
+    content: dict[int, int] = {}  # by slot, the unit whose weights it holds
+    gathered = []
+    for visits in (range(len(slot_of)), range(len(slot_of))[::-1]):
+        for op in itertools.chain.from_iterable(plan_steps(visits, slot_of, reduce=False)):
+            if content.get(slot_of[op.unit]) != op.unit:
+                content[slot_of[op.unit]] = op.unit
+                gathered.append(op.unit)
+    return gathered
 
 
 class Schedule:

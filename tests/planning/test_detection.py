@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from streamshard.integrations import huggingface
-from streamshard.plan.discovery import embedding_params, find_groups
-from streamshard.plan.structure import params_of, tie_on_meta
+from streamshard.planning.discovery import embedding_params, find_groups
+from streamshard.planning.structure import params_of, tie_on_meta
 from tests.models import Layer
 
 

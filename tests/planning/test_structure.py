@@ -15,7 +15,7 @@ from torch import nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, ShardingError, StreamShardError
-from streamshard.plan.structure import check_params
+from streamshard.planning.structure import check_params
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (

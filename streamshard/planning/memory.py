@@ -43,7 +43,7 @@ from typing import NamedTuple
 import torch
 
 from streamshard.config import Precision, SlotCount
-from streamshard.plan.flat_params import FlatParam, FlatParamKind, UnitLayout
+from streamshard.planning.flat_params import FlatParam, FlatParamKind, UnitLayout
 
 
 class SlotPlan(NamedTuple):

@@ -2,7 +2,7 @@
 
 After each pass with gradients the ranks agree on the order in which they have used units. Each exchange lets hosts wait
 for each other, so ranks stop it once every streamed unit was used, after `_QUIET_PASSES` passes in a row without news,
-or when the orders of ranks contradict each other. See [Note: one program] in `streamshard.plan.program`.
+or when the orders of ranks contradict each other. See [Note: one program] in `streamshard.planning.program`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any, Protocol
 
-from streamshard.plan.program import Schedule
+from streamshard.planning.program import Schedule
 
 _QUIET_PASSES = 10
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from streamshard.config import Precision, ReductionMode
-from streamshard.plan.layout import FlatParamLayout, ParamLayout, plan_flat_param
+from streamshard.planning.layout import FlatParamLayout, ParamLayout, plan_flat_param
 
 
 class FlatParamKind(NamedTuple):

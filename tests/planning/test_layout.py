@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.plan.layout import ALIGNMENT_BYTES, FlatParamLayout, LocalRange, ParamLayout, plan_flat_param
+from streamshard.planning.layout import ALIGNMENT_BYTES, FlatParamLayout, LocalRange, ParamLayout, plan_flat_param
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 sizes = st.lists(shapes, max_size=8).map(lambda all: [ParamLayout(f"p{k}", shape) for k, shape in enumerate(all)])

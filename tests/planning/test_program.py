@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.plan.program import Op, Schedule, plan_steps
-from streamshard.plan.unit_order import first_order, is_part_of, join_orders, merge_order
+from streamshard.planning.program import Op, Schedule, plan_steps
+from streamshard.planning.unit_order import first_order, is_part_of, join_orders, merge_order
 
 UNITS = 7
 visits_lists = st.lists(st.integers(0, UNITS - 1), max_size=12)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import nn
 
 from streamshard.errors import UnitError, warn_user
-from streamshard.plan.structure import join_names, modules_inside, modules_of, params_of
+from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of
 
 _NamedModules = type[nn.Module] | str | nn.Module | Iterable[type[nn.Module] | str | nn.Module]
 UnitsArgument = _NamedModules | None  # what StreamShard(units=...) accepts

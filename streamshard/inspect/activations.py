@@ -1,0 +1,100 @@
+"""An estimate of the memory that activations take, from one forward with tensors that have no memory.
+
+Counted is what autograd keeps for backward. Left out are dropout, attention masks (on GPUs causal attention needs none
+in memory), and peaks inside of operations. With checkpointing, layers keep only their inputs, except one layer at a
+time, which keeps everything.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from streamshard.errors import ConfigError
+from streamshard.planning.discovery import UnitsArgument, find_groups
+from streamshard.planning.structure import modules_inside, params_of
+from streamshard.torch_private import FakeTensorMode, tree_leaves
+
+
+def estimate_activations(
+    build: Callable[[], nn.Module], units: UnitsArgument, dtype: torch.dtype, batch: int, seq: int
+) -> tuple[int, int]:
+    """Run a forward, and add up what autograd keeps.
+
+    Args:
+        build: makes the model. Its forward takes tokens: ``input_ids`` (and ``labels``), or as the only argument.
+        units: as for `StreamShard`. Names or None: the estimate builds another model.
+        dtype: the layers compute in it.
+        batch, seq: shape of the tokens.
+
+    Returns:
+        Bytes without checkpointing, and if each streamed layer is checkpointed.
+
+    Raises:
+        ConfigError: the model cannot be built or its forward cannot run with fake tensors.
+    """
+    kept: dict[int, tuple[int, int]] = {}  # by storage, its bytes and the first layer that keeps it; 0: none
+    inputs: dict[int, int] = {}  # of layers: by storage, its bytes
+    alive: list[torch.UntypedStorage] = []  # so that no two storages have the same address
+    running = [0]
+
+    def note_inputs(layer: int, given: Any) -> None:
+        running[0] = layer
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                alive.append(tensor.untyped_storage())
+                inputs[alive[-1]._cdata] = alive[-1].nbytes()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] != (seq, seq) or tensor.requires_grad:  # no attention mask
+            alive.append(tensor.untyped_storage())
+            kept.setdefault(alive[-1]._cdata, (alive[-1].nbytes(), running[0]))
+        return tensor
+
+    try:
+        with FakeTensorMode(), warnings.catch_warnings(), saved_tensors_hooks(keep, lambda tensor: tensor):
+            warnings.simplefilter("ignore")
+            model = build().eval()
+            _cast(model, dtype)
+            layers = [unit.modules for unit in find_groups(model, units)[0] if not unit.is_resident]
+            for layer, module in ((layer, module) for layer, each in enumerate(layers, 1) for module in each):
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, layer=layer: note_inputs(layer, (args, kwargs)), with_kwargs=True
+                )
+                module.register_forward_hook(lambda *_: note_inputs(0, ()))
+            _run(model, torch.zeros(batch, seq, dtype=torch.long))
+    except Exception as error:  # the model may raise anything, and fake tensors have no values to branch on
+        what = str(error).partition("\n")[0]
+        raise ConfigError(f"activations: the forward of {seq} tokens raised {type(error).__name__}: {what}") from error
+    for param in params_of(model).values():
+        kept.pop(param.untyped_storage()._cdata, None)
+    by_layer = Counter[int]()
+    for n_bytes, layer in kept.values():
+        by_layer[layer] += n_bytes
+    outside = {storage: n_bytes for storage, (n_bytes, layer) in kept.items() if layer == 0}
+    largest = max((n_bytes for layer, n_bytes in by_layer.items() if layer), default=0)
+    return by_layer.total(), sum({**outside, **inputs}.values()) + largest
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the model's parameters, and only these, `dtype`. ``model.to`` cannot do it with fake tensors."""
+    cast = {param: nn.Parameter(param.detach().to(dtype), param.requires_grad) for param in params_of(model).values()}
+    for module in modules_inside(model):
+        for key, param in module._parameters.items():
+            module._parameters[key] = None if param is None else cast[param]
+
+
+def _run(model: nn.Module, tokens: torch.Tensor) -> None:
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" not in names:
+        model(tokens)
+        return
+    given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    model(**{name: value for name, value in given.items() if name in names})

@@ -1,0 +1,305 @@
+"""What training needs, before it runs: the memory of each rank, its communication, and activations.
+
+`plan` lets the engine allocate the model for ranks that do not exist, with buffers on the meta device. So the bytes of
+a plan are those of ``model.memory_report()``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from streamshard.build import Checked, check_model, make_engine
+from streamshard.comm.communicator import PlannedRanks
+from streamshard.config import SlotCount, parse_bytes
+from streamshard.engine.engine import Engine
+from streamshard.errors import ConfigError
+from streamshard.inspect.activations import estimate_activations
+from streamshard.inspect.memory import report_memory
+from streamshard.integrations import huggingface
+from streamshard.planning.discovery import ResidentArgument, UnitsArgument
+from streamshard.planning.program import gathers_of_step
+from streamshard.unit.unit import StreamedUnit
+
+_DOUBLINGS = 10  # so often the number of ranks is doubled at most, until the model fits
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedUnit:
+    """A unit, or several equal streamed units.
+
+    Attributes:
+        name: of its module; of several units the class of their layers.
+        count: how many units.
+        numel: parameters of each.
+        weight_bytes: of each in a weight slot.
+        is_resident: it has a slot of its own, and stays unsharded until backward is over.
+    """
+
+    name: str
+    count: int
+    numel: int
+    weight_bytes: int
+    is_resident: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Memory and communication of each rank with one choice of slots.
+
+    Attributes:
+        name: such as "ZeRO-3".
+        weight_slots, grad_slots: the arguments of `StreamShard`.
+        held_bytes: what the engine holds, by category, as ``memory_report()`` says.
+        adam_bytes: Adam's two moments.
+        total_bytes: both.
+        all_gathers, reductions: collectives in one step: one forward, one backward.
+        sent_bytes: what the rank sends for these.
+        least_sent_bytes: a lower bound of `sent_bytes`: forward gathers all weights, backward those that are not in a
+            slot any more, gradients are reduced once, and nothing is padded.
+    """
+
+    name: str
+    weight_slots: SlotCount
+    grad_slots: SlotCount
+    held_bytes: Mapping[str, int]
+    adam_bytes: int
+    total_bytes: int
+    all_gathers: int
+    reductions: int
+    sent_bytes: int
+    least_sent_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `plan` returns. Printable; `dataclasses.asdict` makes a dict for JSON.
+
+    Attributes:
+        model: the model's class.
+        numel: parameters of the whole model.
+        world_size: number of ranks.
+        transport: what connects the ranks.
+        units: root unit first.
+        stages: from ZeRO-3 to ZeRO-1.
+        activation_bytes: without checkpointing, and with layers checkpointed; None without batch and seq.
+        budget_bytes: the memory of a rank; None: not given.
+        fitting: names of the stages that fit the budget, with the activations of checkpointing if these are known.
+        fits_on_ranks: if none fits, a number of ranks on which ZeRO-3 does; None: on no number of ranks.
+    """
+
+    model: str
+    numel: int
+    world_size: int
+    transport: str
+    units: Sequence[PlannedUnit]
+    stages: Sequence[Stage]
+    activation_bytes: tuple[int, int] | None
+    budget_bytes: int | None
+    fitting: Sequence[str]
+    fits_on_ranks: int | None
+
+    def __str__(self) -> str:
+        is_large = self.stages[-1].total_bytes >= 2**30
+        unit_name, unit_bytes = ("GiB", 2**30) if is_large else ("MiB", 2**20)
+
+        def size(n_bytes: int) -> str:
+            return f"{n_bytes / unit_bytes:.2f}"
+
+        def row(name: str, cells: Iterable[object]) -> str:
+            return f"{name:<24}" + "".join(f"{cell:>12}" for cell in cells)
+
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        lines = [f"{self.model}: {self.numel:,} parameters on {ranks}, over {self.transport}", ""]
+        lines.append(f"{'unit':<32}{'parameters':>16}{'weights':>14}")
+        for unit in self.units:
+            name = f"{unit.count} x {unit.name}, each" if unit.count > 1 else unit.name
+            kind = "resident" if unit.is_resident else "streamed"
+            lines.append(f"{name:<32}{unit.numel:>16,}{size(unit.weight_bytes):>10} {unit_name}  {kind}")
+        lines += ["", row(f"{unit_name} per rank", (stage.name for stage in self.stages))]
+        for name in self.stages[0].held_bytes:
+            sizes = [size(stage.held_bytes[name]) for stage in self.stages]
+            if max(sizes) != "0.00":
+                lines.append(row(f"  {name}", sizes))
+        lines += [
+            row("  Adam's moments", (size(stage.adam_bytes) for stage in self.stages)),
+            row("  total", (size(stage.total_bytes) for stage in self.stages)),
+            "\nsent by a rank in a step",
+            row("  all-gathers", (stage.all_gathers for stage in self.stages)),
+            row("  reductions", (stage.reductions for stage in self.stages)),
+            row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
+            row(f"  {unit_name}, lower bound", (size(stage.least_sent_bytes) for stage in self.stages)),
+            "\narguments of StreamShard",
+            row("  weight_slots", (stage.weight_slots for stage in self.stages)),
+            row("  grad_slots", (stage.grad_slots for stage in self.stages)),
+        ]
+        what = ""
+        if self.activation_bytes is not None:
+            what = ", with the activations of checkpointed layers"
+            without, checkpointed = map(size, self.activation_bytes)
+            lines += [
+                f"\nactivations, {unit_name} per rank, estimated",
+                row("  without checkpointing", [without]),
+                row("  layers checkpointed", [checkpointed]),
+            ]
+        if self.budget_bytes is not None:
+            what = f"fits {size(self.budget_bytes)} {unit_name} per rank{what}: "
+            on = (
+                "more ranks do not help" if self.fits_on_ranks is None else f"ZeRO-3 does on {self.fits_on_ranks} ranks"
+            )
+            lines.append(f"\n{what}{', '.join(self.fitting)}" if self.fitting else f"\nnothing {what}{on}")
+        return "\n".join(lines)
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    world_size: int,
+    units: UnitsArgument = None,
+    *,
+    resident: ResidentArgument = (),
+    transport: str = "nccl",
+    weight_slots: int | None = None,
+    budget: int | str | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    **given: Any,
+) -> Plan:
+    """What training the model with AdamW will need, from ZeRO-3 to ZeRO-1. Needs no process group and no memory.
+
+    Args:
+        model: a model that is not sharded, on any device; or a function that builds it, which is called on the meta
+            device.
+        world_size: number of ranks that share the model.
+        units, resident: as for `StreamShard`.
+        transport: what will connect the ranks: "nccl", "sockets" (CPUs of several machines), or "shared-memory" (CPUs
+            of one). Their reductions need different scratch memory.
+        weight_slots: plan this number of weight slots too. None: with a budget that ZeRO-3 fits and ZeRO-2 does not,
+            the most that fit.
+        budget: memory of a rank: bytes, or text such as "80GiB".
+        batch, seq: shape of a rank's tokens, to estimate the activations of; `model` has to be a function.
+        **given: other arguments of `StreamShard`: precision, min_unit_size, align_pieces_to.
+
+    Raises:
+        ConfigError: an argument cannot be used, or the model's forward cannot be run for the estimate.
+        ShardingError, UnitError: as `StreamShard` does.
+    """
+    budget_bytes = None if budget is None else parse_bytes("budget", budget)
+    if (batch is None) is not (seq is None):
+        raise ConfigError("batch and seq estimate activations together: one is missing")
+    built = model if isinstance(model, nn.Module) else _on_meta(model)
+    checked = check_model(built, units, resident, given)
+    activations, room = None, budget_bytes
+    if batch is not None and seq is not None:
+        if isinstance(model, nn.Module):
+            raise ConfigError("batch and seq need a function that builds the model: its forward runs on fake tensors")
+        activations = estimate_activations(model, units, checked.settings.precision.param_dtype, batch, seq)
+        room = None if room is None else room - activations[1]
+
+    def stage(name: str, weights: SlotCount, grads: SlotCount = 2, ranks: int = world_size) -> Stage:
+        return _plan_stage(checked, PlannedRanks(ranks, transport), name, weights, grads)
+
+    def fits(planned: Stage) -> bool:
+        return room is not None and planned.total_bytes <= room
+
+    stages = [stage("ZeRO-3", 2), stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")]
+    if weight_slots is None and room is not None and fits(stages[0]) and not fits(stages[1]):
+        counts = range(3, len(checked.found) + 1)
+        weight_slots = 2 + bisect.bisect_right(counts, room, key=lambda count: stage("", count).total_bytes)
+    if weight_slots is not None and weight_slots != 2:
+        stages.insert(1, stage(f"{weight_slots} slots", weight_slots))
+    fitting = [planned.name for planned in stages if fits(planned)]
+    fits_on_ranks = None
+    if room is not None and not fitting:
+        with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
+            more = (world_size << doublings for doublings in range(1, _DOUBLINGS))
+            fits_on_ranks = next((ranks for ranks in more if fits(stage("", 2, 2, ranks))), None)
+    planned_units = _units_of(checked, PlannedRanks(world_size, transport))
+    numel = sum(unit.count * unit.numel for unit in planned_units)
+    return Plan(
+        *(type(built).__name__, numel, world_size, transport, planned_units, stages, activations),
+        *(budget_bytes, fitting, fits_on_ranks),
+    )
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def _plan_engine(checked: Checked, ranks: PlannedRanks) -> Engine:
+    return make_engine(checked, ranks, None, lambda unit, flat_params: None)
+
+
+def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotCount, grads: SlotCount) -> Stage:
+    settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
+    engine = _plan_engine(checked._replace(settings=settings), ranks)
+    report, units = report_memory(engine), [layout.flat_params for layout in engine.sizing.layouts]
+    is_alone, slot_of = ranks.world_size == 1, engine.plan.weights
+    gathered = [
+        flat for unit in gathers_of_step(slot_of) for flat in units[unit] if flat.layout.params and not is_alone
+    ]
+    reduced = [flat for unit in units for flat in unit if flat.kind.trains and not is_alone]
+    at_turn = {slot: unit for unit, slot in enumerate(slot_of)}.values()  # what forward leaves in each slot
+    least = [flat for unit in units for flat in unit]
+    least += [flat for number, unit in enumerate(units) if number not in at_turn for flat in unit]
+    shards = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in gathered)
+    shards += sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in reduced)
+    whole = sum(flat.layout.numel * flat.kind.wire_dtype.itemsize for flat in least)
+    whole += sum(flat.layout.numel * flat.kind.grad_dtype.itemsize for flat in reduced)
+    others = ranks.world_size - 1  # each receives this rank's shards, and its parts of this rank's gradients
+    return Stage(
+        *(name, weights, grads, report.held_bytes, report.adam_bytes, report.total_bytes + report.adam_bytes),
+        *(len(gathered), len(reduced), others * shards, others * whole // ranks.world_size),
+    )
+
+
+def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
+    """The units, root unit first. Streamed units of the same class and size are one entry."""
+    alike: dict[tuple[object, ...], list[StreamedUnit]] = {}
+    modules = [(), *(found.modules for found in checked.found)]
+    for unit, layers in zip(_plan_engine(checked, ranks).units, modules, strict=True):
+        name = type(layers[0]).__name__ if unit.is_streamed else unit.name
+        alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
+    return [
+        PlannedUnit(
+            *(str(name) if len(units) > 1 else units[0].name, len(units), units[0].layout.numel),
+            *(units[0].layout.weight_bytes, not units[0].is_streamed),
+        )
+        for (name, *_), units in alike.items()
+    ]
+
+
+def builder_of(source: str) -> Callable[[], nn.Module]:
+    """A function that builds a model.
+
+    Args:
+        source: path of a transformers ``config.json``, or of its directory; or the name of a function without
+            arguments: ``package.module:function``. The current directory is searched for the module too.
+
+    Raises:
+        ConfigError: there is no such file or function, or transformers does not know the architecture.
+    """
+    if os.path.exists(source):
+        return huggingface.builder_of_config(Path(source, "config.json") if os.path.isdir(source) else Path(source))
+    module, colon, name = source.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"no file or directory {source!r}. Wanted a config.json, or a function: package.module:function"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        build = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{source!r}: {error}") from error
+    return cast(Callable[[], nn.Module], build)

@@ -1,0 +1,324 @@
+"""`plan` and the command ``streamshard plan``: what a run will need, as the live engine then reports it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from streamshard import Precision, StreamShard, plan
+from streamshard.__main__ import main
+from streamshard.comm.streams import Collective, Observer, StreamName
+from streamshard.errors import ConfigError, ShardingError
+from streamshard.inspect import engine_inside
+from streamshard.preview import Plan, Stage, builder_of
+from tests.integrations.models import FAMILIES, make_model
+from tests.launched import ROOT
+from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import Call, adamw, lm_step, stack_step
+from tests.scenarios import PRECISIONS, SCENARIOS, over_sockets
+from tests.simulated import simulated_device
+from tests.test_meta_device import on_meta
+
+SLOTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"weight_slots": 3},
+    {"weight_slots": "all"},
+    {"weight_slots": "all", "grad_slots": "all"},
+)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: scenario.build for name, scenario in SCENARIOS.items() if not scenario.resident},
+    "layers of different sizes": lambda: Stack((16, 3, 40, 1, 24)),
+    "large embedding": lambda: TinyLM(TinyConfig(vocabulary=160)),
+    "tied": lambda: TinyLM(TinyConfig(tied=True)),
+    "batch norm": NormStack,
+    "frozen": lambda: TinyLM().requires_grad_(False),
+}
+
+
+def _assert_equal(planned: Stage, model: Any) -> None:
+    report = model.memory_report()
+    assert planned.held_bytes == report.held_bytes
+    assert planned.adam_bytes == report.adam_bytes
+    assert planned.total_bytes == report.total_bytes + report.adam_bytes
+
+
+def _check(build: Callable[[], nn.Module], world_size: int, transport: str, **settings: Any) -> None:
+    """At each number of slots, the plan of a model without values equals the report of the live one."""
+    planned = plan(build, world_size, transport=transport, weight_slots=3, **settings)
+    assert [stage.name for stage in planned.stages] == ["ZeRO-3", "3 slots", "ZeRO-2", "ZeRO-1"]
+    for stage, slots in zip(planned.stages, SLOTS, strict=True):
+        model = StreamShard(build(), **slots, **settings)
+        _assert_equal(stage, model)
+        assert planned.numel == sum(param.numel() for param in model.parameters())
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "transport", "precision"),
+    [
+        (1, "shared-memory", "bf16"),
+        *((2, "shared-memory", precision) for precision in PRECISIONS),
+        *((2, "sockets", precision) for precision in ("fp32", "16-bit wire")),
+        *((2, "nccl", precision) for precision in PRECISIONS),
+        (3, "sockets", "bf16"),
+    ],
+)
+def test_a_plan_equals_the_live_memory_report(context: RankContext, transport: str, precision: str) -> None:
+    """For every model and number of slots, in each category, byte for byte."""
+    way = {"sockets": over_sockets, "nccl": simulated_device}.get(transport, nullcontext)
+    names = [*MODELS] if context.world_size == 2 and precision == "bf16" else ["large embedding", "frozen"]
+    with way():  # type: ignore[operator]  # each makes a context
+        for name in names:
+            _check(MODELS[name], context.world_size, transport, precision=PRECISIONS[precision])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_of_a_transformers_model_equals_the_live_memory_report(context: RankContext, family: str) -> None:
+    """Also with its own wishes for fp32, and tied weights."""
+    pytest.importorskip("transformers")
+    _check(lambda: make_model(family), context.world_size, "shared-memory")
+
+
+@on_ranks(2)
+def test_a_plan_takes_the_arguments_of_streamshard(context: RankContext) -> None:
+    """Units, resident modules, sizes of units, cuts and the wire's dtype. The model stays as it is."""
+    model = TinyLM(TinyConfig(depth=6))
+    before = dict(model.named_parameters())
+    settings: dict[str, Any] = {
+        "units": ["Block", "embedding"],
+        "resident": ["blocks.1"],
+        "min_unit_size": "16KiB",
+        "align_pieces_to": 64,
+        "precision": Precision(param_dtype=torch.float32, wire_dtype=torch.bfloat16),
+    }
+    planned = plan(model, 2, transport="shared-memory", **settings)
+    assert type(model) is TinyLM
+    assert all(param is before[name] for name, param in model.named_parameters())
+    _assert_equal(planned.stages[0], StreamShard(model, **settings))
+    with pytest.raises(ShardingError, match="already sharded"):
+        plan(model, 2)
+
+
+class _Sent(Observer):
+    """Counts the collectives of units, and the bytes that this rank sends for them."""
+
+    def __init__(self, units: int, others: int) -> None:
+        self._units = units
+        self._others = others
+        self.counts = Counter[Collective]()
+        self.sent_bytes = 0
+
+    def on_collective(self, stream: StreamName, collective: Collective, tag: Any, reads: Any, writes: Any) -> None:
+        """See `Observer.on_collective`."""
+        if tag < self._units:  # no flags
+            self.counts[collective] += 1
+            shares = 1 if collective is Collective.ALL_GATHER else self._others + 1
+            self.sent_bytes += reads[0].nbytes // shares * self._others
+
+
+def _half_frozen() -> nn.Module:
+    model = TinyLM(TinyConfig(depth=6))
+    for module in (model.embedding, *model.blocks[:3]):
+        module.requires_grad_(False)
+    return model
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("slots", SLOTS, ids=str)
+def test_a_step_sends_what_the_plan_says(context: RankContext, slots: dict[str, Any]) -> None:
+    """All-gathers, reductions and bytes of a training step, counted as they are issued."""
+    models: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
+        (_half_frozen, lm_step),
+        (lambda: TinyLM(TinyConfig(vocabulary=160, depth=6)), lm_step),
+        (Stack, stack_step),
+        (lambda: nn.Sequential(*(Layer(DIM) for _ in range(5))), stack_step),  # nothing in the root unit
+    )
+    for build, step in models:
+        planned = plan(build, context.world_size, weight_slots=3).stages[SLOTS.index(slots)]
+        model = StreamShard(build(), **slots)
+        optimizer = adamw(model)
+        for number in range(2):
+            engine = engine_inside(model)
+            sent = _Sent(sum(len(unit.flat_params) for unit in engine.units), context.world_size - 1)
+            with engine.streams.observed_by(sent):
+                step(model, Call(number, context.rank, context.world_size, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sent.counts[Collective.ALL_GATHER] == planned.all_gathers
+        assert sent.counts[Collective.REDUCE_SCATTER] == planned.reductions
+        assert sent.sent_bytes == planned.sent_bytes
+        assert 0.8 * planned.sent_bytes < planned.least_sent_bytes <= planned.sent_bytes
+
+
+# -- what is printed ------------------------------------------------------------------------------------------------
+
+
+def _config(directory: Path, **sizes: Any) -> Path:
+    transformers = pytest.importorskip("transformers")
+    ours = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    ours |= {"num_key_value_heads": 8, "vocab_size": 128256, "architectures": ["LlamaForCausalLM"]}
+    transformers.LlamaConfig(**{**ours, **sizes}).save_pretrained(directory)
+    return directory / "config.json"
+
+
+def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None:
+    """docs/guide/dial.md: 23.2 GiB by arithmetic, without the scratch; docs/guide/commands.md: the whole table."""
+    planned = plan(builder_of(str(_config(tmp_path))), 8)
+    assert str(planned) in (ROOT / "docs/guide/commands.md").read_text()
+    zero_3 = planned.stages[0]
+    assert f"{(zero_3.total_bytes - zero_3.held_bytes['scratch']) / 2**30:.1f}" == "23.2"
+    assert [(unit.name, unit.count, unit.is_resident) for unit in planned.units] == [
+        ("the root unit", 1, True),
+        ("model.embed_tokens", 1, True),
+        ("LlamaDecoderLayer", 32, False),
+        ("lm_head", 1, True),
+    ]
+    # 32 layers in forward, 30 in backward, embedding, head and root unit once; 7/8 of 2 bytes, and 4 for gradients.
+    assert (zero_3.all_gathers, zero_3.reductions) == (65, 35)
+    kept = 2 * 218_112_000 + 2 * 525_336_576 + 4096
+    assert zero_3.least_sent_bytes == 7 * (2 * (2 * planned.numel - kept) + 4 * planned.numel) // 8
+    assert planned.stages[-1].least_sent_bytes == 7 * (2 + 4) * planned.numel // 8
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same numbers, of a config or its directory."""
+    config = _config(tmp_path)
+    command = ["plan", str(config), "--ranks", "8", "--slots", "4", "--budget", "30GiB"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "LlamaForCausalLM: 8,030,261,248 parameters on 8 ranks, over nccl"
+    assert "32 x LlamaDecoderLayer, each         218,112,000      0.41 GiB  streamed" in lines
+    rows = {line[:24].strip(): line[24:].split() for line in lines if line.startswith("  ")}
+    assert rows["total"] == ["23.63", "24.44", "33.94", "56.58"]
+    assert rows["weight_slots"] == ["2", "4", "all", "all"]
+    assert lines[-1] == "fits 30.00 GiB per rank: ZeRO-3, 4 slots"
+    assert main(["plan", str(tmp_path), *command[2:], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {field.name for field in dataclasses.fields(Plan)} == told.keys()
+    assert [f"{stage['total_bytes'] / 2**30:.2f}" for stage in told["stages"]] == rows["total"]
+    assert told["stages"][1]["held_bytes"]["weight slots"] == 2 * (4 * 218_112_000 + 2 * 525_336_576 + 4096)
+
+
+def test_a_budget_finds_the_most_slots_that_fit(tmp_path: Path) -> None:
+    """One more would not."""
+    build = builder_of(str(_config(tmp_path)))
+    planned = plan(build, 8, budget="30GiB")
+    assert planned.fitting == ["ZeRO-3", "17 slots"]
+    totals = {stage.name: stage.total_bytes for stage in planned.stages}
+    assert totals["17 slots"] <= 30 * 2**30 < plan(build, 8, weight_slots=18).stages[1].total_bytes
+    assert plan(build, 8, budget="100GiB").fitting == ["ZeRO-3", "ZeRO-2", "ZeRO-1"]
+
+
+def test_a_budget_that_is_too_small_says_how_many_ranks_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or that no number does, since slots do not shrink. The exit code is 1."""
+    config = str(_config(tmp_path))
+    for budget, advice in (("10GiB", "ZeRO-3 does on 64 ranks"), ("6GiB", "more ranks do not help")):
+        assert main(["plan", config, "--ranks", "8", "--budget", budget]) == 1
+        said = capsys.readouterr()
+        assert said.out.splitlines()[-1] == f"nothing fits {budget[:-3]}.00 GiB per rank: {advice}"
+        assert said.err == "streamshard plan: nothing fits the budget\n"
+
+
+def test_the_command_plans_the_model_of_a_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file of the current directory too. Activations are of its only argument."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_model_28.py").write_text("from tests.models import TinyLM\ndef build(): return TinyLM()\n")
+    command = ["plan", "my_model_28:build", "--ranks", "2", "--precision", "param_dtype=float32"]
+    assert main([*command, "--batch", "3", "--seq", "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["model"] == "TinyLM"
+    wanted = plan(on_meta(TinyLM), 2, precision=Precision(param_dtype=torch.float32))
+    assert told["stages"] == json.loads(json.dumps([dataclasses.asdict(stage) for stage in wanted.stages]))
+    assert len(told["activation_bytes"]) == 2
+    sys.path.remove(str(tmp_path))
+
+
+def test_bad_input_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line on standard error, and exit code 2."""
+    config = _config(tmp_path)
+    unknown = tmp_path / "unknown.json"
+    unknown.write_text('{"model_type": "llama", "architectures": ["NoSuchModel"]}')
+    new = tmp_path / "new.json"
+    new.write_text('{"model_type": "no-such-type"}')
+    (tmp_path / "empty").mkdir()
+    ranks = ["--ranks", "8"]
+    for command, told in (
+        (["nowhere/config.json", *ranks], "no file or directory 'nowhere/config.json'. Wanted a config.json, or a fun"),
+        ([str(tmp_path / "empty"), *ranks], "has no config.json"),
+        ([str(unknown), *ranks], "NoSuchModel"),
+        ([str(new), *ranks], "no-such-type"),
+        (["no.such.module:build", *ranks], "No module named 'no'"),
+        (["tests.models:build", *ranks], "has no attribute 'build'"),
+        ([str(config), "--ranks", "0"], "world_size=0: wanted a positive number"),
+        ([str(config), *ranks, "--budget", "much"], "budget='much': wanted"),
+        ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
+        ([str(config), *ranks, "--precision", "param_dtype=int8"], "param_dtype=torch.int8: wanted one of"),
+        ([str(config), *ranks, "--precision", "speed=bfloat16"], "--precision: "),
+        ([str(config), *ranks, "--batch", "1"], "one is missing"),
+    ):
+        assert main(["plan", *command]) == 2, command
+        said = capsys.readouterr().err
+        assert told in said and said.startswith("streamshard plan: ") and said.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["plan", str(config), *ranks]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+# -- activations ----------------------------------------------------------------------------------------------------
+
+
+class _Chain(nn.Module):
+    """Linear layers and one activation each, whose kept tensors are easy to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.Sigmoid(), nn.Linear(256, 64)) for _ in range(4)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, seq] tokens -> [batch, seq, 64]"""
+        x: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_activations_are_what_autograd_keeps() -> None:
+    """An input of 64 and a hidden vector of 256 for each token and layer, in bf16, and the tokens."""
+    planned = plan(_Chain, 2, units="Sequential", batch=3, seq=10)
+    tokens = 3 * 10
+    without, checkpointed = tokens * (8 + 4 * 2 * (64 + 256)), tokens * (8 + 4 * 2 * 64 + 2 * (64 + 256))
+    assert planned.activation_bytes == (without, checkpointed)
+    lines = str(planned).splitlines()
+    assert lines[-3:] == [
+        "activations, MiB per rank, estimated",
+        f"  without checkpointing         {without / 2**20:.2f}",
+        f"  layers checkpointed           {checkpointed / 2**20:.2f}",
+    ]
+
+
+def test_activations_need_a_function_and_a_forward_that_runs() -> None:
+    with pytest.raises(ConfigError, match="need a function that builds the model"):
+        plan(TinyLM(), 2, batch=1, seq=4)
+    with pytest.raises(ConfigError, match="activations: the forward of 4 tokens raised RuntimeError"):
+        plan(Stack, 2, batch=1, seq=4)
