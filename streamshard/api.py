@@ -59,8 +59,8 @@ class StreamShard(ShardedModule):
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards over the
             second axis, averages gradients over the first (hybrid sharding). None: the default group; if there is none,
             it is made from the launcher's environment.
-        precision: dtypes of weights, gradients and reductions. None: ``Precision()``: layers compute in bf16,
-            reductions are in fp32.
+        precision: dtypes of weights, gradients and reductions. ``"bf16"``, ``"fp16"`` or ``"fp32"``: layers compute in
+            this dtype, and reductions are in fp32. None: "bf16".
         weight_slots: number of buffers for the weights of streamed units, at least 2. The last layers of forward stay
             in their slots for backward. With "all" each unit is all-gathered once in a step (ZeRO-2).
         grad_slots: number of buffers for gradients, at least 2. With "all" gradients are accumulated locally inside
@@ -90,7 +90,7 @@ class StreamShard(ShardedModule):
         *,
         resident: ResidentArgument = (),
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
-        precision: Precision | None = None,
+        precision: Precision | str | None = None,
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
         min_unit_size: int | str = 0,

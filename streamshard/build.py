@@ -18,7 +18,7 @@ from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.objects import refuse_together
 from streamshard.comm.registered_memory import RegisteredMemory
 from streamshard.comm.streams import StreamName, Streams
-from streamshard.config import Precision, Settings
+from streamshard.config import Precision, Settings, check_environment, parse_precision
 from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_buffers
@@ -26,7 +26,8 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import RankMismatchError, ShardingError, StreamShardError, warn_user
+from streamshard.errors import RankMismatchError, ShardingError, StreamShardError, log, warn_user
+from streamshard.inspect.memory import report_memory, summarise
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
@@ -127,6 +128,10 @@ def shard_model(
     without_elements = {shard.name for shard in engine.param_shards if not shard.layout.numel}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name in buffers_of(module) if name in empty)])
+    if ranks.is_first:
+        held = report_memory(engine).total_bytes / 2**30
+        backend = dist.get_backend_config(ranks.users_group)
+        log.info("%s; %s; %.2f GiB per rank; %s", *summarise(engine, module), held, backend)
     return module
 
 
@@ -202,13 +207,15 @@ def check_model(
     if all(is_meta(param) for param in params_of(module).values()):
         huggingface.tie_weights(module)
     tie_on_meta(module)
-    settings = Settings(**{name: value for name, value in given.items() if name != "precision" or value is not None})
+    check_environment()
+    settings = Settings(**{**given, "precision": parse_precision(given.get("precision"))})
     here = check_params(module)
     warn_if_untested(here)
     check_buffers(module)
     named = (*params_of(module).items(), *buffers_of(module).items())
     on_meta = [name for name, tensor in named if is_meta(tensor)]
-    param_bytes, min_unit_bytes = settings.precision.param_dtype.itemsize, settings.min_unit_bytes
+    param_bytes = (settings.precision.param_dtype or torch.float32).itemsize
+    min_unit_bytes = settings.min_unit_bytes
     found, groups = find_groups(module, units, resident, param_bytes=param_bytes, min_unit_bytes=min_unit_bytes)
     in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, settings.precision.param_dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]

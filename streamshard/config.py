@@ -64,7 +64,7 @@ class Precision:
     On CPUs every rank sends to every other rank in all three modes, and sums are in fp32.
 
     Args:
-        param_dtype: dtype of compute. bf16, fp16 or fp32.
+        param_dtype: dtype of compute. bf16, fp16 or fp32; None: each parameter's own, and inputs are not cast.
         wire_dtype: dtype of all-gathers, no wider than `param_dtype`; None means `param_dtype`. Weights are rounded to
             it. bf16 with fp32 compute sends half as many bytes, and needs a buffer beside each weight slot.
         reduce_dtype: dtype of the sum of gradients over ranks. fp32, or `param_dtype`.
@@ -81,7 +81,7 @@ class Precision:
         ConfigError: a dtype is not one of those above, or `fp32_modules` is not a list of classes and names.
     """
 
-    param_dtype: torch.dtype = torch.bfloat16
+    param_dtype: torch.dtype | None = torch.bfloat16
     wire_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
@@ -90,10 +90,11 @@ class Precision:
     fp32_modules: Sequence[str | type[nn.Module]] = ()
 
     def __post_init__(self) -> None:
-        _want("param_dtype", self.param_dtype, _PARAM_DTYPES)
-        narrower = [dtype for dtype in _PARAM_DTYPES if dtype.itemsize < self.param_dtype.itemsize]
-        _want("wire_dtype", self.wire_dtype, (None, self.param_dtype, *narrower))
-        _want("reduce_dtype", self.reduce_dtype, (torch.float32, self.param_dtype))
+        _want("param_dtype", self.param_dtype, (*_PARAM_DTYPES, None))
+        own = self.param_dtype
+        narrower = [dtype for dtype in _PARAM_DTYPES if own is not None and dtype.itemsize < own.itemsize]
+        _want("wire_dtype", self.wire_dtype, (None, own, *narrower))
+        _want("reduce_dtype", self.reduce_dtype, (torch.float32, own or torch.float32))
         _want("grad_dtype", self.grad_dtype, (None, self.reduce_dtype, self.param_dtype))
         output = self.output_dtype
         if output is not None and not (isinstance(output, torch.dtype) and output.is_floating_point):
@@ -113,6 +114,41 @@ class Precision:
         if self.slot_grad_dtype is torch.float32:
             return ReductionMode.FP32
         return ReductionMode.EXCHANGE_16 if self.reduce_dtype is torch.float32 else ReductionMode.SUM_16
+
+
+_NAMED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def parse_precision(precision: object) -> Precision:
+    """Make a `Precision` from one, from the name of its ``param_dtype`` ("bf16", "fp16", "fp32"), or from None.
+
+    Raises:
+        ConfigError: `precision` is something else.
+    """
+    if precision is None or isinstance(precision, str) and precision in _NAMED:
+        return Precision(param_dtype=_NAMED[precision or "bf16"])
+    if not isinstance(precision, Precision):
+        wanted = ", ".join(f'"{name}"' for name in _NAMED)
+        raise ConfigError(f"precision={precision!r}: wanted {wanted} or a streamshard.Precision")
+    return precision
+
+
+def check_environment() -> None:
+    """Raise unless StreamShard knows each environment variable whose name begins with ``STREAMSHARD_``.
+
+    Raises:
+        ConfigError: names the variable. Settings are arguments of `streamshard.StreamShard`.
+    """
+    for name in os.environ:
+        if name.startswith("STREAMSHARD_") and not name.startswith(_VARIABLES):
+            raise ConfigError(
+                f"environment variable {name}: StreamShard reads only {SHARED_MEMORY}. Settings are arguments of "
+                "StreamShard(model, ...)"
+            )
+
+
+SHARED_MEMORY = "STREAMSHARD_SHARED_MEMORY"  # "0": ranks of one machine do not read each other's memory
+_VARIABLES = (SHARED_MEMORY, "STREAMSHARD_TEST_", "STREAMSHARD_BENCHMARK")  # those of the repository's own programs
 
 
 def _is_name_or_class(entry: object) -> bool:
@@ -141,11 +177,6 @@ class Settings:
     registered_memory: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.precision, Precision):
-            raise ConfigError(
-                f"precision={self.precision!r}: wanted a streamshard.Precision, such as "
-                "Precision(param_dtype=torch.float32)"
-            )
         for name in ("weight_slots", "grad_slots"):
             count = getattr(self, name)
             if count != "all" and (not _is_int(count) or count < 2):

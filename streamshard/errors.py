@@ -106,6 +106,16 @@ def warn_user(message: str) -> None:
 log = logging.getLogger("streamshard")
 
 
+def _name_rank(record: logging.LogRecord) -> bool:
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized() and dist.get_world_size() > 1:
+        record.msg = f"rank {dist.get_rank()}: {record.msg}"
+    return True
+
+
+log.addFilter(_name_rank)
+
+
 def printable(text: str) -> str:
     """`text` in one line, with control characters escaped: file names and files may hold terminal commands."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -202,7 +202,8 @@ def plan(
     if batch is not None and seq is not None:
         if isinstance(model, nn.Module):
             raise ConfigError("batch and seq need a function that builds the model: its forward runs on fake tensors")
-        activations = estimate_activations(model, units, checked.settings.precision.param_dtype, batch, seq)
+        dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
+        activations = estimate_activations(model, units, dtype, batch, seq)
         room = None if room is None else room - activations[1]
 
     def stage(name: str, weights: SlotCount, grads: SlotCount = 2, ranks: int = world_size) -> Stage:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from streamshard.errors import (
     ShardingError,
     StreamShardError,
     UnitError,
+    log,
 )
 from tests.launched import Launched, run_script
 from tests.models import Block, Layer, Stack, TinyLM
@@ -136,7 +140,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "half a slot": ({"grad_slots": 1.5}, "grad_slots=1.5"),
     "a flag": ({"grad_slots": True}, "grad_slots=True"),
     "blocks of nothing": ({"align_pieces_to": 0}, "align_pieces_to=0"),
-    "precision by name": ({"precision": "bf16"}, "bf16"),
+    "precision by name": ({"precision": "half"}, 'precision=\'half\': wanted "bf16", "fp16", "fp32" or a'),
     "a mesh that is none": ({"mesh": 3}, "mesh=3"),
 }
 
@@ -149,6 +153,33 @@ def test_bad_settings_are_refused_by_name(context: RankContext, what: str) -> No
     model = TinyLM()
     assert_refused(model, ConfigError, match, **settings)
     assert_trains(context, model)
+
+
+@on_ranks(2)
+def test_an_environment_variable_that_nothing_reads_is_refused(context: RankContext) -> None:
+    """So that a setting is not ignored silently."""
+    model = TinyLM()
+    with mock.patch.dict(os.environ, STREAMSHARD_WEIGHT_SLOTS="all"):
+        assert_refused(model, ConfigError, "environment variable STREAMSHARD_WEIGHT_SLOTS")
+    assert_trains(context, model)
+
+
+@on_ranks(2)
+def test_the_first_rank_logs_what_was_sharded(context: RankContext) -> None:
+    """In one line, with the rank."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        StreamShard(Stack(), precision="bf16")
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    assert len(records) == (context.rank == 0)
+    for wanted in ("rank 0: StreamShard: ", "over 2 ranks", "4 x Layer", "weight_slots=2", "bfloat16", "GiB", "gloo"):
+        assert all(wanted in record for record in records), wanted
 
 
 # ---------------------------------------------------------------------------------------------- ranks that differ

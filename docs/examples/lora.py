@@ -15,7 +15,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from streamshard import Precision, StreamShard
+from streamshard import StreamShard
 
 
 def make_base() -> LlamaForCausalLM:
@@ -33,7 +33,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 def main(directory: Path) -> None:
     dist.init_process_group()
     model = get_peft_model(make_base(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    model = StreamShard(model, precision=Precision(param_dtype=torch.float32))  # instead of DistributedDataParallel
+    model = StreamShard(model, precision="fp32")  # instead of DistributedDataParallel
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     first = last = 0.0
     for step in range(20):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from streamshard import Precision, StreamShard, load_checkpoint, save_checkpoint
+from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.optim import WholeParameterOptimizer
 
 VOCAB, WIDTH, HEADS, LAYERS = 128, 64, 4, 4
@@ -71,7 +71,7 @@ def batch(step: int, device: torch.device) -> torch.Tensor:
 
 def main(steps: int, resumes: bool, directory: Path) -> None:
     torch.manual_seed(0)
-    model = StreamShard(Transformer(), precision=Precision(param_dtype=torch.float32))  # bf16 is the default
+    model = StreamShard(Transformer(), precision="fp32")  # bf16 is the default
     optimizer = make_optimizer(model)
     if dist.get_rank() == 0:
         print(optimizer)

@@ -49,7 +49,7 @@ _ADVICE = (
     "All of them have to call forward (evaluation and generate() too), backward, norms and everything that collects or "
     "saves weights (save_model and the like, so call these outside of `if accelerator.is_main_process`), and run the "
     "same layers in the same order (some may skip layers, but not reorder or repeat them). Where inputs run out on "
-    "some ranks first, use Join (docs/guide/uneven_inputs.md)"
+    "some ranks first, use torch.distributed.algorithms.Join([model])"
 )
 
 
@@ -337,7 +337,7 @@ class FlightRecorder:
             if missing is not None or wait is not None:  # else this rank computes, or runs code of the user's
                 missing = missing or f"all ranks have come, so a rank or the network is slow. {NETWORK_ADVICE}"
                 last = logs[self._rank].last(self.names)
-                log.warning("%s has waited for %.0f s in %s (last: it %s): %s", self, waited_s, what, last, missing)
+                log.warning("waited for %.0f s in %s (last: it %s): %s", waited_s, what, last, missing)
 
 
 _recorders: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

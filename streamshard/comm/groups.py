@@ -99,7 +99,7 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
                 f"no process group and no launcher ({', '.join(missing)} not set): start the script with `torchrun "
                 "--nproc-per-node N script.py` or `accelerate launch`, or call torch.distributed.init_process_group "
                 "first. On CPUs `accelerate launch --num_processes N` alone starts one process that knows of no "
-                "others: it needs --multi_gpu, or a config file such as docs/examples/two_processes.yaml"
+                "others: add --multi_gpu"
             )
         make_default_group(device)
     return _default()

@@ -47,10 +47,9 @@ from streamshard.comm.groups import timeout_of
 from streamshard.comm.objects import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Peers, Reduction, sum_in_rank_order
-from streamshard.config import ReductionMode
+from streamshard.config import SHARED_MEMORY, ReductionMode
 from streamshard.errors import StateError
 
-_DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" uses gloo instead
 _ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program order: counters rely on it
 _ALIGNMENT = 64  # bytes; buffers start at cache lines
 _WORD_BYTES = 8
@@ -160,7 +159,7 @@ def share_memory(ranks: RankGroup, nbytes: int, units: int) -> list[SharedBuffer
 
 def _make_memory(files: contextlib.ExitStack, nbytes: int) -> Offer | None:
     """An anonymous memory file, which `files` closes; None if the system has no such files."""
-    if sys.platform != "linux" or os.environ.get(_DISABLE, "1") == "0" or platform.machine() not in _ORDERED:
+    if sys.platform != "linux" or os.environ.get(SHARED_MEMORY, "1") == "0" or platform.machine() not in _ORDERED:
         return None
     with contextlib.suppress(OSError):
         descriptor = os.memfd_create("streamshard", os.MFD_CLOEXEC)

@@ -18,7 +18,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
 from streamshard.engine.reductions import Reductions
-from streamshard.errors import ShardingError
+from streamshard.errors import ShardingError, warn_user
 from streamshard.planning.memory import Sizing, SlotPlan
 from streamshard.planning.structure import refuse_transforms
 from streamshard.planning.unit_order import UnitOrder
@@ -160,6 +160,7 @@ class Engine:
         self.is_whole = False
         self.empty: dict[str, None] = {}
         self.step_lock = threading.RLock()
+        self._warnings: set[str] = set()
         slots = {unit.weight_slot for unit in self.units if unit.weight_slot.is_shared}
         self.shared_spans = [(slot.first_byte, slot.last_byte) for slot in slots]
         self.shared_range = min(self.shared_spans, default=(0, 0))[0], max(self.shared_spans, default=(0, 0))[1]
@@ -213,6 +214,12 @@ class Engine:
         if is_whole_model:
             trains = torch.is_grad_enabled() and self.casts.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
+
+    def warn_once(self, message: str) -> None:
+        """Warn the user on the first rank, unless this message was given before."""
+        if self.ranks.is_first and message not in self._warnings:
+            self._warnings.add(message)
+            warn_user(message)
 
     def set_inputs(self, inputs: Inputs) -> None:
         """Ask `inputs` before each pass."""

@@ -74,6 +74,8 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         error = None  # its traceback refers to this frame, which would keep the forward's graph alive
     if graph is not None:
         untraced(_watch_outputs, output, (), engine, graph)
+        if handle.is_root:
+            untraced(_warn_of_rounded_loss, output, engine)
     return output if handle.output_dtype is None else untraced(_cast, output, handle.output_dtype)
 
 
@@ -235,6 +237,17 @@ def _watch_outputs(output: Any, inputs: tuple[Any, ...], engine: Engine, origin:
         # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
         if tensor._base is not None and tensor._base.grad_fn is not None:
             watch_node(tensor._base.grad_fn, engine, origin)
+
+
+def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
+    """Warn once if the model returns a loss in half precision: its forward has computed the loss from such logits."""
+    for tensor in tensors_in(output):
+        if tensor.dim() == 0 and tensor.dtype in (torch.bfloat16, torch.float16) and tensor.requires_grad:
+            engine.warn_once(
+                f"the model's forward returns its loss in {tensor.dtype}, which has 3 digits at most. For a loss in "
+                "fp32 let forward compute it from logits.float(), or return the logits and compute it outside, with "
+                "Precision(output_dtype=torch.float32)"
+            )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -75,7 +75,7 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
     resident = ", ".join(unit.name for unit in engine.units[1:] if not unit.is_streamed)
     size, precision = engine.ranks.world_size, engine.precision
     dtypes = (precision.param_dtype, precision.slot_grad_dtype, precision.reduce_dtype)
-    compute, gradients, sums = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    compute, gradients, sums = (str(dtype or "the parameters' own").removeprefix("torch.") for dtype in dtypes)
     numel = sum(layout.numel for layout in engine.sizing.layouts)
     replicas = engine.ranks.total_size // size
     return [

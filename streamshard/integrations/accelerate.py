@@ -19,7 +19,7 @@ from streamshard.api import StreamShard, export_safetensors
 from streamshard.checkpoint.restore import load_checkpoint
 from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.groups import make_default_group
-from streamshard.config import Precision, parse_path
+from streamshard.config import Precision, parse_path, parse_precision
 from streamshard.device import accelerator as accelerator_kind
 from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import ConfigError, ShardingError
@@ -133,15 +133,15 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         if self.mixed_precision not in _DTYPES:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r}: wanted 'no', 'bf16' or 'fp16'")
         wanted = _DTYPES[self.mixed_precision]
-        given = self._options.get("precision")
-        if given is None:
+        if self._options.get("precision") is None:
             return Precision(param_dtype=own if self.mixed_precision == "no" else wanted)
-        if isinstance(given, Precision) and given.param_dtype not in (wanted, torch.float32):
+        given = parse_precision(self._options["precision"])
+        if given.param_dtype not in (wanted, torch.float32, None):
             raise ConfigError(
                 f"precision has param_dtype={given.param_dtype}, and mixed_precision is {self.mixed_precision!r}: give "
                 "the Accelerator the mixed_precision of that dtype, or leave precision out"
             )
-        return given  # type: ignore[no-any-return]  # Settings says what is wrong with it
+        return given
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             raise ShardingError(
                 f"reduce of a parameter or gradient of a sharded model, {tuple(each.shape)} here: each rank has "
                 "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "
-                "LocalSGD see streamshard.LocalSGD and docs/guide/replicas.md"
+                "LocalSGD see help(streamshard.LocalSGD)"
             )
         return super().reduce(tensor, reduction, scale)
 
@@ -304,7 +304,7 @@ def _check_launch(accelerator: Accelerator) -> None:
         raise ConfigError(
             f"accelerate was asked for {asked}, and StreamShard shards models itself. Leave it out of the arguments, "
             f"or of the options and the config file of accelerate launch, and start with {_LAUNCH}. "
-            "docs/guide/accelerate.md says what to write for its options; mesh= says over which ranks to shard"
+            "StreamShardAccelerator(weight_slots=..., mesh=...) takes the options of StreamShard"
         )
     launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:

@@ -72,11 +72,11 @@ def check_exportable(model: nn.Module) -> None:
         raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
 
 
-def kept_in_fp32(root: nn.Module, dtype: torch.dtype) -> set[str]:
+def kept_in_fp32(root: nn.Module, dtype: torch.dtype | None) -> set[str]:
     """Names of parameters that transformers' models inside `root` keep in fp32 when they are loaded as `dtype`."""
     names: set[str] = set()
     for prefix, module in modules_of(root):
-        if not is_transformers_model(module):
+        if dtype is None or not is_transformers_model(module):
             continue
         globs = cast(Any, module)._get_dtype_plan(dtype)
         if globs:

@@ -52,11 +52,12 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
         in_fp32: layers compute with it in fp32, whatever ``param_dtype`` is.
     """
     fp32 = torch.float32
-    wire = precision.wire_dtype or precision.param_dtype
-    if in_fp32 or precision.param_dtype is fp32:
+    compute = precision.param_dtype or dtype
+    wire = precision.wire_dtype or compute
+    if in_fp32 or compute is fp32:
         return FlatParamKind(trains, fp32, fp32 if in_fp32 else wire, fp32, fp32, ReductionMode.FP32)
     main = fp32 if trains else dtype
-    return FlatParamKind(trains, precision.param_dtype, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
+    return FlatParamKind(trains, compute, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
 
 
 class ByteRange(NamedTuple):

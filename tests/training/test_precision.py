@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -155,6 +156,43 @@ def test_layers_compute_in_param_dtype(context: RankContext) -> None:
         assert out.dtype == (SINGLE if casts else BF16)
         for name, p in model.named_parameters():
             assert p.dtype == p.grad.dtype == SINGLE, name
+
+
+@on_ranks(2)
+def test_without_param_dtype_each_parameter_computes_in_its_own(context: RankContext) -> None:
+    """Main weights and main grads are in fp32. "bf16" is short for Precision(param_dtype=torch.bfloat16)."""
+    model: Any = Stack()
+    model.layers[1].to(BF16)
+    seen: dict[torch.nn.Module, torch.dtype] = {}
+    StreamShard(model, precision=Precision(param_dtype=None))
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda module, args: args[0].to(module.linear.weight.dtype))
+        layer.linear.register_forward_hook(lambda module, args, out: seen.update({module: module.weight.dtype}))
+        layer.register_forward_hook(lambda module, args, out: out.float())
+    model(vector_batch(0, context.rank)).square().mean().backward()
+    assert [seen[layer.linear] for layer in model.layers] == [SINGLE, BF16, SINGLE, SINGLE]
+    assert all(param.dtype is param.grad.dtype is SINGLE for param in model.parameters())
+    for name, dtype in (("bf16", BF16), ("fp16", FP16), ("fp32", SINGLE)):
+        assert engine_inside(StreamShard(Stack(), precision=name)).precision == Precision(param_dtype=dtype)
+
+
+class _Loss(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, width] -> []"""
+        return super().forward(x).square().mean()
+
+
+@on_ranks(2)
+def test_a_loss_that_the_model_rounds_is_warned_about_once(context: RankContext) -> None:
+    """On the first rank; a loss in fp32 is fine."""
+    model = StreamShard(_Loss(), precision="bf16")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(3):
+            model(vector_batch(number, context.rank)).backward()
+        StreamShard(_Loss(), precision="fp32")(vector_batch(0, context.rank)).backward()
+    assert len(caught) == (context.rank == 0)
+    assert all("returns its loss in torch.bfloat16" in str(each.message) for each in caught)
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(2, False), (3, True), (5, False)])
