@@ -75,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model")
     plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80GiB: says what fits")
     plan.add_argument("--slots", type=int, metavar="K", help="plan K weight slots too")
-    about = "fields of Precision, such as param_dtype=float32,wire_dtype=bfloat16"
-    plan.add_argument("--precision", metavar="FIELD=DTYPE,...", type=_precision_fields, default={}, help=about)
+    about = "bf16, fp16, fp32, or fields of Precision, such as param_dtype=float32,wire_dtype=bfloat16"
+    plan.add_argument("--precision", default="bf16", help=about)
     about = "what connects the ranks: %(choices)s (%(default)s)"
     plan.add_argument("--transport", choices=("nccl", "sockets", "shared-memory"), default="nccl", help=about)
     for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
@@ -102,22 +102,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _precision_fields(text: str) -> dict[str, str]:
-    """Split "param_dtype=float32,wire_dtype=bfloat16" into names and values."""
-    return dict(field.split("=", 1) for field in text.split(","))
-
-
 def _plan(arguments: argparse.Namespace) -> None:
     import torch
 
     from streamshard.config import Precision
     from streamshard.preview import builder_of, plan
 
-    try:
-        fields = {name: getattr(torch, dtype) for name, dtype in arguments.precision.items()}
-        precision = Precision(**fields)
-    except (AttributeError, TypeError) as error:
-        raise ConfigError(f"--precision: {error}") from error
+    precision: str | Precision = arguments.precision
+    if "=" in arguments.precision:
+        fields = [field.partition("=")[::2] for field in arguments.precision.split(",")]
+        try:
+            precision = Precision(**{name: getattr(torch, dtype) for name, dtype in fields})
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(f"--precision: {error}") from error
     planned = plan(
         builder_of(arguments.model),
         arguments.ranks,
