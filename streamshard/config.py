@@ -148,7 +148,8 @@ def check_environment() -> None:
 
 
 SHARED_MEMORY = "STREAMSHARD_SHARED_MEMORY"  # "0": ranks of one machine do not read each other's memory
-_VARIABLES = (SHARED_MEMORY, "STREAMSHARD_TEST_", "STREAMSHARD_BENCHMARK")  # those of the repository's own programs
+# Those behind the first are read by tests and benchmarks of the repository.
+_VARIABLES = (SHARED_MEMORY, "STREAMSHARD_TEST_", "STREAMSHARD_BENCHMARK", "STREAMSHARD_COMMIT")
 
 
 def _is_name_or_class(entry: object) -> bool:
