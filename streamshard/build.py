@@ -145,10 +145,9 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
         take: fills each unit's shards.
     """
     settings, found = checked.settings, checked.found
-    communicators = [ranks] if replicas is None else [ranks, replicas.ranks]
     registered = None
     if settings.registered_memory and not isinstance(ranks, PlannedRanks):
-        registered = RegisteredMemory(communicators)
+        registered = RegisteredMemory([ranks] if replicas is None else [ranks, replicas.ranks])
     layouts = plan_units(
         ["", *(unit.name for unit in found)],
         [
@@ -214,10 +213,10 @@ def check_model(
     check_buffers(module)
     named = (*params_of(module).items(), *buffers_of(module).items())
     on_meta = [name for name, tensor in named if is_meta(tensor)]
-    param_bytes = (settings.precision.param_dtype or torch.float32).itemsize
-    min_unit_bytes = settings.min_unit_bytes
-    found, groups = find_groups(module, units, resident, param_bytes=param_bytes, min_unit_bytes=min_unit_bytes)
-    in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, settings.precision.param_dtype))
+    dtype = settings.precision.param_dtype
+    sizes = {"param_bytes": (dtype or torch.float32).itemsize, "min_unit_bytes": settings.min_unit_bytes}
+    found, groups = find_groups(module, units, resident, **sizes)
+    in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
     return Checked(settings, here, found, parts, in_fp32, on_meta)
 
