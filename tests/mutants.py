@@ -137,6 +137,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/export": [
         ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
     ],
+    "comm/groups": [
+        ("_end", Drop("group.abort()"), "groups"),
+    ],
     "comm/gloo": [
         ("Exchange._abandon", Drop("_abandoned.setdefault(self.group, []).extend(self.messages)"), "transport"),
     ],

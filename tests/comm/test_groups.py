@@ -7,7 +7,9 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -165,3 +167,17 @@ def test_ranks_on_two_hosts_connect_although_the_hosts_names_lead_to_themselves(
     with _two_namespaces() as names:
         for code, output in Launched(2, tmp_path, _run_on_host, _TWO_HOSTS, names).end():
             assert code == 0 and "trained" in output, output
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_an_uncaught_exception_the_group_is_aborted_before_it_is_destroyed(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would wait for what other ranks never issue."""
+    calls = mock.Mock()
+    calls.is_initialized.return_value, calls.group.WORLD = True, calls.world
+    monkeypatch.setattr(groups, "dist", calls)
+    monkeypatch.setattr(sys, "last_value", ValueError() if fails else None, raising=False)
+    groups._end(weakref.ref(calls.world))
+    made = [name for name, _, _ in calls.mock_calls if name != "is_initialized"]
+    assert made == ["world.abort"] * fails + ["destroy_process_group"]
