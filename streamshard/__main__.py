@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from streamshard import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, printable
-from streamshard.version import __version__
 
 if TYPE_CHECKING:
     from streamshard.checkpoint.manifest import Manifest, TensorRecord

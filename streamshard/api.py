@@ -1,4 +1,7 @@
-"""The class `StreamShard` and the functions users call. `build` shards the model, `engine` runs a step."""
+"""The class `StreamShard`, the functions users call, and the list of public names.
+
+`build` shards the model, `engine` runs a step. The package imports this module when a public name is first used.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,62 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from streamshard.build import shard_model
+from streamshard.checkpoint.directory import latest
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
+from streamshard.checkpoint.restore import Loaded, load_checkpoint
+from streamshard.checkpoint.save import Saving, save_checkpoint
 from streamshard.config import Precision, SlotCount, parse_path
-from streamshard.engine.hooks import call_shell
+from streamshard.engine.hooks import call_shell, register_forward_method
 from streamshard.engine.module_state import HANDLE, ShardedModule, engine_at_rest, engine_of, handle_of, not_a_layer
-from streamshard.errors import ShardingError
+from streamshard.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    OptimizerError,
+    RankMismatchError,
+    ShardingError,
+    StreamShardError,
+    UnitError,
+)
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
 from streamshard.integrations.join import UnevenHook, UnevenInputs
-from streamshard.optim.wrappers import engine_of_both
+from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD, engine_of_both
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.layout import LocalRange
 from streamshard.planning.structure import leave_inference_mode, leave_meta_device, params_of
+from streamshard.preview import plan
 from streamshard.torch_private import skip
+
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "ConfigError",
+    "DistributedOptimizer",
+    "Loaded",
+    "LocalSGD",
+    "OptimizerError",
+    "Precision",
+    "RankMismatchError",
+    "Saving",
+    "ShardingError",
+    "StreamShard",
+    "StreamShardError",
+    "UnitError",
+    "export_safetensors",
+    "full_optimizer_state_dict",
+    "init_weights",
+    "latest",
+    "load_checkpoint",
+    "load_optimizer_state_dict",
+    "load_safetensors",
+    "plan",
+    "register_forward_method",
+    "save_checkpoint",
+]
 
 
 class StreamShard(ShardedModule):

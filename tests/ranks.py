@@ -50,7 +50,7 @@ from tests.gpu import IS_PLAYED, enter_gpu, has_gpu
 
 MAX_RANKS = 4
 # By what ranks are forked from. Dynamo is imported by the first step of any optimizer.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamshard.public", "tests.reference"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamshard.api", "tests.reference"]
 # By the same, where the tests that were collected have imported what stands first: then ranks are going to, or more.
 PRELOADED_TOO = {
     "accelerate": "accelerate",

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from streamshard import __version__
 from streamshard.checkpoint.directory import Partial, next_number, publish_checkpoint, write_together
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
@@ -39,7 +40,6 @@ from streamshard.errors import (
     warn_user,
 )
 from streamshard.unit.sharded_parameter import is_unreduced
-from streamshard.version import __version__
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # timeout for making a group, after ranks have met
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
