@@ -27,7 +27,13 @@ from streamshard.engine.module_state import handle_of
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError, log, warn_user
-from streamshard.inspect.memory import report_memory, summarise
+from streamshard.inspect.memory import (
+    explain_out_of_memory,
+    is_out_of_memory,
+    report_if_out_of_memory,
+    report_memory,
+    summarise,
+)
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
@@ -121,7 +127,12 @@ def shard_model(
         raise
     except BaseException as error:  # of this rank alone, such as out of memory
         ranks.fail(f"StreamShard(model) ended with {type(error).__name__}: {error}")
+        if is_out_of_memory(error):
+            planned = PlannedRanks(ranks.world_size, "nccl" if ranks.streams.has_streams else "sockets")
+            would = make_engine(checked, planned, None, lambda unit, flat_params: None)
+            log.error("%s", explain_out_of_memory(would, "would hold"))
         raise
+    report_if_out_of_memory(engine)
     attach(base, module, checked.found, engine, checked.in_fp32)
     adapt_methods(module)
     watch_optimizers()

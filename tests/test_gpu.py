@@ -26,6 +26,8 @@ from streamshard import (
     load_safetensors,
     save_checkpoint,
 )
+from streamshard.inspect import engine_inside
+from streamshard.inspect.memory import explain_out_of_memory
 from streamshard.optim import WholeParameterOptimizer
 from tests.gpu import IS_PLAYED
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
@@ -364,3 +366,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_a_gpu(context: RankContext, f
         is_same = all(torch.equal(before[name], weight) for name, weight in full_weights(model).items())
         assert is_same == overflows
     assert scaler.get_scale() == 256.0
+
+
+@on_ranks(1, backend="nccl")
+def test_an_explanation_of_out_of_memory_says_what_torch_has_allocated_of_the_device(context: RankContext) -> None:
+    """Beside what the engine holds."""
+    model = StreamShard(TinyLM().cuda())
+    text = explain_out_of_memory(engine_inside(model), "holds")
+    most, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    assert most > 0
+    assert f"torch has allocated at most {most / 2**30:.2f} GiB, of {total / 2**30:.2f} GiB" in text

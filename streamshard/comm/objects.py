@@ -77,7 +77,7 @@ class Guard:
         ranks.abort()  # so that the others show their logs
         message = f"{self} failed on {ranks.recorder}: {ranks.recorder.explain(error)}"
         ranks.fail(message)
-        raise CommunicationError(message) from error
+        raise CommunicationError(message) from None  # the message says what the backend did
 
 
 class RankGroup:

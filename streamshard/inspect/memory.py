@@ -1,16 +1,21 @@
-"""What ``model.memory_report()`` and ``print(model)`` say: bytes by category, units, ranks and dtypes."""
+"""What ``model.memory_report()``, ``print(model)`` and runs without memory say: bytes by category, units, dtypes."""
 
 from __future__ import annotations
 
+import atexit
+import sys
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
-from streamshard.planning.memory import Category
+from streamshard.errors import log
+from streamshard.planning.memory import Category, holds_main_grads, largest_of, plan_slots
 from streamshard.planning.structure import modules_inside
 
 
@@ -85,3 +90,64 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
         + f"; resident: {resident}" * bool(resident),
         f"{engine.why_slots.partition(':')[0]}; computes in {compute}, gradients in {gradients}, summed in {sums}",
     ]
+
+
+# -- out of memory ------------------------------------------------------------------------------------------------
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def report_if_out_of_memory(engine: Engine) -> None:
+    """Log `explain_out_of_memory` at exit if the process ends because it is out of memory, and `engine` is alive."""
+    _engines.add(engine)
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    if is_out_of_memory(getattr(sys, "last_value", None)):
+        for engine in _engines:
+            log.error("%s", explain_out_of_memory(engine, "holds"))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error` says that memory could not be allocated, on a device or on the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def explain_out_of_memory(engine: Engine, holds: str) -> str:
+    """What `engine` holds by category, what torch has allocated on its device, and the settings that make room.
+
+    Args:
+        engine: alive, or planned: on the meta device.
+        holds: "holds", or what else `engine` does with its memory.
+    """
+    report, streams = report_memory(engine), engine.streams
+    lines = [f"out of memory. StreamShard {holds} this {report}"]
+    if streams.has_streams:
+        most, total = streams.module.max_memory_allocated(streams.device), streams.module.mem_get_info(streams.device)
+        lines.append(f"torch has allocated at most {most / 2**30:.2f} GiB, of {total[1] / 2**30:.2f} GiB")
+    room = [f"{setting} ({saved / 2**30:.2f} GiB less)" for setting, saved in saved_by_fewer_slots(engine).items()]
+    ways = [*room, "more ranks", "smaller batches", "activation checkpointing"]
+    return "\n".join([*lines, f"what makes room: {', '.join(ways)}"])
+
+
+def saved_by_fewer_slots(engine: Engine) -> dict[str, int]:
+    """By setting, about how many bytes it saves. Empty if there are no more slots than two."""
+    if engine.is_alone:
+        return {}
+    plan, layouts = engine.plan, engine.sizing.layouts
+    least = plan_slots(plan.shared, 2, 2)
+    flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
+    # What lies in the slots while each unit has its own.
+    inputs = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in flat_params if plan.keeps_weights)
+    held = (flat for flat in flat_params if holds_main_grads(flat.kind, plan, engine.ranks.world_size))
+    main = sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in held if flat.kind.trains)
+
+    def saved(slots: Sequence[int], fewer: Sequence[int], sizes: Sequence[int]) -> int:
+        return sum(largest_of(slots, sizes).values()) - sum(largest_of(fewer, sizes).values())
+
+    found = {
+        "weight_slots=2": saved(plan.weights, least.weights, [layout.weight_bytes for layout in layouts]) - inputs,
+        "grad_slots=2": saved(plan.grads, least.grads, [layout.grad_bytes for layout in layouts]) - main,
+    }
+    return {setting: n_bytes for setting, n_bytes in found.items() if n_bytes > 0}

@@ -1,0 +1,97 @@
+"""What a run that is out of memory says. `memory_report` itself: `tests/planning/test_memory.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from streamshard import CommunicationError, Precision, StreamShard
+from streamshard.build import check_model, make_engine
+from streamshard.comm.communicator import PlannedRanks
+from streamshard.config import SlotCount
+from streamshard.engine.engine import Engine
+from streamshard.errors import log
+from streamshard.inspect.memory import report_memory, saved_by_fewer_slots
+from streamshard.unit.shard import Ledger
+from tests.launched import free_port, launched_environment
+from tests.models import TinyConfig, TinyLM
+from tests.ranks import RankContext, on_ranks
+
+OUT_OF_MEMORY = """
+import torch
+from streamshard import StreamShard
+from tests.models import TinyLM
+
+def train():
+    model = StreamShard(TinyLM())
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+train()
+"""
+
+
+@pytest.mark.ranks
+def test_a_process_that_ends_out_of_memory_says_what_the_engine_holds() -> None:
+    """After the traceback: the bytes by category, and what makes room. Python's own error comes first."""
+    environment = {**os.environ, **launched_environment(0, 1, free_port())}
+    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, env=environment)
+    raised, report = ended.stderr.split("Tried to allocate 2.00 GiB\n")[-2:]
+    assert ended.returncode == 1 and "OutOfMemoryError" in raised
+    assert report.startswith("out of memory. StreamShard holds this memory of one rank of 1; ")
+    assert "main weights" in report and "total" in report
+    assert report.endswith("what makes room: more ranks, smaller batches, activation checkpointing\n")
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_to_shard_a_model_says_what_it_would_hold(context: RankContext) -> None:
+    """It raises its own error. The others name this rank, and do not show what gloo says about it."""
+    allocate, left = Ledger.allocate, [5]
+
+    def allocate_little(self: Ledger, *args: Any, **kwargs: Any) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0 and context.rank == 1 and self._streams.device.type != "meta":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return allocate(self, *args, **kwargs)
+
+    with (
+        mock.patch.object(Ledger, "allocate", allocate_little),
+        mock.patch.object(log, "error") as told,
+        pytest.raises(RuntimeError) as caught,
+    ):
+        StreamShard(TinyLM(TinyConfig(depth=7)), grad_slots="all")
+    if context.rank == 0:
+        assert isinstance(caught.value, CommunicationError) and caught.value.__suppress_context__
+        assert "rank 1 has failed: StreamShard(model) ended with OutOfMemoryError" in str(caught.value)
+        told.assert_not_called()
+    else:
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+        text = told.call_args.args[1]
+        assert "out of memory. StreamShard would hold this memory of one rank of 2; " in text
+        assert "what makes room: grad_slots=2 (" in text
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", Precision(grad_dtype=torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("grad_slots", [2, 3, "all"])
+@pytest.mark.parametrize("weight_slots", [2, 3, "all"])
+def test_what_fewer_slots_save_is_the_difference_between_plans(
+    weight_slots: SlotCount, grad_slots: SlotCount, precision: str | Precision
+) -> None:
+    """Apart from scratch, which depends on the transport."""
+
+    def planned(**slots: SlotCount) -> Engine:
+        checked = check_model(TinyLM(TinyConfig(depth=7)), None, (), {"precision": precision, **slots})
+        return make_engine(checked, PlannedRanks(4, "nccl"), None, lambda unit, flat_params: None)
+
+    def held(**slots: SlotCount) -> int:
+        return sum(n for what, n in report_memory(planned(**slots)).held_bytes.items() if what != "scratch")
+
+    now = {"weight_slots": weight_slots, "grad_slots": grad_slots}
+    saved = {f"{slots}=2": held(**now) - held(**{**now, slots: 2}) for slots in now}
+    assert saved_by_fewer_slots(planned(**now)) == {setting: n_bytes for setting, n_bytes in saved.items() if n_bytes}
+    assert all(n_bytes >= 0 for n_bytes in saved.values())
