@@ -148,6 +148,18 @@ class StreamShard(ShardedModule):
         """The model's forward, as one pass of the engine."""
         return call_shell(self.__dict__[HANDLE], super().__call__, args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Type checkers allow the attributes of any model: its class, StreamShard's subclass, is made at run time."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name != "module":
+                raise
+            raise AttributeError(
+                f"{error}: StreamShard makes no wrapper, use the model itself. To save it: export_safetensors(model, "
+                "directory), save_checkpoint(directory, model, optimizer), or model.full_state_dict()"
+            ) from None
+
     # -- training ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
