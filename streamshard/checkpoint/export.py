@@ -28,9 +28,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -40,9 +40,9 @@ from streamshard.checkpoint.directory import Partial, remove_partial, write_toge
 from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk
 from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
-    INDEX_NAME,
-    SINGLE_NAME,
+    MODEL_FILES,
     FileLayout,
+    FileNames,
     TensorSpec,
     in_chunks,
     lay_out,
@@ -58,8 +58,6 @@ from streamshard.unit.shard import ParamShard
 
 Held = Mapping[str, tuple[torch.dtype, Sequence[tuple[int, torch.Tensor]]]]
 """By tensor, its dtype in the file and the ranges that a rank holds: the first element, and the data, 1-D."""
-
-_NUMBERED = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 
 
 def export_shards(
@@ -87,6 +85,7 @@ def export_shards(
             earlier export, or the new one, complete.
     """
     wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
+    names = FileNames(huggingface.stem_of_files(model))
 
     def plan() -> tuple[list[FileLayout], Held]:
         huggingface.check_exportable(model)
@@ -94,15 +93,17 @@ def export_shards(
         pieces = {} if group.replica else local_pieces(model, shards, buffers=group.is_first)
         runs_of = plan_disk(model, shards, wanted)
         held = {spec.name: (spec.dtype, list(overlaps(runs, pieces))) for spec, runs in runs_of.items()}
-        return plan_files(list(runs_of), max_file_bytes), held
+        return plan_files(list(runs_of), max_file_bytes, names), held
 
     def prepare(partial: Path) -> None:
-        _sweep(root)
+        _sweep(root, names)
         for file in files:
             with opened(partial / file.name, "xb") as descriptor:
                 write_all(descriptor, file.header, 0)
                 os.ftruncate(descriptor, file.size_bytes)
-        if huggingface.is_transformers_model(model):
+        if huggingface.is_diffusers_model(model):
+            cast(Any, model).save_config(partial)
+        elif huggingface.is_transformers_model(model):
             first = next((dtype for dtype, _ in held.values() if dtype.is_floating_point), None)
             huggingface.write_config(model, partial, first)
 
@@ -112,15 +113,15 @@ def export_shards(
     def publish(partial: Partial, written: list[int]) -> list[str]:
         if sum(written) != sum(file.size_bytes - len(file.header) for file in files):
             raise CheckpointError(f"ranks did not write every byte of {root} once")
-        named = _name(root, partial.path, files)
-        _publish(partial, root, encode_index(named, sum(shard.layout.numel for shard in shards)))
-        return [file.name for file in named] + ([INDEX_NAME] if len(named) > 1 else [])
+        named = _name(root, partial.path, files, names)
+        _publish(partial, root, names, encode_index(named, sum(shard.layout.numel for shard in shards)))
+        return [file.name for file in named] + ([names.index] if len(named) > 1 else [])
 
     files, held = run_on_all_ranks(group, "plan the export", plan)
     doing = f"export to {root}"
-    names = write_together(group, doing, root, "model", prepare=prepare, write=write, publish=publish, alone=True)
+    written = write_together(group, doing, root, "model", prepare=prepare, write=write, publish=publish, alone=True)
     log.info("exported %s", root)
-    return names
+    return written
 
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -138,7 +139,7 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[FileLayout]:
+def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int, names: FileNames = MODEL_FILES) -> list[FileLayout]:
     """Distribute tensors over files as huggingface_hub does, with the same file names and contents.
 
     One pass in order. A tensor that is too large for any file gets its own file, numbered before the file that is being
@@ -147,6 +148,7 @@ def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[FileLay
     Args:
         specs: the tensors, in the order of the state dict.
         max_file_bytes: the largest number of tensor bytes in a file, unless the file has only one tensor.
+        names: of the files.
 
     Returns:
         ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
@@ -155,11 +157,11 @@ def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[FileLay
     split = split_state_dict_into_shards_factory(
         by_name,
         get_storage_size=lambda spec: spec.size_bytes,
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern=names.stem + "{suffix}.safetensors",
         max_shard_size=max_file_bytes,
     )
-    files = split.filename_to_tensors or {SINGLE_NAME: []}
-    return [lay_out(name, [by_name[each] for each in names]) for name, names in files.items()]
+    files = split.filename_to_tensors or {names.single: []}
+    return [lay_out(name, [by_name[each] for each in tensors]) for name, tensors in files.items()]
 
 
 def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
@@ -172,11 +174,11 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _name(root: Path, partial: Path, files: Sequence[FileLayout]) -> list[FileLayout]:
+def _name(root: Path, partial: Path, files: Sequence[FileLayout], names: FileNames) -> list[FileLayout]:
     """Rename the files in `partial` to the names that they will have in `root`. See [Note: publishing an export]."""
-    has_weights = any(each in (SINGLE_NAME, INDEX_NAME) or _NUMBERED.fullmatch(each) for each in os.listdir(root))
-    token = f"model-{partial.suffixes[-2][1:]}-" if has_weights else "model-"
-    named = [file._replace(name=file.name.replace("model-", token, 1)) for file in files]
+    has_weights = any(name in (names.single, names.index) or names.is_numbered(name) for name in os.listdir(root))
+    token = f"{names.stem}-{partial.suffixes[-2][1:]}-" if has_weights else f"{names.stem}-"
+    named = [file._replace(name=file.name.replace(f"{names.stem}-", token, 1)) for file in files]
     for old, new in zip(files, named, strict=True):
         os.rename(partial / old.name, partial / new.name)
     return named
@@ -196,17 +198,18 @@ def _write(path: Path, file: FileLayout, held: Held) -> int:
     return total
 
 
-def _publish(partial: Partial, root: Path, index: bytes) -> None:
+def _publish(partial: Partial, root: Path, names: FileNames, index: bytes) -> None:
     """Move the files from `partial` to `root`, so that readers find them. See [Note: publishing an export].
 
     Args:
         partial: has all files except the index.
         root: the export's directory.
+        names: of its files.
         index: the index's content; not needed for a single file.
     """
-    own, front, other = partial.path, SINGLE_NAME, INDEX_NAME
-    if not (own / SINGLE_NAME).exists():
-        front, other = INDEX_NAME, SINGLE_NAME
+    own, front, other = partial.path, names.single, names.index
+    if not (own / front).exists():
+        front, other = other, front
         with opened(own / front, "xb") as descriptor:
             write_all(descriptor, index, 0)
     others = sorted(set(os.listdir(own)) - {front, MANIFEST_NAME})
@@ -219,25 +222,25 @@ def _publish(partial: Partial, root: Path, index: bytes) -> None:
     os.replace(own / front, root / front)
     sync_directory(root)
     (root / other).unlink(missing_ok=True)
-    _sweep(root)
+    _sweep(root, names)
     sync_directory(root)
     remove_partial(partial)  # before other ranks go on
 
 
-def _sweep(root: Path) -> None:
+def _sweep(root: Path, names: FileNames) -> None:
     """Remove numbered files of exports that were replaced or killed.
 
-    Keeps files that the index names. Keeps all files if there is neither an index nor ``model.safetensors``, or if the
-    index cannot be read.
+    Keeps files that the index names. Keeps all files if there is neither an index nor a single file, or if the index
+    cannot be read.
     """
     named: set[str] = set()
     try:
-        named.update(json.loads((root / INDEX_NAME).read_bytes())["weight_map"].values())
+        named.update(json.loads((root / names.index).read_bytes())["weight_map"].values())
     except FileNotFoundError:
-        if not (root / SINGLE_NAME).is_file():
+        if not (root / names.single).is_file():
             return
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
     for name in os.listdir(root):
-        if _NUMBERED.fullmatch(name) and name not in named and not (root / name).is_dir():
+        if names.is_numbered(name) and name not in named and not (root / name).is_dir():
             (root / name).unlink()

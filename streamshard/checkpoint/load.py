@@ -20,7 +20,7 @@ from streamshard.checkpoint.disk_layout import (
     saved_names,
     whole_tensors,
 )
-from streamshard.checkpoint.safetensors_file import INDEX_NAME, SINGLE_NAME, OpenFiles, copy_range
+from streamshard.checkpoint.safetensors_file import MODEL_FILES, FileNames, OpenFiles, copy_range
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError, log
 from streamshard.integrations import huggingface
@@ -33,6 +33,10 @@ _SAMPLE_BYTES = 256
 class StoredDirectory(OpenFiles):
     """The tensors of a Hugging Face directory. The constructor reads only the files' headers.
 
+    Args:
+        root: the directory.
+        names: of its files.
+
     Attributes:
         tensors: by name, views of the mapped files.
 
@@ -40,12 +44,12 @@ class StoredDirectory(OpenFiles):
         CheckpointError: the directory has no weights, or files are damaged or contradict the index.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, names: FileNames = MODEL_FILES) -> None:
         super().__init__(root)
-        if (self.root / SINGLE_NAME).is_file():
-            file_of = dict.fromkeys(self.open(SINGLE_NAME).keys(), SINGLE_NAME)
+        if (self.root / names.single).is_file():
+            file_of = dict.fromkeys(self.open(names.single).keys(), names.single)
         else:
-            file_of = self._read_index()
+            file_of = self._read_index(names)
         self.tensors = {name: self.stored(file, name) for name, file in file_of.items()}
 
     def digest(self) -> str:
@@ -57,13 +61,13 @@ class StoredDirectory(OpenFiles):
             digest.update(middle.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def _read_index(self) -> dict[str, str]:
+    def _read_index(self, names: FileNames) -> dict[str, str]:
         """Read which file has each tensor."""
-        index = self.root / INDEX_NAME
+        index = self.root / names.index
         if not index.is_file():
             raise CheckpointError(
-                f"{self.root} has neither {SINGLE_NAME} nor {INDEX_NAME}. Checkpoints of save_checkpoint are read by "
-                "load_checkpoint"
+                f"{self.root} has neither {names.single} nor {names.index}. Checkpoints of save_checkpoint are read "
+                "by load_checkpoint"
             )
         try:
             file_of: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
@@ -83,7 +87,8 @@ def load_shards(
     Returns:
         The difference between files and model, and the names of parameters and buffers that were loaded.
     """
-    stored = run_on_all_ranks(group, f"load {root}", lambda: StoredDirectory(root))
+    names = FileNames(huggingface.stem_of_files(model))
+    stored = run_on_all_ranks(group, f"load {root}", lambda: StoredDirectory(root, names))
     if not group.are_equal(stored.digest()):
         raise CheckpointError(
             f"could not load {root}: ranks see different files there. Another process is replacing them: load again; "

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from errno import EINVAL
@@ -29,9 +31,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from streamshard.errors import CheckpointError
-
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 
 CHUNK_BYTES = 8 << 20
 """Bytes per checksum, and the memory for copying to or from a device or to another dtype."""
@@ -61,6 +60,34 @@ _DTYPE_ORDER = {dtype: position for position, dtype in enumerate(_DTYPE_NAMES)}
 
 
 # ------------------------------------------------------------------------------------------------ layout
+
+
+@dataclasses.dataclass(frozen=True)
+class FileNames:
+    """The names of the files of an export.
+
+    Attributes:
+        stem: how they begin: "model", or "diffusion_pytorch_model" for models of diffusers.
+    """
+
+    stem: str = "model"
+
+    @property
+    def single(self) -> str:
+        """The name of the file if there is one."""
+        return f"{self.stem}.safetensors"
+
+    @property
+    def index(self) -> str:
+        """The name of the file that names the others if there are several."""
+        return f"{self.stem}.safetensors.index.json"
+
+    def is_numbered(self, name: str) -> bool:
+        """Whether `name` is one of several files, as written first or with the random token of a later export."""
+        return re.fullmatch(self.stem + r"-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors", name) is not None
+
+
+MODEL_FILES = FileNames()
 
 
 class TensorSpec(NamedTuple):

@@ -1,4 +1,4 @@
-"""transformers' rules for a directory of weights: which names it saves, how it rearranges tensors, and the config.
+"""transformers' and diffusers' rules for a directory of weights: names, tensors that are rearranged, and the config.
 
 Only `builder_of_config` imports transformers: if a model has one of its classes, the user has imported it. Where
 possible transformers' own functions decide, so that saved files follow the installed version.
@@ -52,6 +52,17 @@ def is_transformers_model(model: nn.Module) -> bool:
     # To ask transformers itself for the class would import it.
     modeling_utils = sys.modules.get("transformers.modeling_utils")
     return modeling_utils is not None and isinstance(model, modeling_utils.PreTrainedModel)
+
+
+def is_diffusers_model(model: nn.Module) -> bool:
+    """Whether `model` is of a diffusers class."""
+    modeling_utils = sys.modules.get("diffusers.models.modeling_utils")
+    return modeling_utils is not None and isinstance(model, modeling_utils.ModelMixin)
+
+
+def stem_of_files(model: nn.Module) -> str:
+    """How the names of files of weights begin, as `save_pretrained` of the model's library names them."""
+    return "diffusion_pytorch_model" if is_diffusers_model(model) else "model"
 
 
 def check_exportable(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer
 from streamshard.errors import CheckpointError
 from streamshard.full import gather_full, under_params
-from streamshard.integrations.huggingface import is_transformers_model
+from streamshard.integrations.huggingface import is_diffusers_model, is_transformers_model
 from streamshard.planning.structure import modules_inside
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import is_piece
@@ -50,7 +50,8 @@ def adapt_methods(model: nn.Module) -> None:
     """Replace methods that need full weights, on the classes that StreamShard has made for the model's modules."""
     kind: Any
     for module in modules_inside(model):
-        if is_transformers_model(module) or (module is model and is_peft_model(model)):
+        is_known = is_transformers_model(module) or is_diffusers_model(module)
+        if is_known or (module is model and is_peft_model(model)):
             kind = type(module)
             kind.save_pretrained, kind.push_to_hub = _save_pretrained, _push
 
@@ -150,9 +151,14 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
     max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
     if others := [name for name, value in given.items() if name in known and value != known[name].default]:
         raise CheckpointError(
-            f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: only transformers does that, of "
-            "full weights. Call weights = model.full_state_dict() on all ranks, and on rank 0 "
-            f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
+            f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: only its library does that, of "
+            "full weights. "
+            + (
+                "Save without it, load the directory with from_pretrained in another process, and save that model"
+                if is_diffusers_model(self)
+                else "Call weights = model.full_state_dict() on all ranks, and on rank 0 "
+                f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
+            )
         )
     export_shards(self, engine.param_shards, engine.ranks, Path(save_directory), None, max_shard_size)
 

@@ -211,7 +211,7 @@ def test_equal_copies_on_several_disks_load_and_different_ones_raise(
         shutil.copytree(*copies, copy_function=shutil.copyfile)
     else:
         _other_weights(*copies)
-    own = lambda root: StoredDirectory(copies[int(threading.current_thread().name[-1])])  # noqa: E731
+    own = lambda root, names: StoredDirectory(copies[int(threading.current_thread().name[-1])])  # noqa: E731
     monkeypatch.setattr(loading, "StoredDirectory", own)
     if same:
         assert torch.equal(load(Plain(), tmp_path, 2)["last.bias"], model.last.bias)

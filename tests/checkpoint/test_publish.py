@@ -20,6 +20,7 @@ from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint.directory import create_partial
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import StoredDirectory
+from streamshard.checkpoint.safetensors_file import MODEL_FILES
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
 from tests.checkpoint.changes import at_change
@@ -174,7 +175,7 @@ def test_sweep_keeps_what_is_not_an_exports(tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine")
     before = set(names_in(tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text("{")
-    exports_module._sweep(tmp_path)
+    exports_module._sweep(tmp_path, MODEL_FILES)
     assert set(names_in(tmp_path)) == before
     _export_alone(filled(Plain), tmp_path, TWO)
     assert set(own) < set(names_in(tmp_path))

@@ -1,0 +1,79 @@
+"""Models of diffusers: exports have its file names and config, and its `from_pretrained` loads them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from streamshard import CheckpointError, StreamShard, export_safetensors, load_safetensors
+from tests.ranks import RankContext, on_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    diffusers: Any = pytest.importorskip("diffusers", reason="needs diffusers")
+
+
+def _unet() -> Any:
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    return diffusers.UNet2DModel(8, 3, 3, block_out_channels=(16, 16), norm_num_groups=8, layers_per_block=1, **blocks)
+
+
+def _assert_loads(directory: Path, wanted: nn.Module) -> None:
+    loaded = diffusers.UNet2DModel.from_pretrained(directory).state_dict()
+    assert list(loaded) == list(wanted.state_dict())
+    assert all(torch.equal(loaded[name], each) for name, each in wanted.state_dict().items())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("max_shard_size", ["10GB", "40KB"])
+def test_an_export_has_the_files_of_save_pretrained(context: RankContext, tmp_path: Path, max_shard_size: str) -> None:
+    """The same names, tensors and config; `load_safetensors` reads them back."""
+    plain = _unet()
+    if context.rank == 0:
+        plain.save_pretrained(tmp_path / "plain", max_shard_size=max_shard_size)
+    model: Any = StreamShard(_unet())
+    model.save_pretrained(tmp_path / "own", max_shard_size=max_shard_size)
+    export_safetensors(model, tmp_path / "export", max_shard_size=max_shard_size)
+    if context.rank == 0:
+        names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+        assert ("diffusion_pytorch_model.safetensors" in names) == (max_shard_size == "10GB")
+        for directory in (tmp_path / "own", tmp_path / "export"):
+            assert sorted(path.name for path in directory.iterdir()) == names
+            assert (directory / "config.json").read_text() == (tmp_path / "plain" / "config.json").read_text()
+            _assert_loads(directory, plain)
+    other: Any = StreamShard(_unet().apply(lambda module: [nn.init.zeros_(p) for p in module.parameters()] and None))
+    load_safetensors(other, tmp_path / "own")
+    full = other.full_state_dict(rank0_only=False)
+    assert all(torch.equal(full[name], each) for name, each in plain.state_dict().items())
+
+
+@on_ranks(2)
+def test_an_export_replaces_the_one_before(context: RankContext, tmp_path: Path) -> None:
+    """One file after several, and several after one: what the new export does not name is gone."""
+    model: Any = StreamShard(_unet())
+    for max_shard_size, is_one in (("40KB", False), ("10GB", True), ("40KB", False), ("60KB", False)):
+        export_safetensors(model, tmp_path / "model", max_shard_size=max_shard_size)
+        if context.rank == 0:
+            _assert_loads(tmp_path / "model", _unet())
+            names = {path.name for path in (tmp_path / "model").iterdir()} - {"config.json"}
+            assert (names == {"diffusion_pytorch_model.safetensors"}) == is_one
+            if not is_one:
+                index = tmp_path / "model" / "diffusion_pytorch_model.safetensors.index.json"
+                assert names == {index.name, *json.loads(index.read_text())["weight_map"].values()}
+
+
+@on_ranks(2)
+def test_arguments_that_only_diffusers_knows_raise(context: RankContext, tmp_path: Path) -> None:
+    """The error says what to do instead."""
+    model: Any = StreamShard(_unet())
+    with pytest.raises(CheckpointError, match="variant='fp16'.*Save without it, load the directory with"):
+        model.save_pretrained(tmp_path / "model", variant="fp16")
+    with pytest.raises(CheckpointError, match="push_to_hub"):
+        model.push_to_hub("name/repository")
