@@ -37,14 +37,14 @@ from streamshard.inspect.memory import (
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
-from streamshard.planning.flat_params import FlatParam, FlatParamKind, kind_of, plan_units
+from streamshard.planning.flat_params import ByteRange, FlatParamKind, UnitLayout, kind_of, plan_units
 from streamshard.planning.layout import ParamLayout
 from streamshard.planning.memory import (
     Category,
-    Sizing,
     SlotPlan,
     holds_main_grads,
     largest_of,
+    plan_scratch,
     plan_slots,
 )
 from streamshard.planning.structure import (
@@ -175,17 +175,13 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible, registered)
     ranks.transport.check_precision(settings.precision)
 
-    def scratch_numel(flat: FlatParam) -> int:
-        return ranks.transport.scratch_numel(flat.layout.shard_numel, flat.kind.mode, adds=True)
-
-    sizing = Sizing(layouts, settings.precision, scratch_numel)
     plan = plan_slots(_share_slots(found), settings.weight_slots, settings.grad_slots)
     reason = f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
-    streamed = _allocate(sizing, plan, ranks, ledger, take)
+    streamed = _allocate(layouts, plan, ranks, ledger, take)
     reductions = Reductions(streamed, ranks, ledger, replicas)
     if registered is not None:
         registered.register()
-    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), sizing, reductions)
+    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions)
 
 
 def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> TakeWeights:
@@ -342,11 +338,7 @@ def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
 
 
 def _allocate(
-    sizing: Sizing,
-    plan: SlotPlan,
-    ranks: Communicator,
-    ledger: Ledger,
-    take: TakeWeights,
+    layouts: Sequence[UnitLayout], plan: SlotPlan, ranks: Communicator, ledger: Ledger, take: TakeWeights
 ) -> list[StreamedUnit]:
     """Allocate slots, each as large as its largest unit, and make the units.
 
@@ -354,71 +346,67 @@ def _allocate(
     unit's shards are allocated.
 
     Args:
-        sizing, plan, ranks, ledger: the model's.
+        layouts, plan, ranks, ledger: the model's.
         take: see `TakeWeights`.
     """
     is_alone = ranks.world_size == 1
-    weight_slots = {} if is_alone else _allocate_weight_slots(sizing, plan, ranks, ledger)
-    wire_bytes = {} if is_alone else largest_of(plan.weights, [layout.wire_bytes for layout in sizing.layouts])
+    weight_slots = {} if is_alone else _allocate_weight_slots(layouts, plan, ranks, ledger)
     wire_buffers = {
-        slot: ledger.allocate(Category.WIRE_BUFFERS, n_bytes, torch.uint8) for slot, n_bytes in wire_bytes.items()
+        slot: ledger.allocate(Category.WIRE_BUFFERS, n_bytes, torch.uint8)
+        for slot, n_bytes in largest_of(plan.weights, [layout.wire_bytes for layout in layouts]).items()
+        if not is_alone
     }
     shards: list[list[FlatParamShard]] = []
-    for index, layout in enumerate(sizing.layouts):
-        weight_slot = weight_slots.get(plan.weights[index])
-        shards.append([])
-        for flat_param in layout.flat_params:
-            weights = gathered = None
-            if weight_slot is not None:
-                weights = weight_slot.buffer.narrow(0, *flat_param.weights)
-                gathered = weights = weights.view(flat_param.kind.compute_dtype)
-                if flat_param.wire.size:
-                    wire = wire_buffers[plan.weights[index]]
-                    gathered = wire.narrow(0, *flat_param.wire)
-                    gathered = gathered.view(flat_param.kind.wire_dtype)
-            is_in_slot = plan.keeps_weights and not is_alone
-            shards[index].append(FlatParamShard(flat_param, ranks, ledger, weights, gathered, is_in_slot=is_in_slot))
-        take(index, shards[index])
-    grad_slots = {} if is_alone else _allocate_grad_slots(sizing, plan, ranks, ledger)
+    for layout, number in zip(layouts, plan.weights, strict=True):
+        places = weight_slots.get(number), wire_buffers.get(number), ranks, ledger
+        shards.append([FlatParamShard(flat, *places, is_in_slot=plan.keeps_weights) for flat in layout.flat_params])
+        take(len(shards) - 1, shards[-1])
+    scratch = [plan_scratch(layout, ranks.transport.scratch_numel) for layout in layouts]
+    grad_slots = {} if is_alone else _allocate_grad_slots(layouts, scratch, plan, ranks, ledger)
     units = []
-    for index, (layout, flat_params) in enumerate(zip(sizing.layouts, shards, strict=True)):
+    for index, (layout, flat_params) in enumerate(zip(layouts, shards, strict=True)):
         weight_slot, grad_slot = weight_slots.get(plan.weights[index]), grad_slots.get(plan.grads[index])
         grads = []
-        for flat_param in layout.flat_params:
+        for flat_param, own in zip(layout.flat_params, scratch[index], strict=True):
             if flat_param.kind.trains:
-                scratch = sizing.scratch_of(flat_param)
                 in_slot = holds_main_grads(flat_param.kind, plan, ranks.world_size)
-                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, *scratch, is_main_in_slot=in_slot))
+                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, own, is_main_in_slot=in_slot))
         if weight_slot is None:
-            own, what = flat_params[0].gather_input, f"all-gather input {index}"
-            weight_slot = WeightSlot(own, ranks.streams, what, is_shared=False)
+            gather_input, what = flat_params[0].gather_input, f"all-gather input {index}"
+            weight_slot = WeightSlot(gather_input, ranks.streams, what, is_shared=False)
         unit_grads, turns = UnitGrads(index, grad_slot, grads), plan.shared[index]
         units.append(StreamedUnit(index, layout, flat_params, weight_slot, unit_grads, ranks, is_streamed=turns))
     return units
 
 
 def _allocate_weight_slots(
-    sizing: Sizing, plan: SlotPlan, ranks: Communicator, ledger: Ledger
+    layouts: Sequence[UnitLayout], plan: SlotPlan, ranks: Communicator, ledger: Ledger
 ) -> dict[int, WeightSlot]:
-    slots = {}
-    for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in sizing.layouts]).items():
-        mine = [unit for unit, number in enumerate(plan.weights) if number == slot]
-        # Slots of one unit each hold its all-gather inputs, which other ranks read.
-        buffer = ledger.allocate(Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights)
-        is_streamed = any(plan.shared[unit] for unit in mine)
-        slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_streamed)
+    sizes = largest_of(plan.weights, [layout.weight_bytes for layout in layouts])
+    slots: dict[int, WeightSlot] = {}
+    for slot, is_shared in zip(plan.weights, plan.shared, strict=True):
+        if slot not in slots:
+            # Slots of one unit each hold its all-gather inputs, which other ranks read.
+            buffer = ledger.allocate(Category.WEIGHT_SLOTS, sizes[slot], torch.uint8, is_visible=plan.keeps_weights)
+            slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_shared)
     return slots
 
 
-def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Communicator, ledger: Ledger) -> dict[int, GradSlot]:
+def _allocate_grad_slots(
+    layouts: Sequence[UnitLayout],
+    scratch: Sequence[Sequence[ByteRange]],
+    plan: SlotPlan,
+    ranks: Communicator,
+    ledger: Ledger,
+) -> dict[int, GradSlot]:
     """Allocate grad slots, and the scratch of their reductions."""
-    slot_bytes = largest_of(plan.grads, [layout.grad_bytes for layout in sizing.layouts])
-    needed = [sizing.scratch_bytes(unit) for unit in range(len(sizing.layouts))]
-    room = {number: Scratch(n_bytes, ledger) for number, n_bytes in largest_of(plan.scratch, needed).items()}
-    slots = {}
-    for slot, scratch in zip(plan.grads, plan.scratch, strict=True):
+    slot_bytes = largest_of(plan.grads, [layout.grad_bytes for layout in layouts])
+    needed = largest_of(plan.scratch, [own[-1].stop for own in scratch])
+    room = {number: Scratch(n_bytes, ledger) for number, n_bytes in needed.items()}
+    slots: dict[int, GradSlot] = {}
+    for slot, number in zip(plan.grads, plan.scratch, strict=True):
         if slot not in slots:
-            slots[slot] = GradSlot(slot_bytes[slot], ledger, ranks.streams, room[scratch], f"grad slot {slot}")
+            slots[slot] = GradSlot(slot_bytes[slot], ledger, ranks.streams, room[number], f"grad slot {slot}")
     return slots
 
 

@@ -78,7 +78,7 @@ def under_params(
     finally:
         for shard, param in full_params.items():
             swap_tensor(shard.param, param)
-            be_piece(shard.param, shard.what(engine.ranks))
+            be_piece(shard.param, shard.what)
             shard.param.requires_grad_(param.requires_grad)
         engine.set_whole(False)
 

@@ -256,7 +256,7 @@ def _plan_engine(checked: Checked, ranks: PlannedRanks) -> Engine:
 def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotCount, grads: SlotCount) -> Stage:
     settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
     engine = _plan_engine(checked._replace(settings=settings), ranks)
-    report, units = report_memory(engine), [layout.flat_params for layout in engine.sizing.layouts]
+    report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
     is_alone, slot_of = ranks.world_size == 1, engine.plan.weights
     gathered = [
         flat for unit in gathers_of_step(slot_of) for flat in units[unit] if flat.layout.params and not is_alone

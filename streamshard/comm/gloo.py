@@ -76,7 +76,7 @@ class PairwiseTransport(Transport):
             received.copy_(sent)
         return Exchange(None, messages, self.ranks.group)
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """One chunk from every other rank, which arrive before the sum."""
         return shard_numel * (self.ranks.world_size - 1)
 

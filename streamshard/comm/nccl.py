@@ -107,14 +107,12 @@ class NcclTransport(Transport):
             dist.all_to_all_single(received, send, list(received_numels), list(send_numels), group=self.ranks.group)
         return None
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
-        """`EXCHANGE_16`: a chunk from each rank, and an fp32 sum if it `adds`. Else one shard for the sum, or none."""
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+        """`EXCHANGE_16`: a chunk from each rank, and an fp32 sum. Else one shard for the sum."""
         match mode:
-            case ReductionMode.FP32:
-                return shard_numel if adds else 0
             case ReductionMode.EXCHANGE_16:
-                return shard_numel * (self.ranks.world_size + (2 if adds else 0))
-            case ReductionMode.SUM_16:
+                return shard_numel * (self.ranks.world_size + 2)
+            case ReductionMode.FP32 | ReductionMode.SUM_16:
                 return shard_numel
 
     def check_precision(self, precision: Precision) -> None:

@@ -207,7 +207,7 @@ class SharedMemoryTransport(PairwiseTransport):
         """See `Transport.allocate_visible`."""
         return self._own.allocate(numel, dtype)
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """No scratch: chunks are read in place, not received."""
         return 0
 

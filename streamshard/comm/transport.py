@@ -157,13 +157,12 @@ class Transport(abc.ABC):
         """Start an all-to-all. Several may be pending."""
 
     @abc.abstractmethod
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
-        """Number of scratch elements for a reduction.
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+        """Number of scratch elements for a reduction, which may add to main grads.
 
         Args:
             shard_numel: elements of the unit's shard.
             mode: mode of the reductions.
-            adds: whether a reduction may add to main grads.
         """
 
     def check_precision(self, precision: Precision) -> None:  # noqa: B027  # most sum in fp32

@@ -257,7 +257,7 @@ class LoadWhole:
                     f"load_state_dict(assign=True) would replace the sharded parameter {shard.name!r}: leave assign "
                     "away, full tensors are cut into pieces and copied"
                 )
-            what = shard.what(self._engine.ranks)
+            what = shard.what
             if param.shape == value.shape:
                 self._engine.fill([shard.name])
                 if piece_of(param) is not None and not isinstance(value, ShardedTensor):

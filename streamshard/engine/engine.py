@@ -15,11 +15,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from streamshard.comm.communicator import Communicator
+from streamshard.config import Precision
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
 from streamshard.engine.reductions import Reductions
 from streamshard.errors import ShardingError, warn_user
-from streamshard.planning.memory import Sizing, SlotPlan
+from streamshard.planning.memory import SlotPlan
 from streamshard.planning.structure import refuse_transforms
 from streamshard.planning.unit_order import UnitOrder
 from streamshard.torch_private import graph_task_id
@@ -121,7 +122,7 @@ class Engine:
         ranks: the shard group.
         ledger: owns all device buffers.
         buffers: keeps the model's buffers equal on all ranks.
-        sizing: dtypes and sizes, for reports.
+        precision: the dtypes.
         reductions: takes gradients.
 
     Attributes:
@@ -145,14 +146,13 @@ class Engine:
     ranks: Communicator
     ledger: Ledger
     buffers: BufferSync
-    sizing: Sizing
+    precision: Precision
     reductions: Reductions
 
     def __post_init__(self) -> None:
         self.streams = self.ranks.streams
         self.root_unit = self.units[ROOT_UNIT]
         self.is_alone = self.ranks.world_size == 1
-        self.precision = self.sizing.precision
         self.casts = Casts(self.units, self.ranks)
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.shared)

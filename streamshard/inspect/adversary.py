@@ -114,9 +114,9 @@ class AdversarialTransport(Transport):
             _spoil(exchange.received)
         return self._start(lambda: self.inner.start_all_to_all(exchange), lambda: _spoil(exchange.send))
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """See `Transport.scratch_numel`."""
-        return self.inner.scratch_numel(shard_numel, mode, adds=adds)
+        return self.inner.scratch_numel(shard_numel, mode)
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Transport.allocate_visible`."""

@@ -56,7 +56,7 @@ class MemoryReport:
 
 def report_memory(engine: Engine) -> MemoryReport:
     """What `engine` holds. See [Note: memory] in `streamshard.planning.memory`."""
-    layouts, ledger = engine.sizing.layouts, engine.ledger
+    layouts, ledger = [unit.layout for unit in engine.units], engine.ledger
     held_bytes = {category.value: ledger.held_bytes(category) for category in Category}
     if ledger.registered is not None:
         held_bytes["pool rounding"] = ledger.registered.unused_bytes()
@@ -81,7 +81,7 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
     size, precision = engine.ranks.world_size, engine.precision
     dtypes = (precision.param_dtype, precision.slot_grad_dtype, precision.reduce_dtype)
     compute, gradients, sums = (str(dtype or "the parameters' own").removeprefix("torch.") for dtype in dtypes)
-    numel = sum(layout.numel for layout in engine.sizing.layouts)
+    numel = sum(unit.layout.numel for unit in engine.units)
     replicas = engine.ranks.total_size // size
     return [
         f"StreamShard: {numel:,} parameters over {size} rank{'s' * (size > 1)}"
@@ -135,7 +135,7 @@ def saved_by_fewer_slots(engine: Engine) -> dict[str, int]:
     """By setting, about how many bytes it saves. Empty if there are no more slots than two."""
     if engine.is_alone:
         return {}
-    plan, layouts = engine.plan, engine.sizing.layouts
+    plan, layouts = engine.plan, [unit.layout for unit in engine.units]
     least = plan_slots(plan.shared, 2, 2)
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # What lies in the slots while each unit has its own.

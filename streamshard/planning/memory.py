@@ -42,8 +42,8 @@ from typing import NamedTuple
 
 import torch
 
-from streamshard.config import Precision, SlotCount
-from streamshard.planning.flat_params import FlatParam, FlatParamKind, UnitLayout
+from streamshard.config import ReductionMode, SlotCount
+from streamshard.planning.flat_params import ByteRange, FlatParamKind, UnitLayout
 
 
 class SlotPlan(NamedTuple):
@@ -116,32 +116,18 @@ SENT = frozenset({Category.WEIGHT_SLOTS, Category.WIRE_BUFFERS, Category.SCRATCH
 """What collectives of steps read and write, beside buffers that other ranks may read and flags of a few bytes."""
 
 
-class Sizing(NamedTuple):
-    """The sizes that memory depends on, besides the choice of slots.
+def plan_scratch(unit: UnitLayout, numel_of: Callable[[int, ReductionMode], int]) -> list[ByteRange]:
+    """Where the reductions of each flat parameter have their part of the unit's scratch.
 
-    Attributes:
-        layouts: of all units, root unit first.
-        precision: the dtypes.
-        scratch_numel: flat parameter -> elements of scratch, see `Transport.scratch_numel`.
+    Args:
+        unit: the unit.
+        numel_of: see `Transport.scratch_numel`.
     """
-
-    layouts: Sequence[UnitLayout]
-    precision: Precision
-    scratch_numel: Callable[[FlatParam], int]
-
-    def scratch_of(self, flat_param: FlatParam) -> tuple[int, int]:
-        """Where the scratch of a flat parameter's reductions begins in its unit's scratch, and its bytes."""
-        start = n_bytes = 0
-        for own in self.layouts[flat_param.unit].flat_params:
-            start += n_bytes
-            n_bytes = self.scratch_numel(own) * own.kind.grad_dtype.itemsize if own.kind.trains else 0
-            if own.tag == flat_param.tag:
-                break
-        return start, n_bytes
-
-    def scratch_bytes(self, unit: int) -> int:
-        """Bytes of the scratch of a unit's reductions."""
-        return sum(self.scratch_of(self.layouts[unit].flat_params[-1]))
+    ranges = [ByteRange(0, 0)]
+    for flat in unit.flat_params:
+        numel = numel_of(flat.layout.shard_numel, flat.kind.mode) if flat.kind.trains else 0
+        ranges.append(ByteRange(ranges[-1].stop, numel * flat.kind.grad_dtype.itemsize))
+    return ranges[1:]
 
 
 def holds_main_grads(kind: FlatParamKind, plan: SlotPlan, world_size: int) -> bool:

@@ -21,7 +21,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import StepEvent, Streams, Work, as_one
 from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
-from streamshard.planning.flat_params import FlatParam
+from streamshard.planning.flat_params import ByteRange, FlatParam
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, grad_attribute
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
@@ -45,8 +45,7 @@ class FlatParamGrads:
         slot: collects gradients; None with one rank, where gradients are written to the main grads.
         ranks: the shard group, over which gradients are reduced.
         ledger: allocates main grads.
-        scratch_start: where the reductions' part of the scratch begins, in bytes.
-        scratch_bytes: the size of this part.
+        scratch: the reductions' part of the slot's scratch.
         is_main_in_slot: main grads are this rank's range of the slot, until `leave_slot`.
 
     Attributes:
@@ -63,8 +62,7 @@ class FlatParamGrads:
         slot: GradSlot | None,
         ranks: Communicator,
         ledger: Ledger,
-        scratch_start: int,
-        scratch_bytes: int,
+        scratch: ByteRange,
         *,
         is_main_in_slot: bool,
     ) -> None:
@@ -75,7 +73,7 @@ class FlatParamGrads:
         self._scratch = torch.empty(0)
         if slot is not None:
             self.all = slot.buffer.narrow(0, *plan.grads).view(plan.kind.grad_dtype)
-            self._scratch = slot.scratch.buffer.narrow(0, scratch_start, scratch_bytes).view(plan.kind.grad_dtype)
+            self._scratch = slot.scratch.buffer.narrow(0, *scratch).view(plan.kind.grad_dtype)
         numel = plan.layout.shard_numel
         if is_main_in_slot:
             self.main = self.all.narrow(0, ranks.rank * numel, numel)
@@ -132,7 +130,7 @@ class ParamGrad:
         if memory is not None:
             layout = shard.layout
             self.in_slot = memory.all.narrow(0, layout.offset, layout.numel).view(layout.shape)
-            self._local, self._piece = shard.shaped(memory.main), shard.what(memory.ranks).of_grad()
+            self._local, self._piece = shard.shaped(memory.main), shard.what.of_grad()
 
     def move(self, memory: FlatParamGrads) -> None:
         """The main grads have moved to `memory.main`."""
@@ -210,7 +208,7 @@ class UnitGrads:
 
     def add(self, shard: ParamShard, view: nn.Parameter) -> None:
         """Add a parameter of the unit, with its unsharded parameter `view`."""
-        memory = next((each for each in self.flat_params if each.layout is shard.flat_param), None)
+        memory = next((each for each in self.flat_params if each.layout is shard.what.flat_param), None)
         self.params.append(ParamGrad(shard, view, memory))
         if memory is not None:
             self._trained.append(self.params[-1])
@@ -256,7 +254,7 @@ class UnitGrads:
             if flat_param.is_main_in_slot:
                 flat_param.leave_slot()
                 for grad in self._trained:
-                    if grad.shard.flat_param is flat_param.layout:
+                    if grad.shard.what.flat_param is flat_param.layout:
                         grad.move(flat_param)
                 self._renew()
 

@@ -23,7 +23,7 @@ from streamshard.comm.registered_memory import RegisteredMemory
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.errors import ShardingError
 from streamshard.planning.flat_params import FlatParam
-from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
+from streamshard.planning.layout import LocalRange, ParamLayout
 from streamshard.planning.memory import SENT, Category
 from streamshard.planning.structure import is_meta, leave_inference_mode
 from streamshard.torch_private import AsTensors, swap_tensor
@@ -206,8 +206,7 @@ class ParamShard(NamedTuple):
         local: which elements of the flattened parameter this rank owns.
         dtype: the parameter's dtype before sharding.
         piece: the memory of the piece in the main weights, as StreamShard has put it under `param`.
-        flat_param: the layout of the flat parameter that it is in.
-        ledger_of: what allocates the model's buffers.
+        what: what the parameter is a piece of.
     """
 
     name: str
@@ -217,20 +216,13 @@ class ParamShard(NamedTuple):
     local: LocalRange
     dtype: torch.dtype
     piece: torch.Tensor
-    flat_param: FlatParamLayout
-    ledger_of: Callable[[], Ledger | None]
+    what: Piece
 
     @property
     def main(self) -> torch.Tensor:
         """[local.numel]: this rank's main weights, wherever the user has put them since."""
         with AsTensors():
             return self.param.detach().view(-1)
-
-    def what(self, ranks: Communicator) -> Piece:
-        """What the parameter is a piece of; `ranks` is the shard group's."""
-        start, stop = self.local.start, self.local.stop
-        shape, local_shape = self.layout.shape, tuple(self.piece.shape)
-        return Piece(self.name, shape, start, stop, local_shape, ranks, self.flat_param, self.layout, self.ledger_of)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
@@ -242,11 +234,10 @@ class FlatParamShard:
 
     Args:
         plan: what it is, and where it lies.
+        slot: the unit's weight slot; None: with one rank, that computes with the all-gather input, in compute_dtype.
+        wire: [bytes of the largest unit of the slot] uint8, the wire buffer beside the slot; None with one rank.
         ranks: names this rank and the shard group.
         ledger: allocates.
-        weights: [padded_numel] compute_dtype, the flat parameter's part of a weight slot; None: with one rank, that
-            computes with the all-gather input, in compute_dtype.
-        gathered: [padded_numel] wire_dtype, what all-gathers write: a part of a wire buffer, or `weights`.
         is_in_slot: no other unit uses the slot: the all-gather input is this rank's range of it.
 
     Attributes:
@@ -263,10 +254,10 @@ class FlatParamShard:
     def __init__(
         self,
         plan: FlatParam,
+        slot: WeightSlot | None,
+        wire: torch.Tensor | None,
         ranks: Communicator,
         ledger: Ledger,
-        weights: torch.Tensor | None,
-        gathered: torch.Tensor | None,
         *,
         is_in_slot: bool,
     ) -> None:
@@ -275,16 +266,20 @@ class FlatParamShard:
         self._ranks = ranks
         self._ledger_of = weakref.ref(ledger)
         numel, main_dtype = plan.layout.shard_numel, plan.kind.main_dtype
-        dtype = plan.kind.compute_dtype if gathered is None else gathered.dtype
+        dtype = plan.kind.compute_dtype if slot is None else plan.kind.wire_dtype
         is_cast = main_dtype is not dtype
         kept_as = Category.MAIN_WEIGHTS if plan.kind.trains else Category.FROZEN_WEIGHTS
-        if is_in_slot and gathered is weights and weights is not None:
-            self.gather_input = weights.narrow(0, ranks.rank * numel, numel)
+        if slot is not None:
+            self.weights = self.gathered = slot.buffer.narrow(0, *plan.weights).view(plan.kind.compute_dtype)
+        if wire is not None and dtype is not plan.kind.compute_dtype:
+            self.gathered = wire.narrow(0, *plan.wire).view(dtype)
+        if slot is not None and is_in_slot and self.gathered is self.weights:
+            self.gather_input = self.weights.narrow(0, ranks.rank * numel, numel)
         else:
             category = Category.ALL_GATHER_INPUTS if is_cast else kept_as
             self.gather_input = ledger.allocate(category, numel, dtype, is_visible=True)
-        self.weights = self.gather_input if weights is None else weights
-        self.gathered = self.gather_input if gathered is None else gathered
+        if slot is None:
+            self.weights = self.gathered = self.gather_input
         self.main = ledger.allocate(kept_as, numel, main_dtype) if is_cast else self.gather_input
 
     def add(
@@ -307,11 +302,13 @@ class FlatParamShard:
             piece.view(-1).copy_(full[local.start : local.stop])
         if self._ranks.world_size == 1:  # a storage of its own, or accelerate and safetensors take parameters for tied
             piece = from_dlpack(piece)
-        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece, self.layout, self._ledger_of)
+        places = (local.start, local.stop, tuple(piece.shape))
+        what = Piece(layout.name, layout.shape, *places, self._ranks, self.layout, layout, self._ledger_of)
+        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece, what)
         param.grad = None
         _put_under(param, piece)
         self.params.append(shard)
-        be_piece(param, shard.what(self._ranks))
+        be_piece(param, what)
         return shard
 
     def to_wire(self) -> None:

@@ -87,7 +87,7 @@ def shards_for(model: nn.Module, rank: int, world_size: int) -> list[ParamShard]
         piece = flat.narrow(0, local.shard_offset, local.numel)
         piece.copy_(param.detach().reshape(-1)[local.start : local.stop])
         names, whole = (own[0], tuple(own[1:])), nn.Parameter(piece)
-        shards.append(ParamShard(*names, whole, layout, local, param.dtype, piece, unit, lambda: None))
+        shards.append(ParamShard(*names, whole, layout, local, param.dtype, piece, None))  # type: ignore[arg-type]
     return shards
 
 

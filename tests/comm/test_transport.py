@@ -138,7 +138,7 @@ def _check_reductions(ranks: Communicator, mode: ReductionMode, *, sums: bool) -
     dtype = PRECISIONS[mode].slot_grad_dtype
     slots = [transport.allocate_visible(size * NUMEL, dtype) for _ in range(2)]
     outs = [torch.full((NUMEL,), 3.0, device=device) for _ in range(2)]
-    scratch_numel = transport.scratch_numel(NUMEL, mode, adds=True)
+    scratch_numel = transport.scratch_numel(NUMEL, mode)
     scratches = [torch.empty(scratch_numel, dtype=dtype, device=device) for _ in range(2)]
     for turn in range(3):
         wanted, works = [], []
@@ -234,8 +234,8 @@ def test_every_transport_has_every_reduction(context: RankContext, through: str,
 def test_scratch_is_what_the_mode_needs(context: RankContext, through: str) -> None:
     """A shard to add from or to widen, or the chunks that are summed, as far as they do not lie elsewhere."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
-    numels = [ranks.transport.scratch_numel(10, mode, adds=adds) for mode in ReductionMode for adds in (False, True)]
-    wanted = {"sockets": [10] * 6, "shared memory": [0] * 6, "a device": [0, 10, 20, 40, 10, 10]}
+    numels = [ranks.transport.scratch_numel(10, mode) for mode in ReductionMode]
+    wanted = {"sockets": [10] * 3, "shared memory": [0] * 3, "a device": [10, 40, 10]}
     assert numels == wanted[through]
 
 
@@ -263,7 +263,7 @@ def test_means_are_of_the_sum(context: RankContext, through: str) -> None:
     for dtype, value in ((torch.bfloat16, 1.0), (torch.float16, 24000.0)):
         slot = transport.allocate_visible(size * NUMEL, dtype).fill_(value)
         out = torch.ones(NUMEL)
-        scratch = torch.empty(transport.scratch_numel(NUMEL, ReductionMode.SUM_16, adds=True), dtype=dtype)
+        scratch = torch.empty(transport.scratch_numel(NUMEL, ReductionMode.SUM_16), dtype=dtype)
         for accumulate in (False, True):
             slot.fill_(value)
             reduction = Reduction(slot, out, scratch, ReductionMode.SUM_16, accumulate, 0)
