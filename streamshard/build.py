@@ -185,14 +185,20 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
 
 
 def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> TakeWeights:
-    """A function that cuts a unit's weights into shards, except those whose names are in `empty`."""
+    """A function that cuts rank 0's weights of a unit into shards, one parameter at a time, except those in `empty`."""
     sent = [p.param for parts in checked.parts for _, params in parts for p in params if p.names[0] not in empty]
     most = max((param.nbytes for param in sent if is_meta(param)), default=0)
-    room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)
+    room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)  # for a parameter that is on meta here
 
     def take(unit: int, flat_params: Sequence[FlatParamShard]) -> None:
         for flat_param, (_, params) in zip(flat_params, checked.parts[unit], strict=True):
-            _take_weights(flat_param, params, ranks, empty, room)
+            for found, layout in zip(params, flat_param.layout.params, strict=True):
+                full, param = None, found.param.detach()
+                if layout.name not in empty:
+                    full = room[: param.nbytes].view(param.dtype) if is_meta(param) else param.to(room.device)
+                    full = full.contiguous().view(-1)
+                    ranks.broadcast(full)
+                flat_param.add(layout, found.names[1:], found.param, full)
         if ranks.streams.module is not None:  # give the memory of the full parameters back to the device
             ranks.streams.module.empty_cache()
 
@@ -410,43 +416,14 @@ def _allocate_grad_slots(
     return slots
 
 
-def _take_weights(
-    flat_param: FlatParamShard,
-    params: Sequence[FoundParam],
-    ranks: Communicator,
-    empty: set[str],
-    room: torch.Tensor,
-) -> None:
-    """Cut rank 0's weights into pieces, one parameter at a time.
-
-    `room` receives a parameter from rank 0 if it is on meta here.
-    """
-    for found, layout in zip(params, flat_param.layout.params, strict=True):
-        full, param = None, found.param.detach()
-        if layout.name not in empty:
-            if is_meta(param):
-                full = room[: param.nbytes].view(param.dtype)
-            else:
-                full = param.to(flat_param.main.device).contiguous().view(-1)
-            ranks.broadcast(full)
-        flat_param.add(layout, found.names[1:], found.param, full)
-
-
 def _place_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move buffers to the device. One buffer under two names stays one buffer."""
+    """Move buffers to the device; those on meta get memory filled with NaN. One under two names stays one buffer."""
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for owner in modules_inside(module):
         for name, buffer in owner._buffers.items():
-            if buffer is None:
-                continue
-            if buffer not in placed:
-                placed[buffer] = _room_for(buffer, device)
-            owner._buffers[name] = placed[buffer]
-
-
-def _room_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on `device`; for a tensor on meta a new tensor of its shape, filled with NaN."""
-    if not is_meta(tensor):
-        return tensor.to(device)
-    room = torch.zeros_like(tensor, device=device)
-    return room.fill_(math.nan) if room.is_floating_point() else room
+            if buffer is not None:
+                if buffer not in placed:
+                    value = math.nan if buffer.is_floating_point() else 0
+                    on_device = torch.full_like(buffer, value, device=device) if is_meta(buffer) else buffer.to(device)
+                    placed[buffer] = on_device
+                owner._buffers[name] = placed[buffer]

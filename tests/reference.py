@@ -146,7 +146,7 @@ def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
         for unit in engine_inside(model).units:
             own = [shard.param.grad for shard in unit.params]
             pieces = [None if grad is None else grad.clone().as_subclass(Tensor).view(-1) for grad in own]
-            for shard, grad, full in zip(unit.params, own, unit.gather_whole(pieces, torch.float32), strict=True):
+            for shard, grad, full in zip(unit.params, own, unit.gather_whole(pieces), strict=True):
                 for name in (shard.name, *shard.aliases):
                     found[name] = None if grad is None or full is None else full.to(grad.dtype, copy=True)
         return {name: found[name] for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -184,18 +184,15 @@ class StreamedUnit:
 
     # -- outside of steps -----------------------------------------------------------------------------------------
 
-    def gather_whole(
-        self, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None
-    ) -> list[torch.Tensor | None]:
+    def gather_whole(self, pieces: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """All-gather `pieces` into full tensors, in new memory on this device. Collective; the host waits.
 
         Args:
             pieces: one per parameter: this rank's [local.numel], or None if no rank has one. A flat parameter without
                 any piece is left out.
-            dtype: of the result; None: that of the main weights.
 
         Returns:
-            One per parameter: [full shape]; None where a flat parameter was left out.
+            One per parameter: [full shape], in the dtype of the main weights; None where a flat parameter was left out.
         """
         wholes: list[torch.Tensor | None] = []
         for flat_param in self.flat_params:
@@ -204,7 +201,7 @@ class StreamedUnit:
                 wholes += own
                 continue
             layout = flat_param.layout
-            flat = torch.zeros_like(flat_param.main, dtype=dtype)
+            flat = torch.zeros_like(flat_param.main)
             for param, piece in zip(flat_param.params, own, strict=True):
                 if piece is not None:
                     flat.narrow(0, param.local.shard_offset, param.local.numel).copy_(piece)
