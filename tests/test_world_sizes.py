@@ -121,8 +121,8 @@ def test_no_host_waits_for_another_one_in_a_steady_step(size: int, has_statistic
             with mock.patch.object(recorder.log, "add", lambda kind, tag=0: sent.update([kind])):
                 model(torch.ones(2, 64)).float().sum().backward()
             if step == 0:
-                assert sent[RecordKind.VOTE] > 0
-    control = {kind: sent[kind] for kind in (RecordKind.MEETING, RecordKind.VOTE, RecordKind.BROADCAST, RecordKind.SUM)}
+                assert sent[RecordKind.MEETING] > 0
+    control = {kind: sent[kind] for kind in (RecordKind.MEETING, RecordKind.BROADCAST, RecordKind.SUM)}
     assert {kind: count for kind, count in control.items() if count} == (
         {RecordKind.BROADCAST: 4} if has_statistics else {}
     )

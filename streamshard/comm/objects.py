@@ -225,14 +225,7 @@ class RankGroup:
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
-        if self.total_size == 1:
-            return value
-        with self.talk("a vote of all ranks", RecordKind.VOTE):
-            found, options = torch.tensor([int(value)]), dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-            options.timeout = self._timeout or CONTROL_TIMEOUT
-            self.host_group.allreduce([found], options).wait()
-            return bool(found)
+        return value if self.total_size == 1 else any(self.gather_bytes(b"1" * value))
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, pickled. Blocks; for set-up."""
