@@ -11,7 +11,6 @@ Imported under torch's own names:
 - ``OpOverload``: the type of the operations that a ``TorchDispatchMode`` sees.
 - ``TorchDispatchMode``: sees every operation on tensors. torch's notes on extending PyTorch describe it.
 - ``is_traceable_wrapper_subclass``: finds tensors that consist of other tensors, such as DTensor.
-- ``set_timeout``: changes the timeout of a process group that exists.
 - ``skip``: torch.compile breaks its graph at this function, runs it uncompiled, and compiles the functions that it
   calls. ``torch.compiler.disable`` would leave those uncompiled too.
 - ``tree_leaves``, ``tree_map_only``: tensors inside nested lists and dicts.
@@ -26,38 +25,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.decorators import skip
+from torch._dynamo.decorators import skip as skip
 from torch._guards import TracingContext
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # not in stubs
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-__all__ = [
-    "AllgatherOptions",
-    "AsTensors",
-    "FakeTensorMode",
-    "OpOverload",
-    "TorchDispatchMode",
-    "backend_of",
-    "count_collectives",
-    "current_raw_stream",
-    "data_attribute",
-    "grad_attribute",
-    "graph_task_id",
-    "innermost_transform",
-    "is_traceable_wrapper_subclass",
-    "is_traced",
-    "saved_tensors_hooks",
-    "set_timeout",
-    "skip",
-    "swap_tensor",
-    "tree_leaves",
-    "tree_map_only",
-    "untraced",
-]
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.distributed_c10d import AllgatherOptions as AllgatherOptions  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 _T = TypeVar("_T")
 
@@ -69,6 +46,9 @@ AsTensors = torch._C.DisableTorchFunctionSubclass
 # and optimizer reads them in each step.
 data_attribute: Any = torch._C.TensorBase.data
 grad_attribute: Any = torch._C.TensorBase.grad
+
+# Changes the timeout of a process group that exists.
+set_timeout = _set_pg_timeout
 
 # The address of a CUDA device's current stream; None without CUDA. torch.cuda.current_stream makes an object for each
 # call, ten times as slow.
