@@ -26,7 +26,7 @@ from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, grad_attribute
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
 from streamshard.unit.sharded_parameter import drop_unreduced, keep_unreduced, put_grad
-from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
+from streamshard.unit.sharded_tensor import Life, ShardedTensor
 
 _WHY_EARLIER = (
     "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
@@ -114,8 +114,7 @@ class ParamGrad:
     """
 
     in_slot: torch.Tensor
-    _local: torch.Tensor  # `in_main` as a plain tensor
-    _piece: Piece  # what it is a piece of
+    _memory: FlatParamGrads
 
     def __init__(self, shard: ParamShard, view: nn.Parameter, memory: FlatParamGrads | None) -> None:
         self.shard = shard
@@ -130,11 +129,12 @@ class ParamGrad:
         if memory is not None:
             layout = shard.layout
             self.in_slot = memory.all.narrow(0, layout.offset, layout.numel).view(layout.shape)
-            self._local, self._piece = shard.shaped(memory.main), shard.what.of_grad()
+            self._memory = memory
 
-    def move(self, memory: FlatParamGrads) -> None:
-        """The main grads have moved to `memory.main`."""
-        self._local = self.shard.shaped(memory.main)
+    @property
+    def _local(self) -> torch.Tensor:
+        """`in_main` as a plain tensor."""
+        return self.shard.shaped(self._memory.main)
 
     def take(self) -> bool:
         """Move ``.grad``, if there is one, into the main grads. Inside `AsTensors`.
@@ -158,7 +158,7 @@ class ParamGrad:
         """
         param = self.shard.param
         if self.in_main is None:
-            self.in_main = ShardedTensor.wrap(self._local.detach(), self._piece, life)
+            self.in_main = ShardedTensor.wrap(self._local.detach(), self.shard.what.of_grad(), life)
         if (own := grad_attribute.__get__(param)) is not None:
             self.in_main.add_(own)
         drop_unreduced(param)
@@ -253,9 +253,6 @@ class UnitGrads:
         for flat_param in self.flat_params:
             if flat_param.is_main_in_slot:
                 flat_param.leave_slot()
-                for grad in self._trained:
-                    if grad.shard.what.flat_param is flat_param.layout:
-                        grad.move(flat_param)
                 self._renew()
 
     def _renew(self) -> None:

@@ -164,23 +164,21 @@ class StreamedUnit:
     def bind(self) -> None:
         """Let the unit's modules hold the unsharded parameters. A second call does nothing."""
         if not self.is_bound:
-            self.is_bound = True
-            if self.is_streamed:
-                be_present(self.views)
-            for owner_of, key, _, computing in self._bindings:
-                if (owner := owner_of()) is not None:
-                    owner.__dict__[key] = computing
+            self._set_bound(True)
 
     def release(self) -> None:
         """Reshard: modules hold the sharded parameters again, and the slot is free when compute has come here."""
         if self.is_bound:
-            self.is_bound = False
-            if self.is_streamed:
-                be_absent(self.views)
-            for owner_of, key, sharded, _ in self._bindings:
-                if (owner := owner_of()) is not None:
-                    owner.__dict__[key] = sharded
+            self._set_bound(False)
         self.weight_slot.released.record()
+
+    def _set_bound(self, is_bound: bool) -> None:
+        self.is_bound = is_bound
+        if self.is_streamed:
+            (be_present if is_bound else be_absent)(self.views)
+        for owner_of, key, *values in self._bindings:
+            if (owner := owner_of()) is not None:
+                owner.__dict__[key] = values[is_bound]
 
     # -- outside of steps -----------------------------------------------------------------------------------------
 
