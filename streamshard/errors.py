@@ -21,6 +21,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 
 
 class StreamShardError(RuntimeError):
@@ -65,14 +66,12 @@ class CheckpointError(StreamShardError):
     def __init__(
         self,
         *args: object,
-        missing: list[str] | None = None,
-        unexpected: list[str] | None = None,
-        mismatched: list[str] | None = None,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
     ) -> None:
         super().__init__(*args)
-        self.missing = missing or []
-        self.unexpected = unexpected or []
-        self.mismatched = mismatched or []
+        self.missing, self.unexpected, self.mismatched = list(missing), list(unexpected), list(mismatched)
 
 
 class StateError(StreamShardError):

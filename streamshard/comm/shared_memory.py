@@ -136,8 +136,7 @@ class SharedBuffers:
 _mapped: weakref.WeakSet[SharedBuffers] = weakref.WeakSet()
 _kept: list[SharedBuffers] = []  # in a forked child: freeing the inherited objects would unmap other memory
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _kept.extend(_mapped))
+os.register_at_fork(after_in_child=lambda: _kept.extend(_mapped))
 
 
 def share_memory(ranks: RankGroup, nbytes: int, units: int) -> list[SharedBuffers] | None:

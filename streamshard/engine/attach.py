@@ -61,7 +61,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for name, module in modules_of(root):
         _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, views)
         if module._parameters or module._buffers:
-            module.register_load_state_dict_pre_hook(LoadWhole(engine, name, shards))
+            module.register_load_state_dict_pre_hook(functools.partial(_before_loading, engine, name, shards))
         if module._parameters:
             module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
     structure = Structure(root)
@@ -223,52 +223,50 @@ def _before_saving(engine: Engine, module: nn.Module, prefix: str, keep_vars: bo
     engine.refuse_empty("state_dict()")
 
 
-class LoadWhole:
+def _before_loading(
+    engine: Engine,
+    path: str,
+    shards: Mapping[nn.Parameter, ParamShard],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
     """Runs before ``load_state_dict`` copies: cuts full tensors into this rank's pieces, and notes what has values now.
 
     Args:
         engine: the model's.
-        name: the module's name in the model.
+        path: the module's name in the model.
         shards: by parameter.
+        module, state_dict, prefix, metadata, strict, missing, unexpected, errors: see
+            ``nn.Module.register_load_state_dict_pre_hook``.
     """
-
-    def __init__(self, engine: Engine, name: str, shards: Mapping[nn.Parameter, ParamShard]) -> None:
-        self._engine, self._name, self._shards = engine, name, shards
-
-    def __call__(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Mapping[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        refuse_in_pass(self._engine, f"load_state_dict() of {prefix or type(module).__name__!r}")
-        for key, param in module._parameters.items():
-            name = prefix + key
-            value, shard = state_dict.get(name), None if param is None else self._shards.get(param)
-            if param is None or shard is None or not isinstance(value, torch.Tensor):
-                continue
-            if metadata.get("assign_to_params_buffers", False):
-                raise ShardingError(
-                    f"load_state_dict(assign=True) would replace the sharded parameter {shard.name!r}: leave assign "
-                    "away, full tensors are cut into pieces and copied"
-                )
-            what = shard.what
-            if param.shape == value.shape:
-                self._engine.fill([shard.name])
-                if piece_of(param) is not None and not isinstance(value, ShardedTensor):
-                    state_dict[name] = ShardedTensor.wrap(what.cut(value), what)
-                continue
-            errors.append(
-                f"StreamShard: {shard.name!r} has shape {what.shape}, in the state dict it has {tuple(value.shape)}. "
-                "Wanted are full tensors, from full_state_dict() or an unsharded model"
+    refuse_in_pass(engine, f"load_state_dict() of {prefix or type(module).__name__!r}")
+    for key, param in module._parameters.items():
+        name = prefix + key
+        value, shard = state_dict.get(name), None if param is None else shards.get(param)
+        if param is None or shard is None or not isinstance(value, torch.Tensor):
+            continue
+        if metadata.get("assign_to_params_buffers", False):
+            raise ShardingError(
+                f"load_state_dict(assign=True) would replace the sharded parameter {shard.name!r}: leave assign away, "
+                "full tensors are cut into pieces and copied"
             )
-            state_dict[name] = param.detach()  # copies the parameter to itself, so torch reports no other shape
-        for key, buffer in module._buffers.items():
-            value = None if key in module._non_persistent_buffers_set else state_dict.get(prefix + key)
-            if buffer is not None and isinstance(value, torch.Tensor) and value.shape == buffer.shape:
-                self._engine.fill([join_names(self._name, key)])
+        if param.shape == value.shape:
+            engine.fill([shard.name])
+            if piece_of(param) is not None and not isinstance(value, ShardedTensor):
+                state_dict[name] = ShardedTensor.wrap(shard.what.cut(value), shard.what)
+            continue
+        errors.append(
+            f"StreamShard: {shard.name!r} has shape {shard.what.shape}, in the state dict it has {tuple(value.shape)}. "
+            "Wanted are full tensors, from full_state_dict() or an unsharded model"
+        )
+        state_dict[name] = param.detach()  # copies the parameter to itself, so torch reports no other shape
+    for key, buffer in module._buffers.items():
+        value = None if key in module._non_persistent_buffers_set else state_dict.get(prefix + key)
+        if buffer is not None and isinstance(value, torch.Tensor) and value.shape == buffer.shape:
+            engine.fill([join_names(path, key)])

@@ -47,7 +47,7 @@ class Ledger:
     def __init__(
         self,
         streams: Streams,
-        allocate_visible: Callable[..., torch.Tensor] | None = None,
+        allocate_visible: Callable[[int, torch.dtype], torch.Tensor],
         registered: RegisteredMemory | None = None,
     ) -> None:
         self._streams = streams
@@ -72,7 +72,7 @@ class Ledger:
         is_sent = is_visible or category in SENT
         pool = self.registered.inside() if self.registered is not None and is_sent else contextlib.nullcontext()
         with leave_inference_mode(), pool:
-            if is_visible and self._allocate_visible is not None:
+            if is_visible:
                 buffer = self._allocate_visible(numel, dtype)
             else:
                 buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
