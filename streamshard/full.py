@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.comm.objects import raise_if
+from streamshard.comm.objects import raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.torch_private import swap_tensor
@@ -135,14 +135,12 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
     """See `StreamShard.full_state_dict`."""
     wanted = not rank0_only or engine.ranks.is_first
     full, failure = gather_full(engine, (lambda _, tensor: tensor.to("cpu", copy=True)) if wanted else None)
-    states: list[dict[str, Any]] = []
 
-    def finish() -> None:
+    def finish() -> dict[str, Any]:
         raise_if(failure)
-        states.append(_state_dict_of(engine, model, full) if wanted else {})
+        return _state_dict_of(engine, model, full) if wanted else {}
 
-    engine.ranks.gather_results("collect the model's state dict", finish)
-    return states[0]
+    return run_on_all_ranks(engine.ranks, "collect the model's state dict", finish, ShardingError)
 
 
 def _state_dict_of(engine: Engine, model: nn.Module, full: Mapping[ParamShard, torch.Tensor]) -> dict[str, Any]:

@@ -278,19 +278,22 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
             raise
 
 
-def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
+def run_on_all_ranks(
+    group: RankGroup, doing: str, action: Callable[[], _T], raises: type[StreamShardError] = CheckpointError
+) -> _T:
     """Run `action` on every rank. If it fails on one rank, raise on all.
 
     Args:
         group: the ranks.
         doing: what the action does, for the message: "could not <doing>".
         action: this rank's work; it must not communicate.
+        raises: the class of the error.
 
     Raises:
-        CheckpointError: names the ranks on which the action failed, and why.
+        StreamShardError: of class `raises`; names the ranks on which the action failed, and why.
     """
     result: list[_T] = []
-    gather_from_all_ranks(group, doing, lambda: result.append(action()))
+    group.gather_results(doing, lambda: result.append(action()), raises)
     return result[0]
 
 
