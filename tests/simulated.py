@@ -26,7 +26,6 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -40,13 +39,11 @@ from streamshard.comm.streams import Collective, Observer, StreamName, Work
 from streamshard.engine import backward
 from streamshard.engine.backward import Backward
 from streamshard.engine.hooks import tensors_in
-from streamshard.engine.reductions import SmallGrads
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import AdversarialTransport
 from streamshard.inspect.races import _bytes_of, _touched
 from streamshard.torch_private import AsTensors
 from streamshard.unit.sharded_parameter import grad_of
-from streamshard.unit.unit import StreamedUnit
 
 CPU = torch.device("cpu")
 
@@ -326,20 +323,13 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     Gradients of parameters are taken on the stream that has made them. The stream of whoever calls backward waits for
     those streams before the end of backward. So does autograd with a device's own streams.
     """
-    checker, take, finish, leave = StreamChecker(device), Backward.take, Backward.finish, backward._leave_or_take
+    checker, take, finish = StreamChecker(device), backward._take, Backward.finish
 
-    def at_home_of(grad: torch.Tensor) -> AbstractContextManager[None]:
-        stream = [access.stream for access in checker.accesses_to(grad) if access.is_write][-1]
+    def take_there(*args: Any) -> None:
+        stream = [access.stream for access in checker.accesses_to(grad_of(args[-1])) if access.is_write][-1]
         checker.leaves.add(stream)
-        return device.stream(stream)
-
-    def take_there(self: Backward, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
-        with at_home_of(grad):
-            take(self, unit, param_index, grad)
-
-    def leave_there(small: SmallGrads, unit: int, take_it: Callable[[torch.Tensor], None], view: torch.Tensor) -> None:
-        with at_home_of(grad_of(view)):
-            leave(small, unit, take_it, view)
+        with device.stream(stream):
+            take(*args)
 
     def finish_behind(self: Backward) -> None:
         for stream in checker.leaves:
@@ -348,8 +338,8 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
 
     with (
         checker,
-        mock.patch.multiple(Backward, take=take_there, finish=finish_behind),
-        mock.patch.object(backward, "_leave_or_take", leave_there),
+        mock.patch.object(Backward, "finish", finish_behind),
+        mock.patch.object(backward, "_take", take_there),
     ):
         yield checker
     assert checker.accesses > 100

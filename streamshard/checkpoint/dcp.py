@@ -190,7 +190,6 @@ def from_dcp(
     *,
     model: str = "model",
     optimizer: str = "optimizer",
-    step: int | None = None,
 ) -> tuple[Path, list[str]]:
     """Convert a DCP directory to a checkpoint, which `load_checkpoint(out, model, optimizer)` loads.
 
@@ -199,10 +198,9 @@ def from_dcp(
 
     Args:
         directory: a DCP directory, or one of Accelerate's with ``pytorch_model_fsdp_0`` in it.
-        out: a directory of checkpoints; the new one is added.
+        out: a directory of checkpoints; the new one is added, with the next number.
         model: prefix of the weights' keys, such as ``"app.model"``; empty: keys have no prefix.
         optimizer: prefix of the optimizer's keys. The directory may have no optimizer.
-        step: the checkpoint's number; None is one more than the largest number in `out`.
 
     Returns:
         The new checkpoint's path, and the keys of the DCP directory that are not in it.
@@ -237,8 +235,7 @@ def from_dcp(
     pieces = [Piece.whole(f"model/{name}", weights[name]) for name in sorted(set(names.values()))]
     pieces += [Piece.whole(name, each) for name, each in tensors.items()]
     saved = {"models": {"model": {"class": None, "names": names}}, "optimizers": optimizers, "trees": {}}
-    number = next_number(root) if step is None else step
-    return write_checkpoint(root, number, None, RankGroup(), saved, pieces), sorted(left_out)
+    return write_checkpoint(root, next_number(root), None, RankGroup(), saved, pieces), sorted(left_out)
 
 
 def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, str]:

@@ -324,17 +324,9 @@ def take_gradients(engine: Engine) -> None:
     for unit in engine.units:
         for param_index, view in enumerate(unit.views):
             # Weak: the garbage collector does not see what a tensor's hook holds, and the engine holds the tensor.
-            take = functools.partial(_take, weakref.ref(engine), weakref.ref(unit), param_index)
-            if unit.grads.is_small(param_index):
-                take = functools.partial(_leave_or_take, engine.reductions.small, unit.index, take)
+            small = engine.reductions.small if unit.grads.is_small(param_index) else None
+            take = functools.partial(_take, weakref.ref(engine), weakref.ref(unit), param_index, small)
             view.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-
-
-@skip
-def _leave_or_take(small: SmallGrads, unit: int, take: Callable[[torch.Tensor], None], view: torch.Tensor) -> None:
-    """Autograd has made a small gradient of a unit. Those that are left are copied when the unit is reduced."""
-    if not small.leave(unit):
-        take(view)
 
 
 @skip
@@ -342,12 +334,16 @@ def _take(
     engine_of: Callable[[], Engine | None],
     unit_of: Callable[[], StreamedUnit | None],
     param_index: int,
+    small: SmallGrads | None,
     view: torch.Tensor,
 ) -> None:
+    """Autograd has made a gradient. Small ones that are left are copied when the unit is reduced."""
+    engine, unit = engine_of(), unit_of()
+    if engine is None or unit is None or small is not None and small.leave(unit.index):
+        return
     with AsTensors():
         grad, view.grad = view.grad, None
-    engine, unit = engine_of(), unit_of()
-    if grad is not None and engine is not None and unit is not None:
+    if grad is not None:
         untraced(_on_grad, engine, unit, param_index, grad)
 
 
