@@ -117,9 +117,6 @@ _ON_COMPUTE = "with self.streams.module.stream(self.streams.module.compute):"
 _ASIDE = "with module.stream(module.Stream()):"
 
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
-    "build": [
-        ("_connect", Drop("module_of(device).set_device(device)"), "device"),
-    ],
     "checkpoint/directory": [
         ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
         ("_open_whole", Drop("check_sizes(path, manifest)"), "directory"),
@@ -181,14 +178,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward._close_pass", Drop("engine.reductions.start_late_ones()"), "execution passes"),
         ("Backward.begin", Swap("engine.inputs.grad_scale == 1.0", "True"), "join"),
         ("Backward._unbind", Drop("self._engine.reductions.small.close()"), "exceptions"),
-        ("Backward.finish", Drop("engine.reductions.small.close()"), "exceptions"),
         ("Backward._issue", Drop("self._engine.reductions.due.discard(op.unit)"), "invariants unit_size passes matrix"),
         ("Backward.begin", Drop("unit.take_trainability()"), "graphs"),
-        ("Backward.need", Swap("use.graph is self.graph and", "True and"), "invariants"),
         ("Backward.reach", Drop("_refuse_changed(engine.units[index], versions)"), "graphs"),
         ("Backward.reach", Swap("due = set(visits)", "due = set()"), "unit_size passes"),
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
-        ("_refuse_changed", Swap("raise ", "return "), "graphs"),
     ],
     "engine/casts": [
         ("Casts.begin_pass", Swap("or self._versions != [unit.versions() for unit in self._units]", ""), "graphs"),
@@ -220,11 +214,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions._open", Drop("self.replicas.finish_average(unit)"), "replicas"),
         ("Reductions._open", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
         ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
-        ("Reductions.start", Drop("self._open(unit)"), "execution"),
         ("Reductions._open", Swap("(slot is None or ", "("), "invariants"),
-        ("Reductions.start", Drop("unit.grads.collect("), "execution"),
         ("SmallGrads.leave", Swap("self.stream is not None and", "False and"), _STREAMS),
-        ("SmallGrads.leave", Drop("self.units.add(unit)"), "execution"),
         ("SmallGrads.leave", Swap(" or torch.is_grad_enabled()", ""), "asked_grads"),
         ("UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
         ("UsedParams.finish", Drop("self._arrived[stage].wait()"), "invariants matrix execution replicas"),
@@ -243,15 +234,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
     "planning/program": [
-        ("Schedule.finish", Swap("len(self.visits)", "len(self.visits) - 1"), "program"),
         ("Schedule.release_before", Swap(": self.released + 1", ": self.released"), "program"),
-        ("plan_steps", Swap("= visit + 1", "= visit"), "program"),
-        ("plan_steps", Swap("steps[visit + 1].append", "steps[visit].append"), "program"),
     ],
     "unit/grads": [
         ("ParamGrad.give", Drop("self.in_main.add_(own)"), "graphs"),
         ("UnitGrads._take", Drop("if not grad.is_kept:"), "invariants loops graphs"),
-        ("UnitGrads.open", Swap("self.slot is None and self._adds", "self._adds"), "loops"),
         ("UnitGrads.open", Swap("self.slot is None and self._adds", "False"), "loops graphs"),
         ("UnitGrads.start_reduce", Swap("self._adds, True", "self._adds, self._adds"), "passes"),
         (
@@ -259,7 +246,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("(grad.is_kept or self.counts(grad))", "self.counts(grad)"),
             "invariants frozen",
         ),
-        ("ParamGrad.forget", Drop("self.in_slot.zero_()"), "invariants"),
         ("ParamGrad.forget", Drop("self.clear()"), "invariants dial graphs"),
         ("UnitGrads.finish", Swap("(grad.is_kept or is_new)", "is_new"), "loops"),
         ("UnitGrads.finish", Drop("grad.is_used = False"), "execution loops"),
@@ -268,23 +254,15 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.open", Drop("self._leave_slot()"), "dial"),
         ("UnitGrads.leave_unreduced", Swap("grad.is_used or grad.is_kept or", "grad.is_used or"), "invariants"),
         ("UnitGrads.leave_unreduced", Drop("self.waits = self.waits or has_trained"), "dial"),
-        ("UnitGrads.open", Swap("not self._has_taken, True", "True, True"), "passes matrix"),
         ("UnitGrads.open", Drop("self.write(param_index, spilled)"), "unit_size"),
-        ("UnitGrads.open", Swap("spilled, grad.spilled = grad.spilled, None", "spilled = grad.spilled"), "unit_size"),
         ("UnitGrads.resume", Drop("grad.forget("), "invariants"),
-        ("UnitGrads.start_reduce", Drop("self.has_unreduced = False"), "invariants"),
         ("UnitGrads.start_reduce", Drop("grad.in_slot.zero_()"), "execution"),
         ("UnitGrads.start_reduce", Drop("slot.content = None"), "loops execution passes"),
         ("UnitGrads.start_reduce", Drop("slot.scratch.drained = slot.drained"), "invariants"),
-        ("UnitGrads.start_reduce", Swap("in self.flat_params]", "in self.flat_params[:1]]"), "fp32_modules"),
         ("UnitGrads.give_up", Drop("self._pop_left()"), "invariants exceptions"),
         ("UnitGrads.collect", Swap("on_device_stream(stream)", "unobserved()"), _STREAMS),
         ("UnitGrads._write", Swap("if grad.is_written:", "if False:"), "passes loops"),
-        ("UnitGrads._write", Swap("grad.is_used = ", ""), "loops"),
         ("UnitGrads._write", Drop("self.has_unreduced = True"), "passes execution unit_size"),
-    ],
-    "unit/optimizer_hooks": [
-        ("take_over_state", Drop("values.update("), "gpu:follows"),
     ],
     "unit/shard": [
         ("Ledger.allocate", Swap("is_visible or category in SENT", "is_visible"), "registered_memory"),
