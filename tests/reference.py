@@ -23,7 +23,7 @@ from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
-from tests.models import next_token_loss, token_batch, vector_batch
+from tests.models import Stack, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext
 
 FP32 = Precision(param_dtype=torch.float32)
@@ -233,9 +233,9 @@ def assert_trains_like_plain(
     settings.setdefault("precision", FP32)
     size = context.world_size
     options: Any = {"steps": steps, "checked": checked, "prepare": prepare, "set_to_none": set_to_none}
-    plain = _built(build).to(context.device)
+    plain = built(build).to(context.device)
     wanted = _train(plain, optimizer(plain), step, [Call(0, rank, size, 1.0 / size) for rank in range(size)], **options)
-    sharded = _built(build).to(context.device)
+    sharded = built(build).to(context.device)
     sharded = StreamShard(sharded, **settings)
     found = _train(sharded, optimizer(sharded), step, [Call(0, context.rank, size, 1.0)], **options)
     _compare(found, wanted._replace(losses=[[losses[context.rank]] for losses in wanted.losses]), tolerance)
@@ -317,9 +317,9 @@ def assert_trains_like_ddp(
     settings.setdefault("precision", FP32)
     options: Any = {"steps": steps, "checked": range(steps)}
     call = Call(0, context.rank, context.world_size, 1.0)
-    ddp: Any = ddp_of(_built(build))
+    ddp: Any = ddp_of(built(build))
     wanted = _train(ddp, optimizer(ddp.module), step, [call], **options)
-    sharded = StreamShard(_built(build), **settings)
+    sharded = StreamShard(built(build), **settings)
     found = _train(sharded, optimizer(sharded), step, [call], **options)
     trained = [name for name, _ in ddp.module.named_parameters()]  # buffers are each rank's own by then
     wanted, found = (
@@ -328,9 +328,26 @@ def assert_trains_like_ddp(
     _compare(found, wanted, tolerance)
 
 
-def _built(build: Callable[[], nn.Module]) -> nn.Module:
+def built(build: Callable[[], nn.Module] = Stack) -> Any:
+    """The same model at each call."""
     seed(SEED)
     return build()
+
+
+def sharded_model(build: Callable[[], nn.Module] = Stack, **settings: Any) -> Any:
+    """The same model at each call, sharded; fp32 throughout unless `precision` is given."""
+    return StreamShard(built(build), **{"precision": FP32, **settings})
+
+
+def train_stack(
+    model: nn.Module, optimizer: Any, context: RankContext | None = None, *, first: int = 0, steps: int = 3
+) -> None:
+    """Optimizer steps with `stack_step`: on this rank's batches, or without `context` on the same ones everywhere."""
+    rank, size = (0, 1) if context is None else (context.rank, context.world_size)
+    for number in range(first, first + steps):
+        stack_step(model, Call(number, rank, size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class _Collectives(Observer):

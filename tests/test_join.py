@@ -22,21 +22,21 @@ from tests.models import NormStack, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
     Call,
     Step,
     Tolerance,
     adamw,
     assert_same,
+    built,
     full_weights,
     lm_step,
     sgd,
+    sharded_model,
     stack_step,
 )
 from tests.scenarios import RoutedStack
 
 NEAR = Tolerance(1e-4, 1e-5)
-SEED = 3
 LENGTHS = {
     "all differ": (4, 2, 3, 1),
     "one more": (3, 3, 4, 3),
@@ -91,14 +91,7 @@ def _train(
 
 
 def _ddp(build: Callable[[], nn.Module]) -> DistributedDataParallel:
-    torch.manual_seed(SEED)
-    return DistributedDataParallel(build())
-
-
-def _sharded(build: Callable[[], nn.Module], **settings: Any) -> Any:
-    torch.manual_seed(SEED)
-    settings.setdefault("precision", FP32)
-    return StreamShard(build(), **settings)
+    return DistributedDataParallel(built(build))
 
 
 def _assert_equal(context: RankContext, found: nn.Module, wanted: DistributedDataParallel) -> None:
@@ -130,7 +123,7 @@ def test_training_equals_ddp_join(
 ) -> None:
     """Momentum, decay and statistics of batch norm continue without inputs, as those of DDP's last joiner do."""
     length = LENGTHS[lengths][context.rank]
-    wanted, found = _ddp(build), _sharded(build)
+    wanted, found = _ddp(build), sharded_model(build)
     _train(wanted, kind(wanted.module), stack_step, context, length, after)
     _train(found, kind(found), stack_step, context, length, after)
     _assert_equal(context, found, wanted)
@@ -141,7 +134,7 @@ def test_training_equals_ddp_join(
 def test_means_are_over_all_ranks_or_over_those_with_inputs(context: RankContext, by_all: bool) -> None:
     """``divide_by_initial_world_size``, for a language model on 2 x 2 ranks."""
     length = LENGTHS["all differ"][context.rank]
-    wanted, found = _ddp(TinyLM), _sharded(TinyLM, mesh=init_device_mesh("cpu", (2, 2)))
+    wanted, found = _ddp(TinyLM), sharded_model(TinyLM, mesh=init_device_mesh("cpu", (2, 2)))
     for model in (wanted, found):
         inner = getattr(model, "module", model)
         _train(model, sgd(inner), lm_step, context, length, divide_by_initial_world_size=by_all)
@@ -159,7 +152,7 @@ def test_every_slot_setting_works(context: RankContext, slots: dict[str, Any]) -
         return stack_step(model, call._replace(step=2 * call.step + 1))
 
     length = LENGTHS["all differ"][context.rank]
-    wanted, found = _ddp(Stack), _sharded(Stack, **slots)
+    wanted, found = _ddp(Stack), sharded_model(Stack, **slots)
     _train(wanted, sgd(wanted.module), step, context, length)
     _train(found, sgd(found), step, context, length)
     _assert_equal(context, found, wanted)
@@ -168,7 +161,7 @@ def test_every_slot_setting_works(context: RankContext, slots: dict[str, Any]) -
 @on_ranks(2)
 def test_training_without_repeat_is_refused_on_all_ranks(context: RankContext) -> None:
     """At the first forward that trains, before anybody has run out, and if it is one rank that forgot it."""
-    model = _sharded(Stack)
+    model = sharded_model(Stack)
     optimizer = sgd(model)
     for repeats in ((None, None), (optimizer.step, None)):
         with (
@@ -191,11 +184,10 @@ def test_layers_that_run_in_another_order_are_shadowed(context: RankContext) -> 
         return stack_step(model, call)
 
     lengths = LENGTHS["all differ"][: context.world_size]
-    found = _sharded(RoutedStack)
+    found = sharded_model(RoutedStack)
     _train(found, sgd(found), step, context, lengths[context.rank])
     # DDP's join gives parameters that nobody uses a gradient of zero, which moves them by momentum and decay.
-    torch.manual_seed(SEED)
-    wanted = RoutedStack()
+    wanted = built(RoutedStack)
     optimizer = sgd(wanted)
     for number in range(max(lengths)):
         for rank in range(context.world_size):
@@ -209,7 +201,7 @@ def test_layers_that_run_in_another_order_are_shadowed(context: RankContext) -> 
 @on_ranks(2)
 def test_a_loss_scaler_skips_the_same_steps_on_ranks_without_inputs(context: RankContext) -> None:
     """The second of four steps overflows on rank 0, when rank 1 has run out; the scale is the same on both."""
-    wanted, found = Stack(), _sharded(Stack)
+    wanted, found = Stack(), sharded_model(Stack)
     wanted.load_state_dict(full_weights(found))
     plain_optimizer, optimizer = sgd(wanted), sgd(found)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -240,7 +232,7 @@ def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None
     length = (4, 2)[context.rank]
     results = []
     for evaluates in (False, True):
-        model = _sharded(Stack)
+        model = sharded_model(Stack)
         optimizer = sgd(model)
         with Join([model], repeat=optimizer.step):
             for number in range(length):
@@ -259,7 +251,7 @@ def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None
 @pytest.mark.parametrize("divides_by_all", [True, False])
 def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all: bool) -> None:
     """Join does not report the exception. Passes are no longer announced, and gradients are means over all ranks."""
-    wanted, found = _sharded(Stack), _sharded(Stack)
+    wanted, found = sharded_model(Stack), sharded_model(Stack)
     options = {"repeat": print, "divide_by_initial_world_size": divides_by_all}
     with contextlib.suppress(ZeroDivisionError), Join([found], **options):
         found(torch.ones(2, 16))
@@ -303,7 +295,7 @@ def test_ranks_compare_what_they_repeat(
     context: RankContext, loop: After, repeat: After, story: str, more: int
 ) -> None:
     """Ranks compare steps when the next pass is announced, and after the last pass at the end."""
-    model = _sharded(Stack)
+    model = sharded_model(Stack)
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
     with pytest.raises(ShardingError, match=story), Join([model], repeat=lambda: repeat(model, optimizer)):
         for number in range((2 + more, 1, 2)[context.rank]):

@@ -6,7 +6,6 @@ See `tests.mutants`: each of these notices a change to the engine that all other
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import StreamShard
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StepEvent
 from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
@@ -36,17 +34,12 @@ from tests.reference import (
     counted_collectives,
     full_grads,
     heard_collectives,
+    sharded_model,
     stack_step,
 )
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, RoutedStack, over_sockets, sharded
 
 SLOT_EACH: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-
-
-def _stack(build: Callable[[], nn.Module] = Stack, **settings: Any) -> Any:
-    torch.manual_seed(3)
-    settings.setdefault("precision", FP32)
-    return StreamShard(build(), **settings)
 
 
 def _call(context: RankContext, step: int) -> Call:
@@ -181,7 +174,7 @@ class _RecomputedInPairs(Stack):
 @on_ranks(2)
 def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slot(context: RankContext) -> None:
     """Memory of their own is for those whose place in the program is still to come."""
-    model = _stack(_RecomputedInPairs)
+    model = sharded_model(_RecomputedInPairs)
     for number in range(2):
         with _never_parking():
             stack_step(model, _call(context, number))
@@ -194,7 +187,7 @@ def test_a_rank_whose_forward_fails_issues_the_same_collectives_as_the_others(
     context: RankContext, precision: str
 ) -> None:
     """Afterwards the ranks are in step."""
-    model = _stack(precision=PRECISIONS[precision])
+    model = sharded_model(precision=PRECISIONS[precision])
     stack_step(model, _call(context, 0))
     with torch.no_grad():
         model(vector_batch(0, context.rank))  # what a model writes to its weights is agreed on in the first ones
@@ -224,7 +217,7 @@ def _fail_in_forward(model: Any, context: RankContext, kind: type[BaseException]
 @pytest.mark.parametrize("what", ["interrupted", "the transport has failed"])
 def test_an_interrupted_or_failed_rank_issues_nothing_more(context: RankContext, what: str) -> None:
     """Ctrl-C ends the forward at once; after a failed exchange the other ranks no longer answer."""
-    model = _stack()
+    model = sharded_model()
     stack_step(model, _call(context, 0))
     engine = engine_inside(model)
     counts = []
@@ -245,7 +238,7 @@ def test_an_interrupted_or_failed_rank_issues_nothing_more(context: RankContext,
 @on_ranks(2)
 def test_a_layer_frozen_after_its_gradient_waited_is_not_reduced(context: RankContext) -> None:
     """A layer whose gradient has waited, was reduced, and is frozen from then on."""
-    model: Any = _stack(**SLOT_EACH)
+    model: Any = sharded_model(**SLOT_EACH)
     with model.no_sync():
         stack_step(model, _call(context, 0))
     stack_step(model, _call(context, 1))
@@ -262,7 +255,7 @@ def test_weights_changed_behind_torchs_back_after_no_sync_are_seen(
     context: RankContext, settings: dict[str, Any]
 ) -> None:
     """Contents of slots are reused inside only; an edit through ``.data`` leaves no version behind."""
-    model = _stack(**settings)
+    model = sharded_model(**settings)
     batch = vector_batch(0, context.rank)
     with torch.no_grad(), model.no_sync():
         before = model(batch)
@@ -278,7 +271,7 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     context: RankContext, settings: dict[str, Any]
 ) -> None:
     """The next step is right: of what lies in grad slots nothing is taken for its own."""
-    model = _stack(**settings)
+    model = sharded_model(**settings)
     stack_step(model, _call(context, 0))
     model.zero_grad()
     engine = engine_inside(model)
@@ -326,7 +319,7 @@ class _Recurrent(Stack):
 @on_ranks(2)
 def test_backward_does_not_reenter_a_pass_that_it_has_left(context: RankContext) -> None:
     """Outputs of the later of two passes are the earlier one's nodes: each unit is reduced once in each pass."""
-    model = _stack(_Recurrent)
+    model = sharded_model(_Recurrent)
     for number in range(2):
         outputs = [model(vector_batch(2 * number + part, context.rank))[0] for part in range(2)]
         with counted_collectives(model) as counts:
@@ -336,7 +329,7 @@ def test_backward_does_not_reenter_a_pass_that_it_has_left(context: RankContext)
 
 
 def _grads_of(context: RankContext, *steps: int, **settings: Any) -> dict[str, Any]:
-    model = _stack(**settings)
+    model = sharded_model(**settings)
     for step in steps:
         stack_step(model, _call(context, step))
     return full_grads(model)
@@ -350,7 +343,7 @@ def test_a_cleared_gradient_beside_kept_ones_begins_at_zero(
 ) -> None:
     """One of a unit's parameters loses its gradient between two micro-batches."""
     settings = {**settings, "precision": PRECISIONS[precision]}
-    model = _stack(**settings)
+    model = sharded_model(**settings)
     stack_step(model, _call(context, 0))
     cleared = "layers.1.linear.weight"
     model.get_parameter(cleared).grad = None
@@ -365,7 +358,7 @@ def test_a_cleared_gradient_beside_kept_ones_begins_at_zero(
 @pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
 def test_a_gradient_frozen_between_micro_batches_stays_as_it_is(context: RankContext, settings: dict[str, Any]) -> None:
     """Its range of the grad slot has leftovers of other layers."""
-    model = _stack(**settings)
+    model = sharded_model(**settings)
     stack_step(model, _call(context, 0))
     wanted = {name: grad for name, grad in full_grads(model).items() if "bias" in name}
     for name, param in model.named_parameters():
@@ -382,7 +375,7 @@ def test_gradients_that_wait_are_not_added_to_those_of_a_step_before(context: Ra
     settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
     found = []
     for steps in ((0,), ()):
-        model = _stack(**settings)
+        model = sharded_model(**settings)
         for step in steps:
             stack_step(model, _call(context, step))
             model.zero_grad()
@@ -413,7 +406,7 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, 
     """A reduced gradient, one that waits, and then both are cleared. What waits may lack some of its layer's."""
     settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
     for waits_with_bias in (True, False):
-        model = _stack(_StackWithoutBias, **settings)
+        model = sharded_model(_StackWithoutBias, **settings)
         stack_step(model, _call(context, 0))
         with model.no_sync():
             for layer in model.layers:
@@ -423,7 +416,7 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, 
         for layer in model.layers:
             layer.has_bias = True
         stack_step(model, _call(context, 2))
-        fresh = _stack(_StackWithoutBias, **settings)
+        fresh = sharded_model(_StackWithoutBias, **settings)
         stack_step(fresh, _call(context, 2))
         assert_same(full_grads(model), full_grads(fresh), "gradients", EXACT)
 
@@ -431,7 +424,7 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, 
 @on_ranks(2)
 def test_a_cleared_gradient_that_is_not_used_again_is_none(context: RankContext) -> None:
     """The layer ran only in a micro-batch whose gradients were cleared."""
-    model = _stack(RoutedStack, **SLOT_EACH)
+    model = sharded_model(RoutedStack, **SLOT_EACH)
     with model.no_sync():
         stack_step(model, _call(context, 0))
         model.zero_grad()
@@ -446,7 +439,7 @@ def test_a_cleared_gradient_that_is_not_used_again_is_none(context: RankContext)
 @on_ranks(2)
 def test_a_layer_that_no_rank_ran_has_no_gradient_even_if_flags_arrive_late(context: RankContext) -> None:
     """The flags are read only after they have arrived."""
-    model = _stack(RoutedStack)
+    model = sharded_model(RoutedStack)
     model.route = [0, 1, 3]
     with make_adversarial(model):
         stack_step(model, _call(context, 0))
@@ -459,7 +452,7 @@ def test_a_layer_that_no_rank_ran_has_no_gradient_even_if_flags_arrive_late(cont
 def test_gradients_in_parts_are_not_added_during_their_average(context: RankContext, route: list[int]) -> None:
     """Reentrant checkpoints, in two forwards, of layers that run twice: each recomputation delivers a part."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = _stack(lambda: RoutedStack(reentrant=True), mesh=mesh)
+    model = sharded_model(lambda: RoutedStack(reentrant=True), mesh=mesh)
     model.route = route
     with detect_races(model), make_adversarial(model):
         for number in range(3):
@@ -472,7 +465,7 @@ def test_gradients_in_parts_are_not_added_during_their_average(context: RankCont
 def test_a_unit_is_averaged_over_replicas_once(context: RankContext) -> None:
     """Also where one rank has the whole shard, and nothing tells a slot that was reduced from one that was not."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = _stack(mesh=mesh)
+    model = sharded_model(mesh=mesh)
     for number in range(2):
         with heard_collectives(engine_inside(model)) as heard:
             stack_step(model, _call(context, number))
@@ -483,7 +476,7 @@ def test_a_unit_is_averaged_over_replicas_once(context: RankContext) -> None:
 def test_a_reduction_does_not_begin_in_scratch_that_another_still_uses(context: RankContext) -> None:
     """With a grad slot for each unit two reductions share scratch, which receives through sockets."""
     with over_sockets():
-        model = _stack(**SLOT_EACH)
+        model = sharded_model(**SLOT_EACH)
     transport = engine_inside(model).ranks.transport
     start, begun = transport.start_reduce, 0
     under_way: list[tuple[int, mock.Mock]] = []

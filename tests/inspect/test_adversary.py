@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from streamshard import Precision, StreamShard
+from streamshard import Precision
 from streamshard.comm.streams import Rule
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import AdversarialTransport, make_adversarial
 from streamshard.inspect.races import detect_races
-from tests.models import Stack, vector_batch
+from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, full_weights
+from tests.reference import FP32, full_weights, sharded_model
 from tests.scenarios import BF16, dropping, reference, sharded, train
 
 
@@ -56,16 +56,10 @@ def test_the_detector_names_what_the_adversary_shows(context: RankContext) -> No
 # -- what it does -------------------------------------------------------------------------------------------------
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(3)
-    model: nn.Module = StreamShard(Stack(), precision=FP32)
-    return model
-
-
 @on_ranks(2)
 def test_a_slot_holds_nan_until_its_gather_is_waited_for(context: RankContext) -> None:
     """And what was gathered afterwards; gathers that were started before are done first."""
-    model = _model()
+    model = sharded_model()
     engine = engine_inside(model)
     with make_adversarial(model) as late:
         shards = [torch.full((4,), float(10 * k + context.rank)) for k in range(2)]
@@ -91,7 +85,7 @@ def test_a_slot_holds_nan_until_its_gather_is_waited_for(context: RankContext) -
 @on_ranks(2)
 def test_leaving_the_adversary_completes_pending_collectives(context: RankContext) -> None:
     """So that a rank that has waited gets its answer."""
-    model = _model()
+    model = sharded_model()
     slot = torch.zeros(2)
     with make_adversarial(model) as late:
         late.start_gather(torch.tensor([float(context.rank)]), slot, 0)

@@ -21,7 +21,6 @@ from streamshard import (
     DistributedOptimizer,
     LocalSGD,
     OptimizerError,
-    StreamShard,
     full_optimizer_state_dict,
     load_optimizer_state_dict,
 )
@@ -30,25 +29,20 @@ from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
     Call,
-    Step,
     Tolerance,
     adamw,
     assert_same,
+    built,
     full_weights,
     sgd,
+    sharded_model,
     stack_step,
+    train_stack,
 )
 
 NEAR = Tolerance(1e-4, 1e-5)
-SEED = 5
 STEPS = 11
-
-
-def _model(build: Callable[[], nn.Module] = Stack, **settings: Any) -> Any:
-    torch.manual_seed(SEED)
-    return StreamShard(build(), precision=FP32, **settings)
 
 
 def _mesh(replicate: int, shard: int) -> Any:
@@ -61,20 +55,12 @@ def _theirs(
     """DDP over all ranks, whose hook stops averaging gradients outside of groups of `shard` ranks."""
     from torch.distributed.optim import PostLocalSGDOptimizer  # its import warns: allowed on ranks only
 
-    torch.manual_seed(SEED)
-    model = DistributedDataParallel(build())
+    model = DistributedDataParallel(built(build))
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(first, first + shard))) for first in range(0, size, shard)]
     state = PostLocalSGDState(None, groups[rank // shard], start_localSGD_iter=settings["warmup_steps"])
     model.register_comm_hook(state, post_localSGD_hook)
     return model, PostLocalSGDOptimizer(optimizer(model.module), PeriodicModelAverager(**settings))
-
-
-def _train(model: nn.Module, optimizer: Optimizer, step: Step, context: RankContext, first: int, steps: int) -> None:
-    for number in range(first, first + steps):
-        step(model, Call(number, context.rank, context.world_size, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @on_ranks()
@@ -88,12 +74,12 @@ def test_training_equals_post_local_sgd(
     """Every rank's own weights after every step; replicas drift apart in between, as theirs do."""
     make = {"sgd": sgd, "adamw": adamw}[kind]
     wanted, theirs = _theirs(Stack, make, shape[1], warmup_steps=warmup_steps, period=period)
-    found = _model(mesh=_mesh(*shape))
+    found = sharded_model(mesh=_mesh(*shape))
     ours = LocalSGD(make(found), found, warmup_steps=warmup_steps, period=period)
     drifted = False
     for number in range(STEPS):
-        _train(wanted, theirs, stack_step, context, number, 1)
-        _train(found, ours, stack_step, context, number, 1)
+        train_stack(wanted, theirs, context, first=number, steps=1)
+        train_stack(found, ours, context, first=number, steps=1)
         weights = full_weights(found)
         assert_same(weights, dict(wanted.module.state_dict()), f"weights after step {number}", NEAR)
         drifted = drifted or _differ_between_ranks(weights)
@@ -114,10 +100,10 @@ def test_the_counter_survives_a_checkpoint(context: RankContext) -> None:
     settings: dict[str, Any] = {"warmup_steps": 3, "period": 4}
     _, theirs = _theirs(Stack, adamw, 2, **settings)
     for way in ("pieces", "whole", "theirs"):
-        model = _model(mesh=_mesh(2, 2))
+        model = sharded_model(mesh=_mesh(2, 2))
         optimizer = LocalSGD(adamw(model), model, **settings)
-        _train(model, optimizer, stack_step, context, 0, 4)  # all replicas are equal after step number 3
-        again = _model(mesh=_mesh(2, 2))
+        train_stack(model, optimizer, context, first=0, steps=4)  # all replicas are equal after step number 3
+        again = sharded_model(mesh=_mesh(2, 2))
         again.load_state_dict(full_weights(model))
         other = LocalSGD(adamw(again), again, **settings)
         if way == "pieces":
@@ -131,15 +117,15 @@ def test_the_counter_survives_a_checkpoint(context: RankContext) -> None:
             # The moments of the first replica are everybody's now.
             load_optimizer_state_dict(model, optimizer, whole)
         assert other.step_count == 4
-        _train(model, optimizer, stack_step, context, 4, 5)
-        _train(again, other, stack_step, context, 4, 5)
+        train_stack(model, optimizer, context, first=4, steps=5)
+        train_stack(again, other, context, first=4, steps=5)
         assert_same(full_weights(again), full_weights(model), way, EXACT)
 
 
 @on_ranks(4)
 def test_the_exchange_of_errors_goes_inside(context: RankContext) -> None:
     """An error on one rank is everybody's before weights are averaged; the other way round is refused."""
-    model = _model(mesh=_mesh(2, 2))
+    model = sharded_model(mesh=_mesh(2, 2))
     with pytest.raises(ConfigError, match=r"Put it inside: LocalSGD\(DistributedOptimizer"):
         DistributedOptimizer(LocalSGD(sgd(model), model, period=1), model)
 
@@ -160,10 +146,10 @@ def test_the_exchange_of_errors_goes_inside(context: RankContext) -> None:
 
 @on_ranks(4)
 def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
-    model = _model()
+    model = sharded_model()
     with pytest.raises(ConfigError, match="this model has one: shard it with a 2-D mesh"):
         LocalSGD(sgd(model), model, period=2)
-    model = _model(mesh=_mesh(2, 2))
+    model = sharded_model(mesh=_mesh(2, 2))
     with pytest.raises(ConfigError, match="period=0: wanted at least 1"):
         LocalSGD(sgd(model), model, period=0)
     LocalSGD(sgd(model), model, period=1, warmup_steps=2)
@@ -174,7 +160,7 @@ def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
 @on_ranks(4)
 def test_a_step_that_overflows_in_one_replica_is_skipped_by_all(context: RankContext) -> None:
     """Or replicas would count differently, and wait for averages that others do not take part in."""
-    model = _model(mesh=_mesh(2, 2))
+    model = sharded_model(mesh=_mesh(2, 2))
     optimizer = LocalSGD(sgd(model), model, period=3)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for number in range(6):

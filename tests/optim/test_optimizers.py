@@ -24,8 +24,11 @@ from tests.reference import (
     Tolerance,
     assert_same,
     assert_trains_like_plain,
+    built,
     full_weights,
+    sharded_model,
     stack_step,
+    train_stack,
 )
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -92,7 +95,7 @@ WHOLE: dict[str, Callable[[nn.Module], Optimizer]] = {
 @pytest.mark.parametrize("name", list(WHOLE))
 def test_one_rank_has_whole_parameters(context: RankContext, name: str) -> None:
     """So every optimizer works there."""
-    model = _model(context)
+    model = sharded_model()
     optimizer = WHOLE[name](model)
     stack_step(model, Call(0, 0, 1, 1.0))
     optimizer.step(lambda: 0.0)
@@ -102,25 +105,10 @@ def test_one_rank_has_whole_parameters(context: RankContext, name: str) -> None:
 # -- the whole state ----------------------------------------------------------------------------------------------
 
 
-def _model(context: RankContext, weights: dict[str, Tensor] | None = None) -> Any:
-    torch.manual_seed(9)
-    model = StreamShard(Stack(), precision=FP32)
-    if weights is not None:
-        model.load_state_dict(weights)
-    return model
-
-
-def _train(model: nn.Module, optimizer: Optimizer, context: RankContext, first: int, steps: int = 3) -> None:
-    for number in range(first, first + steps):
-        stack_step(model, Call(number, 0, 1, 1.0))  # every rank has the same batch, so any number of ranks agrees
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _collected(context: RankContext, name: str) -> tuple[dict[str, Tensor], bytes]:
-    model = _model(context)
+    model = sharded_model()
     optimizer = _two_groups(name)(model)
-    _train(model, optimizer, context, 0)
+    train_stack(model, optimizer)
     state = full_optimizer_state_dict(model, optimizer)
     assert bool(state) == (context.rank == 0)
     assert all(
@@ -150,16 +138,16 @@ def _assert_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def _resumed(context: RankContext, name: str, weights: dict[str, Tensor], state: bytes) -> dict[str, Tensor]:
-    model = _model(context, weights)
+    model = sharded_model()
+    model.load_state_dict(weights)
     optimizer = _two_groups(name)(model)
     load_optimizer_state_dict(model, optimizer, _unpacked(state) if context.rank == 0 else None)
-    _train(model, optimizer, context, 3)
+    train_stack(model, optimizer, first=3)
     return full_weights(model)
 
 
 def _plain(name: str, weights: dict[str, Tensor] | None = None) -> tuple[nn.Module, Optimizer]:
-    torch.manual_seed(9)
-    model = Stack()
+    model = built()
     if weights is not None:
         model.load_state_dict(weights)
     return model, _two_groups(name)(model)
@@ -174,14 +162,14 @@ def test_state_of_two_ranks_is_resumed_by_three_and_by_plain_torch(ranks: RankPo
     """And equals the state that the unsharded model's optimizer has."""
     weights, state = ranks(2).run(_collected, name)[0]
     plain, optimizer = _plain(name)
-    _train(plain, optimizer, RankContext(0, 1, torch.device("cpu")), 0)
+    train_stack(plain, optimizer)
     wanted = optimizer.state_dict()
     found = _unpacked(state)
     assert found["param_groups"] == wanted["param_groups"]
     _assert_state(found, wanted)
     resumed, optimizer = _plain(name, weights)
     optimizer.load_state_dict(found)
-    _train(resumed, optimizer, RankContext(0, 1, torch.device("cpu")), 3)
+    train_stack(resumed, optimizer, first=3)
     on_three = ranks(3).run(_resumed, name, weights, state)[0]
     assert_same(on_three, dict(resumed.state_dict()), "weights", NEAR)
 
@@ -190,10 +178,9 @@ def test_state_of_two_ranks_is_resumed_by_three_and_by_plain_torch(ranks: RankPo
 def test_state_of_plain_torch_is_resumed_by_two_ranks(ranks: RankPool, name: str) -> None:
     """A run that started on one device goes on sharded."""
     plain, optimizer = _plain(name)
-    context = RankContext(0, 1, torch.device("cpu"))
-    _train(plain, optimizer, context, 0)
+    train_stack(plain, optimizer)
     weights, state = {key: value.clone() for key, value in plain.state_dict().items()}, _packed(optimizer.state_dict())
-    _train(plain, optimizer, context, 3)
+    train_stack(plain, optimizer, first=3)
     found = ranks(2).run(_resumed, name, weights, state)[0]
     assert_same(found, dict(plain.state_dict()), "weights", NEAR)
 
@@ -204,19 +191,19 @@ def test_zero_redundancy_optimizer_and_streamshard_read_each_others_state(contex
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kind, settings = OPTIMIZERS["AdamW"]
-    torch.manual_seed(9)
-    ddp = DistributedDataParallel(Stack())
+    ddp = DistributedDataParallel(built())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), kind, **settings)
-    _train(ddp, zero, context, 0)
+    train_stack(ddp, zero)
     zero.consolidate_state_dict(to=0)
     theirs = zero.state_dict() if context.rank == 0 else None
     weights = {key: value.clone() for key, value in ddp.module.state_dict().items()}
 
-    model = _model(context, weights)
+    model = sharded_model()
+    model.load_state_dict(weights)
     optimizer = kind(model.parameters(), **settings)  # type: ignore[call-arg]
     load_optimizer_state_dict(model, optimizer, theirs)
-    _train(model, optimizer, context, 3)
-    _train(ddp, zero, context, 3)
+    train_stack(model, optimizer, first=3)
+    train_stack(ddp, zero, first=3)
     assert_same(full_weights(model), dict(ddp.module.state_dict()), "weights", NEAR)
 
     ours = full_optimizer_state_dict(model, optimizer, rank0_only=False)
@@ -224,17 +211,17 @@ def test_zero_redundancy_optimizer_and_streamshard_read_each_others_state(contex
     again.module.load_state_dict(full_weights(model))
     other = ZeroRedundancyOptimizer(again.parameters(), kind, **settings)
     other.load_state_dict(ours)
-    _train(again, other, context, 6)
-    _train(model, optimizer, context, 6)
+    train_stack(again, other, first=6)
+    train_stack(model, optimizer, first=6)
     assert_same(full_weights(model), dict(again.module.state_dict()), "weights", NEAR)
 
 
 @on_ranks(2)
 def test_state_that_does_not_fit_is_refused_on_all_ranks(context: RankContext) -> None:
     """Another model, or parameters in another order; nothing is changed."""
-    model = _model(context)
+    model = sharded_model()
     optimizer = _two_groups("AdamW")(model)
-    _train(model, optimizer, context, 0)
+    train_stack(model, optimizer)
     before = full_optimizer_state_dict(model, optimizer, rank0_only=False)
     reordered = torch.optim.AdamW(list(Stack().parameters())[::-1])
     for param in reordered.param_groups[0]["params"]:
@@ -253,18 +240,18 @@ def test_state_that_does_not_fit_is_refused_on_all_ranks(context: RankContext) -
 @on_ranks(2)
 def test_pieces_of_state_are_not_saved_as_if_they_were_whole(context: RankContext) -> None:
     """`accelerator.save_state` writes rank 0's state for all; copies of a state dict can still be loaded again."""
-    model = _model(context)
+    model = sharded_model()
     optimizer = _two_groups("AdamW")(model)
-    _train(model, optimizer, context, 0)
+    train_stack(model, optimizer)
     with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
         _packed(optimizer.state_dict())
     backup, weights = copy.deepcopy(optimizer.state_dict()), full_weights(model)
-    _train(model, optimizer, context, 3)
+    train_stack(model, optimizer, first=3)
     wanted = full_weights(model)
     model.load_state_dict(weights)
     optimizer.load_state_dict(backup)
     assert {type(v) for values in optimizer.state.values() for v in values.values()} == {Tensor}
-    _train(model, optimizer, context, 3)
+    train_stack(model, optimizer, first=3)
     assert_same(full_weights(model), wanted, "weights", EXACT)
 
 
@@ -278,16 +265,17 @@ def test_whole_state_is_cut_when_the_optimizer_itself_loads_it(
     kind, settings = OPTIMIZERS[name]
     plain, _ = _plain(name)
     theirs = kind(plain.parameters(), **settings, **WAYS[way])  # type: ignore[call-arg]
-    _train(plain, theirs, context, 0)
-    model = _model(context, dict(plain.state_dict()))
+    train_stack(plain, theirs)
+    model = sharded_model()
+    model.load_state_dict(dict(plain.state_dict()))
     ours = kind(model.parameters(), **settings, **WAYS[way])  # type: ignore[call-arg]
     if has_stepped:
-        _train(model, ours, context, 7, steps=1)
+        train_stack(model, ours, first=7, steps=1)
         model.load_state_dict(plain.state_dict())
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
     _assert_state(full_optimizer_state_dict(model, ours, rank0_only=False), theirs.state_dict())
-    _train(plain, theirs, context, 3)
-    _train(model, ours, context, 3)
+    train_stack(plain, theirs, first=3)
+    train_stack(model, ours, first=3)
     assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
 
 
@@ -299,10 +287,10 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
     model: Any = _plain(name)[0]
     ours = _two_groups(name)(model)
     for each, optimizer in ((plain, theirs), (model, ours)):
-        _train(each, optimizer, context, 0)
+        train_stack(each, optimizer)
     model = StreamShard(model, precision=FP32)
     for each, optimizer in ((plain, theirs), (model, ours)):
-        _train(each, optimizer, context, 3)
+        train_stack(each, optimizer, first=3)
     assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
     _assert_state(full_optimizer_state_dict(model, ours, rank0_only=False), theirs.state_dict())
 
@@ -311,10 +299,10 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_state_that_is_neither_whole_nor_a_piece_raises(context: RankContext, has_stepped: bool) -> None:
     """Pieces of another number of ranks: when they are loaded, or at the first step, and again at the next."""
-    model = _model(context)
+    model = sharded_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     if has_stepped:
-        _train(model, optimizer, context, 0, steps=1)
+        train_stack(model, optimizer, steps=1)
     other = torch.optim.AdamW([nn.Parameter(torch.ones(5)) for _ in model.parameters()], fused=True)
     for param in other.param_groups[0]["params"]:
         param.grad = torch.ones(5)
@@ -323,9 +311,9 @@ def test_state_that_is_neither_whole_nor_a_piece_raises(context: RankContext, ha
     if has_stepped:
         with pytest.raises(ShardingError, match=said):
             optimizer.load_state_dict(other.state_dict())
-        _train(model, optimizer, context, 1, steps=1)
+        train_stack(model, optimizer, first=1, steps=1)
         return
     optimizer.load_state_dict(other.state_dict())
     for _ in range(2):
         with pytest.raises(ShardingError, match=said):
-            _train(model, optimizer, context, 1, steps=1)
+            train_stack(model, optimizer, first=1, steps=1)

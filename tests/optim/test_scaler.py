@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from streamshard import Precision, ShardingError, StreamShard
+from streamshard import Precision, ShardingError
 from tests.models import Stack, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -25,6 +24,7 @@ from tests.reference import (
     full_weights,
     lm_step,
     piece_of,
+    sharded_model,
 )
 
 FP16 = Precision(param_dtype=torch.float16)
@@ -47,11 +47,6 @@ class Tiny(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x
-
-
-def _sharded(build: Callable[[], nn.Module], **settings: Any) -> Any:
-    torch.manual_seed(7)
-    return StreamShard(build(), **{"precision": FP16, **settings})
 
 
 def _backward(model: Any, scaler: GradScaler, rank: int, number: int = 0) -> None:
@@ -88,7 +83,7 @@ def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
     context: RankContext, way: str, slots: str, build: type[nn.Module], clips: bool
 ) -> None:
     """Weights and optimizer state stay what they were; the step before and the step after do not skip."""
-    model = _sharded(build, **SLOTS[slots])
+    model = sharded_model(build, precision=FP16, **SLOTS[slots])
     if build is Tiny and context.rank > 0:
         assert not any(piece_of(p).numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **WAYS[way])
@@ -119,7 +114,7 @@ def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
 @pytest.mark.parametrize(("way", "place"), [("plain", 0), ("foreach", 3), ("fused", 0)])
 def test_gradients_that_wait_in_slots_are_not_unscaled(context: RankContext, way: str, place: int) -> None:
     """Inside `no_sync` with ZeRO-1 there is nothing to check yet, even if most parameters have gradients already."""
-    model = _sharded(Stack, **SLOTS["ZeRO-1"])
+    model = sharded_model(Stack, precision=FP16, **SLOTS["ZeRO-1"])
     optimizer, scaler = torch.optim.AdamW(model.parameters(), **WAYS[way]), GradScaler("cpu", init_scale=8.0)
     _backward(model, scaler, context.rank)
     with model.no_sync():
@@ -129,7 +124,7 @@ def test_gradients_that_wait_in_slots_are_not_unscaled(context: RankContext, way
         assert not optimizer.state
         optimizer.zero_grad()
     model.layers[place](vector_batch(1, 0)).float().sum().backward()
-    wanted = _sharded(Stack, **SLOTS["ZeRO-1"])
+    wanted = sharded_model(Stack, precision=FP16, **SLOTS["ZeRO-1"])
     wanted.layers[place](vector_batch(1, 0)).float().sum().backward()
     assert_same(full_grads(model), full_grads(wanted), "gradients", EXACT)
 
@@ -142,7 +137,7 @@ def test_fp16_training_ends_near_fp32(context: RankContext) -> None:
     """The first scale is far too large, and it grows again: several steps are skipped, on all ranks."""
     losses = {}
     for name, precision in (("fp32", FP32), ("fp16", FP16)):
-        model = _sharded(TinyLM, precision=precision, **SLOTS["ZeRO-1"])
+        model = sharded_model(TinyLM, precision=precision, **SLOTS["ZeRO-1"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
         scaler = GradScaler("cpu", init_scale=2.0**24, growth_interval=8, enabled=name == "fp16")
         skipped = 0
@@ -162,6 +157,6 @@ def test_fp16_training_ends_near_fp32(context: RankContext) -> None:
             losses[name] = loss.detach().float()
         assert (skipped > 3) == (name == "fp16")
         assert skipped < 30
-    start = lm_step(_sharded(TinyLM, precision=FP32), Call(0, context.rank, context.world_size, 1.0))
+    start = lm_step(sharded_model(TinyLM, precision=FP32), Call(0, context.rank, context.world_size, 1.0))
     assert float(losses["fp32"]) < 0.8 * float(start), "fp32 itself does not train: nothing to compare with"
     assert_same({"loss": losses["fp16"]}, {"loss": losses["fp32"]}, "loss", Tolerance(relative=2e-2))

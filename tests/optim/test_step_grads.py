@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from streamshard import StreamShard, full_optimizer_state_dict
+from streamshard import full_optimizer_state_dict
 from streamshard.errors import ShardingError
 from streamshard.optim import elementwise
 from streamshard.unit.sharded_tensor import ShardedTensor
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, full_weights, piece_of, stack_step
+from tests.reference import EXACT, Call, assert_same, full_weights, piece_of, sharded_model, stack_step
 
 
 @elementwise
@@ -45,11 +45,6 @@ class _Foreign(Optimizer):
             param.sub_(param.grad, alpha=self.defaults["lr"])
 
 
-def _model() -> Any:
-    torch.manual_seed(9)
-    return StreamShard(Stack(), precision=FP32)
-
-
 def _backward(model: nn.Module, number: int = 0) -> float:
     return float(stack_step(model, Call(number, 0, 1, 1.0)))
 
@@ -68,7 +63,7 @@ def _alike(value: Any, context: RankContext) -> bool:
 @on_ranks(3)
 def test_empty_pieces_have_gradients_outside_of_steps(context: RankContext) -> None:
     """The same number of norms, and the same norms, on every rank: before a step, after it, and without some of it."""
-    model = _model()
+    model = sharded_model()
     optimizer = _Foreign(model.parameters())
     for number in range(2):
         _backward(model, number)
@@ -89,7 +84,7 @@ def test_empty_pieces_have_gradients_outside_of_steps(context: RankContext) -> N
 @on_ranks(3)
 def test_a_closure_sees_and_makes_all_gradients(context: RankContext) -> None:
     """It clips them; the step that called it sees those with elements."""
-    model, plain = _model(), Stack()
+    model, plain = sharded_model(), Stack()
     plain.load_state_dict(full_weights(model))
     optimizer = _Foreign(model.parameters())
     params = list(model.parameters())
@@ -130,7 +125,7 @@ class _Failing(_Foreign):
 @on_ranks(3)
 def test_a_step_that_failed_can_be_made_again(context: RankContext) -> None:
     """Parameters and gradients are what they were. Hooks may replace gradients: the step takes the new ones."""
-    model = _model()
+    model = sharded_model()
     optimizer = _Failing(model.parameters())
     params = list(model.parameters())
     _backward(model)
@@ -152,7 +147,7 @@ def test_a_step_that_failed_can_be_made_again(context: RankContext) -> None:
 
 @on_ranks(3)
 def test_nothing_is_kept_for_empty_pieces(context: RankContext) -> None:
-    model = _model()
+    model = sharded_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     _backward(model)
     optimizer.step()
@@ -197,7 +192,7 @@ UNKNOWN: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
 def test_an_optimizer_that_is_not_known_raises_at_its_first_step(context: RankContext, case: str) -> None:
     """On all ranks, with what to write instead; no weight has changed, and another one goes on."""
     make, message = UNKNOWN[case]
-    model = _model()
+    model = sharded_model()
     before = full_weights(model)
     _backward(model)
     for closure in ((), (lambda: 0.0,)):
@@ -214,7 +209,7 @@ def test_an_optimizer_that_is_not_known_raises_at_its_first_step(context: RankCo
 @pytest.mark.parametrize("asked", [{"max_unorm": 0.5}, {"percentile_clipping": 5}, {"block_wise": False}, {}])
 def test_norms_that_bitsandbytes_is_asked_for_are_refused(context: RankContext, asked: dict[str, Any]) -> None:
     """Of an optimizer that else works element by element."""
-    model = _model()
+    model = sharded_model()
     optimizer = _named("bitsandbytes.optim.adam", "Adam")(model.parameters())
     settings = {"max_unorm": 0.0, "percentile_clipping": 100, "block_wise": True, **asked}
     optimizer.args = type("Args", (), settings)()
@@ -242,7 +237,7 @@ class _Blocks(_Foreign):
 
 @on_ranks(2)
 def test_quantized_state_is_not_put_together(context: RankContext) -> None:
-    model = _model()
+    model = sharded_model()
     optimizer = _Blocks(model.parameters())
     _backward(model)
     optimizer.step()

@@ -25,14 +25,14 @@ from tests.optim.muon import muon_in_fp32
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
     Call,
     Tolerance,
     assert_same,
     assert_trains_like_plain,
     full_weights,
-    seed,
+    sharded_model,
     stack_step,
+    train_stack,
 )
 from tests.simulated import checking_streams, late, simulated_device
 
@@ -149,14 +149,14 @@ def test_whole_matrices_train_like_on_the_unsharded_model(
 @muon_in_fp32()
 def test_exchanges_are_ordered_and_may_be_late(context: RankContext, on_a_device: bool) -> None:
     """No race, and the same numbers when every exchange takes as long as the waits allow."""
-    wanted = _sharded()
-    _train(wanted, _muon_and_adamw(wanted), context)
+    wanted = sharded_model(Mixed)
+    train_stack(wanted, _muon_and_adamw(wanted), context)
     with simulated_device() if on_a_device else contextlib.nullcontext():
-        model = _sharded()
+        model = sharded_model(Mixed)
         optimizer = _muon_and_adamw(model)
         with late(model) if on_a_device else make_adversarial(model):
             with detect_races(model) as detector:
-                _train(model, optimizer, context)
+                train_stack(model, optimizer, context)
             assert detector.accesses
     # gloo's own sum, which plays a device's, adds in another order.
     assert_same(full_weights(model), full_weights(wanted), "weights", NEAR if on_a_device else EXACT)
@@ -169,14 +169,14 @@ def test_exchanges_are_ordered_and_may_be_late(context: RankContext, on_a_device
 def test_each_wait_of_a_round_is_needed(context: RankContext, what: str) -> None:
     """Without it the race detector names a race on the rounds' buffers. Exchanges are on the comm stream."""
     with simulated_device() as device:
-        model = _sharded()
+        model = sharded_model(Mixed)
         optimizer = _muon_and_adamw(model)
         with checking_streams(device) as streams, streams.of(model):
-            _train(model, optimizer, context, steps=1)
+            train_stack(model, optimizer, context, steps=1)
         engine = engine_inside(model)
         engine.streams.dropped_rules = frozenset({what})
         with detect_races(model, raise_at_exit=False) as detector:
-            _train(model, optimizer, context, steps=1)
+            train_stack(model, optimizer, context, steps=1)
         engine.streams.dropped_rules = frozenset()
     assert any(race.category is Category.OPTIMIZER_ROUNDS for race in detector.found)
 
@@ -184,14 +184,14 @@ def test_each_wait_of_a_round_is_needed(context: RankContext, what: str) -> None
 @on_ranks(2)
 def test_the_memory_report_counts_rounds_and_frees_them(context: RankContext) -> None:
     """What the plan says is what is held; nothing before the first step, nothing after the optimizer."""
-    model = _sharded()
+    model = sharded_model(Mixed)
     optimizer = _muon_and_adamw(model)
     assert model.memory_report().held_bytes["optimizer rounds"] == 0
-    _train(model, optimizer, context, steps=1)
+    train_stack(model, optimizer, context, steps=1)
     report = model.memory_report()
     assert report.held_bytes["optimizer rounds"] > 0
     held = report.total_bytes
-    _train(model, optimizer, context, steps=2)
+    train_stack(model, optimizer, context, steps=2)
     assert model.memory_report().total_bytes == held
     del optimizer
     gc.collect()
@@ -201,9 +201,9 @@ def test_the_memory_report_counts_rounds_and_frees_them(context: RankContext) ->
 @on_ranks(2)
 def test_state_lives_with_the_owner(context: RankContext) -> None:
     """Each matrix has state on one rank, of the full shape; vectors have pieces of it on both."""
-    model = _sharded()
+    model = sharded_model(Mixed)
     optimizer = _muon_and_adamw(model)
-    _train(model, optimizer, context)
+    train_stack(model, optimizer, context)
     for name, param in model.named_parameters():
         if param.ndim != 2:
             continue
@@ -231,24 +231,24 @@ class _Picky(torch.optim.SGD):
 def test_an_error_on_one_owner_is_raised_on_all_ranks(context: RankContext, on_a_device: bool) -> None:
     """By rank and cause, with a `DistributedOptimizer` around it: the exchanges are over then. Training can go on."""
     with simulated_device() if on_a_device else contextlib.nullcontext():
-        model = _sharded()
+        model = sharded_model(Mixed)
         inner = WholeParameterOptimizer(_matrices(model), _Picky, lr=0.02, round_size=1)
         optimizer = DistributedOptimizer(inner, model)
-        _train(model, optimizer, context, steps=1)
+        train_stack(model, optimizer, context, steps=1)
         owner = inner.owner_of(model.get_submodule("head").weight)
         _Picky.fails_on = owner
         try:
             with pytest.raises(OptimizerError, match=f"rank {owner}: FloatingPointError: singular matrix"):
-                _train(model, optimizer, context, steps=1)
+                train_stack(model, optimizer, context, steps=1)
         finally:
             _Picky.fails_on = None
-        _train(model, optimizer, context, steps=1)
+        train_stack(model, optimizer, context, steps=1)
 
 
 @on_ranks(2)
 def test_ranks_that_disagree_about_gradients_hear_which(context: RankContext) -> None:
     """A user clears one on one rank: no whole parameter is stepped, and training can go on."""
-    model = _sharded()
+    model = sharded_model(Mixed)
     optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=1)
     before = full_weights(model)
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
@@ -258,7 +258,7 @@ def test_ranks_that_disagree_about_gradients_hear_which(context: RankContext) ->
         optimizer.step()
     assert_same(full_weights(model), before, "weights", EXACT)
     optimizer.zero_grad()
-    _train(model, optimizer, context, steps=1)
+    train_stack(model, optimizer, context, steps=1)
 
 
 class _Coupled(torch.optim.SGD):
@@ -351,15 +351,3 @@ def test_wrong_arguments_are_named(groups: Any, kind: Any, options: dict[str, An
     groups = [param] if groups is None else [{**group, "params": [param]} for group in groups]
     with pytest.raises(ValueError, match=message):
         WholeParameterOptimizer(groups, kind, **options)
-
-
-def _sharded() -> StreamShard:
-    seed(3)
-    return StreamShard(Mixed(), precision=FP32)
-
-
-def _train(model: nn.Module, optimizer: Optimizer, context: RankContext, steps: int = 3) -> None:
-    for number in range(steps):
-        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()

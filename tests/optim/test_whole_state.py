@@ -23,7 +23,7 @@ from streamshard.optim import WholeParameterOptimizer
 from tests.optim.muon import muon_in_fp32
 from tests.optim.test_whole_parameters import NEAR, Mixed, _adafactor, _muon_and_adamw
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, full_weights, seed, stack_step
+from tests.reference import EXACT, assert_same, built, full_weights, sharded_model, train_stack
 
 
 class Odd(torch.optim.SGD):
@@ -51,19 +51,6 @@ def _odd(model: nn.Module) -> Any:
     if isinstance(model, StreamShard):
         return WholeParameterOptimizer(model.parameters(), Odd, lr=0.02, round_size=1)
     return Odd(model.parameters(), lr=0.02)
-
-
-def _model(sharded: bool = True) -> nn.Module:
-    seed(3)
-    return StreamShard(Mixed(), precision=FP32) if sharded else Mixed()
-
-
-def _train(model: nn.Module, optimizer: Any, steps: int = 2, first: int = 0) -> None:
-    """On the same batch on every rank, so that any number of ranks gives the same gradients but for rounding."""
-    for number in range(first, first + steps):
-        stack_step(model, Call(number, 0, 1, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _assert_state(found: Any, wanted: Any, path: str = "state") -> None:
@@ -96,25 +83,25 @@ BUILD: dict[str, Callable[[nn.Module], Any]] = {
 def test_the_full_state_is_plain_pytorchs_and_goes_both_ways(context: RankContext, name: str) -> None:
     """Collected from any number of ranks, loaded by plain PyTorch, and back; training goes on alike."""
     build = BUILD[name]
-    plain, sharded = _model(False), _model()
+    plain, sharded = built(Mixed), sharded_model(Mixed)
     its, ours = build(plain), build(sharded)
-    _train(plain, its)
-    _train(sharded, ours)
+    train_stack(plain, its, steps=2)
+    train_stack(sharded, ours, steps=2)
     state = full_optimizer_state_dict(sharded, ours, rank0_only=False)
     _assert_state(state, its.state_dict())
     first_only = full_optimizer_state_dict(sharded, ours)
     _assert_state(first_only, state if context.rank == 0 else {})
 
-    other = _model(False)
+    other = built(Mixed)
     other.load_state_dict(full_weights(sharded))
     other_optimizer = build(other)
     other_optimizer.load_state_dict(copy.deepcopy(state))
-    again = _model()
+    again = sharded_model(Mixed)
     again.load_state_dict(full_weights(sharded))
     again_optimizer = build(again)
     load_optimizer_state_dict(again, again_optimizer, its.state_dict() if context.rank == 0 else None)
     for model, optimizer in ((sharded, ours), (other, other_optimizer), (again, again_optimizer)):
-        _train(model, optimizer, first=2)
+        train_stack(model, optimizer, first=2, steps=2)
     assert_same(full_weights(other), full_weights(sharded), "weights of plain PyTorch", NEAR)
     assert_same(full_weights(again), full_weights(sharded), "weights after loading", NEAR)
 
@@ -122,40 +109,40 @@ def test_the_full_state_is_plain_pytorchs_and_goes_both_ways(context: RankContex
 @on_ranks(2)
 def test_every_rank_may_load_the_whole_state(context: RankContext) -> None:
     """`load_state_dict` keeps what the rank owns or has pieces of."""
-    plain, sharded = _model(False), _model()
+    plain, sharded = built(Mixed), sharded_model(Mixed)
     its, ours = _adafactor(plain), _adafactor(sharded)
-    _train(plain, its)
+    train_stack(plain, its, steps=2)
     ours.load_state_dict(copy.deepcopy(its.state_dict()))
     sharded.load_state_dict(full_weights(plain))
     for model, optimizer in ((plain, its), (sharded, ours)):
-        _train(model, optimizer, first=2)
+        train_stack(model, optimizer, first=2, steps=2)
     assert_same(full_weights(sharded), full_weights(plain), "weights", NEAR)
 
 
 @on_ranks(2)
 def test_this_ranks_state_can_be_copied_and_loaded_and_not_be_saved(context: RankContext) -> None:
     """As pieces of elementwise optimizers."""
-    model = _model()
+    model = sharded_model(Mixed)
     optimizer = _muon_and_adamw(model)
-    _train(model, optimizer)
+    train_stack(model, optimizer, steps=2)
     state, weights = copy.deepcopy(optimizer.state_dict()), full_weights(model)
     with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
         torch.save(state, "/dev/null")
-    _train(model, optimizer, first=2)
+    train_stack(model, optimizer, first=2, steps=2)
     wanted = full_weights(model)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
-    _train(model, optimizer, first=2)
+    train_stack(model, optimizer, first=2, steps=2)
     assert_same(full_weights(model), wanted, "weights", EXACT)
 
 
 @muon_in_fp32()
 def _save(context: RankContext, name: str, folder: str, *, background: bool) -> dict[str, torch.Tensor]:
-    model = _model()
+    model = sharded_model(Mixed)
     optimizer = BUILD[name](model)
-    _train(model, optimizer)
+    train_stack(model, optimizer, steps=2)
     saving = save_checkpoint(folder, model, optimizer, wait=not background)
-    _train(model, optimizer, first=2)
+    train_stack(model, optimizer, first=2, steps=2)
     if background:
         saving.wait()
     return full_weights(model)
@@ -163,10 +150,10 @@ def _save(context: RankContext, name: str, folder: str, *, background: bool) -> 
 
 @muon_in_fp32()
 def _load(context: RankContext, name: str, folder: str) -> dict[str, torch.Tensor]:
-    model = _model()
+    model = sharded_model(Mixed)
     optimizer = BUILD[name](model)
     load_checkpoint(folder, model, optimizer)
-    _train(model, optimizer, first=2)
+    train_stack(model, optimizer, first=2, steps=2)
     return full_weights(model)
 
 
@@ -192,7 +179,7 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(
 @on_ranks(2)
 def test_a_checkpoint_of_another_optimizer_is_refused(context: RankContext, tmp_path: Path) -> None:
     """The classes inside count."""
-    model = _model()
+    model = sharded_model(Mixed)
     save_checkpoint(tmp_path, model, _adafactor(model))
     with pytest.raises(CheckpointError, match=r"Adafactor.*wanted .*WholeParameterOptimizer\(.*Odd\)"):
         load_checkpoint(tmp_path, model, _odd(model))

@@ -26,6 +26,7 @@ from tests.reference import (
     full_grads,
     lm_step,
     piece_of,
+    sharded_model,
     stack_step,
 )
 from tests.scenarios import PRECISIONS as BASE
@@ -154,11 +155,6 @@ def test_zero_1_reduces_once_for_all_micro_batches(context: RankContext) -> None
     assert _counts(model, context, 3) == (1 + depth + 1, 1 + depth)
 
 
-def _accumulating(precision: Precision) -> Any:
-    torch.manual_seed(3)
-    return StreamShard(Stack(), precision=precision, **ZERO_1)
-
-
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "precision"), [(2, "16-bit wire"), (3, "bf16")])
 def test_waiting_gradients_are_added_to_those_that_were_there(context: RankContext, precision: str) -> None:
@@ -207,7 +203,7 @@ def test_waiting_gradients_of_layers_frozen_meanwhile_are_kept(context: RankCont
 @on_ranks(2)
 def test_using_unreduced_gradients_raises(context: RankContext) -> None:
     """They are this rank's alone: reading or scaling them raises and names a parameter."""
-    model = _accumulating(FP32)
+    model = sharded_model(**ZERO_1)
     optimizer = adamw(model)
     with model.no_sync():
         stack_step(model, Call(0, context.rank, 2, 1.0))
