@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,17 @@ class Stack(nn.Module):
     def order(self) -> Iterable[nn.Module]:
         """The layers in the order in which they run; tests override it."""
         return self.layers
+
+
+def stack_of(layer: Callable[[], nn.Module], depth: int = 4) -> Callable[[], Any]:
+    """A function that builds a `Stack` of such layers."""
+
+    def build() -> Stack:
+        stack = Stack()
+        stack.layers = nn.ModuleList(layer() for _ in range(depth))
+        return stack
+
+    return build
 
 
 class NormStack(Stack):

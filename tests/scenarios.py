@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Rule
 from streamshard.inspect import engine_inside
-from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, vector_batch
+from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
 from tests.ranks import RankContext
 from tests.reference import Call, adamw, full_weights, lm_step, seed, stack_step
 
@@ -204,14 +204,6 @@ class NormedLayer(Layer):
         return out
 
 
-class NormedStack(Stack):
-    """Of such layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(NormedLayer() for _ in range(5))
-
-
 def _clipping(model: nn.Module, call: Call) -> None:
     assert isinstance(model, StreamShard)
     stack_step(model, call)
@@ -287,7 +279,7 @@ SCENARIOS: dict[str, Scenario] = {
     "freezing": Scenario(RoutedStack, _freezing),
     "adapters": Scenario(AdapterStack, _one_backward),
     "adapters in micro-batches": Scenario(AdapterStack, _no_sync),
-    "norms in fp32": Scenario(NormedStack, _one_backward),
+    "norms in fp32": Scenario(stack_of(NormedLayer, 5), _one_backward),
     "clipping": Scenario(RoutedStack, _clipping),
     "summoning": Scenario(RoutedStack, _summoning),
     "a backward that fails": Scenario(RoutedStack, _failing_backward),

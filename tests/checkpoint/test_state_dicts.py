@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
-from tests.models import Layer, NormStack, Stack
+from tests.models import Layer, NormStack, Stack, stack_of
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, assert_same, full_weights, stack_step
 
@@ -74,22 +74,13 @@ class Tied(Stack):
         self.layers[2].linear.weight = self.layers[0].linear.weight  # type: ignore[union-attr]
 
 
-def _stack_of(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        model = Stack()
-        model.layers = nn.ModuleList(layer() for _ in range(3))
-        return model
-
-    return build
-
-
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "plain": Stack,
     "buffers": NormStack,
     "tied": Tied,
-    "renamed by a hook": _stack_of(Renamed),
-    "its own state_dict": _stack_of(Overridden),
-    "extra state": _stack_of(Extra),
+    "renamed by a hook": stack_of(Renamed),
+    "its own state_dict": stack_of(Overridden),
+    "extra state": stack_of(Extra),
 }
 
 
@@ -121,7 +112,7 @@ def test_what_a_module_raises_on_one_rank_is_an_error_on_all(context: RankContex
         def get_extra_state(self) -> Any:
             raise KeyError("nothing here")
 
-    model, _ = _model(_stack_of(Refusing))
+    model, _ = _model(stack_of(Refusing))
     with pytest.raises(ShardingError, match="rank 0: KeyError: 'nothing here'") as caught:
         model.full_state_dict()
     assert isinstance(caught.value.__cause__, KeyError) is (context.rank == 0)

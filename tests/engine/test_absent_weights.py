@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.errors import ShardingError
-from tests.models import DIM, Layer, Stack, vector_batch
+from tests.models import DIM, Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
@@ -253,13 +253,7 @@ def test_weights_kept_by_a_layers_own_graph_are_unsharded_in_its_backward(
     context: RankContext, slots: Any, resident: Any
 ) -> None:
     """Memory and all: kernels may read it."""
-
-    def build() -> nn.Module:
-        model = Stack()
-        model.layers = nn.ModuleList(OfItsOwn() for _ in range(4))
-        return model
-
-    assert_trains_like_plain(context, build, stack_step, weight_slots=slots, resident=resident)
+    assert_trains_like_plain(context, stack_of(OfItsOwn), stack_step, weight_slots=slots, resident=resident)
 
 
 class Encoder(Stack):

@@ -23,7 +23,7 @@ from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.unit.grads import UnitGrads
 from streamshard.unit.shard import WeightSlot
-from tests.models import Layer, Stack, vector_batch
+from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -394,19 +394,13 @@ class _WithoutBias(Layer):
         return x + torch.tanh(nn.functional.linear(x, self.linear.weight, bias))
 
 
-class _StackWithoutBias(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_WithoutBias() for _ in range(4))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
 def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, precision: str) -> None:
     """A reduced gradient, one that waits, and then both are cleared. What waits may lack some of its layer's."""
     settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
     for waits_with_bias in (True, False):
-        model = sharded_model(_StackWithoutBias, **settings)
+        model = sharded_model(stack_of(_WithoutBias), **settings)
         stack_step(model, _call(context, 0))
         with model.no_sync():
             for layer in model.layers:
@@ -416,7 +410,7 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, 
         for layer in model.layers:
             layer.has_bias = True
         stack_step(model, _call(context, 2))
-        fresh = sharded_model(_StackWithoutBias, **settings)
+        fresh = sharded_model(stack_of(_WithoutBias), **settings)
         stack_step(fresh, _call(context, 2))
         assert_same(full_grads(model), full_grads(fresh), "gradients", EXACT)
 

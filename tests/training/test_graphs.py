@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
-from tests.models import Layer, Stack, vector_batch
+from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
@@ -293,14 +293,6 @@ class EnergyLayer(Layer):
         return super().forward(x) - 0.1 * slope
 
 
-class EnergyStack(Stack):
-    """Of such layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(EnergyLayer() for _ in range(4))
-
-
 class ForceStack(Stack):
     """Forces: the model's forward differentiates through all its layers, with respect to its input."""
 
@@ -325,7 +317,7 @@ def test_a_model_that_differentiates_through_its_layers_raises(context: RankCont
 @each_setting
 def test_a_layer_may_differentiate_its_activations(context: RankContext, settings: str) -> None:
     """While the layer runs its weights are in place."""
-    assert_trains_like_plain(context, EnergyStack, stack_step, **SETTINGS[settings])
+    assert_trains_like_plain(context, stack_of(EnergyLayer), stack_step, **SETTINGS[settings])
 
 
 @on_ranks(2)
