@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamshard.comm.objects import run_on_all_ranks
 from streamshard.device import module_of
 from streamshard.engine.buffer_sync import buffers_of
 from streamshard.engine.engine import Engine
@@ -59,9 +60,9 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
     empty = {name: buffer for name, buffer in buffers_of(model).items() if name in engine.empty}
     if not engine.ranks.any_rank(bool(empty)):
         return
-    filled: list[str] = []
 
-    def run() -> None:
+    def run() -> list[str]:
+        filled = []
         versions = {name: buffer._version for name, buffer in empty.items()}
         _run(engine, model, init, empty, seed)
         for prefix, module in modules_of(model):
@@ -72,22 +73,19 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
                     if is_new and not bool(buffer.isnan().any()):
                         filled.append(name)
                     module._buffers[key] = buffer.to(engine.streams.device)
+        return filled
 
-    engine.ranks.gather_results(_DOING, run)
-    engine.fill(filled)
+    engine.fill(run_on_all_ranks(engine.ranks, _DOING, run, ShardingError))
 
 
 def _draw(engine: Engine, model: nn.Module, init: Init | None, shards: Sequence[ParamShard], seed: int) -> None:
     """Let the first rank draw `shards`, the empty parameters of one unit. Every rank takes its pieces."""
-    ranks, full = engine.ranks, dict[str, torch.Tensor]()
-
-    def run() -> None:
-        if ranks.is_first:
-            full.update(_run(engine, model, init, {shard.name for shard in shards}, seed))
-
-    ranks.gather_results(_DOING, run)
+    ranks, names = engine.ranks, {shard.name for shard in shards}
+    drawn = run_on_all_ranks(
+        ranks, _DOING, lambda: _run(engine, model, init, names, seed) if ranks.is_first else {}, ShardingError
+    )
     for shard in shards:
-        tensor = full.pop(shard.name, None)
+        tensor = drawn.pop(shard.name, None)
         if tensor is None:
             tensor = torch.empty(shard.layout.numel, dtype=shard.dtype, device=engine.streams.device)
         ranks.broadcast(tensor)

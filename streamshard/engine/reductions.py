@@ -8,6 +8,7 @@ the answer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -238,13 +239,8 @@ class UsedParams:
                     self._arrived[stage].wait()  # rule 7
         if is_complete:
             return here
-        anywhere = self._flags[-1].view(-1, self._flags[0].numel()).amax(0).tolist()
-        result, start = [], 0
-        for unit in self._units:
-            stop = start + len(unit.views)
-            result.append([bool(flag) for flag in anywhere[start:stop]])
-            start = stop
-        return result
+        anywhere = iter(self._flags[-1].view(-1, self._flags[0].numel()).amax(0).bool().tolist())
+        return [list(itertools.islice(anywhere, len(unit.views))) for unit in self._units]
 
     def _write(self, flags: list[bool]) -> None:
         """Copy `flags` to the device, unless the last exchange has sent the same. Compute stream.

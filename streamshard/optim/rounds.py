@@ -270,7 +270,5 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _free(ledger_of: weakref.ref[Ledger], buffers: Sequence[torch.Tensor]) -> None:
-    ledger = ledger_of()
-    if ledger is not None:
-        for buffer in buffers:
-            ledger.free(buffer)
+    if (ledger := ledger_of()) is not None:
+        ledger.free(buffers)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,9 +80,10 @@ class Ledger:
         self.buffers.append((category, buffer))
         return buffer
 
-    def free(self, buffer: torch.Tensor) -> None:
-        """Forget `buffer`, which nobody needs any more."""
-        self.buffers = [(kind, held) for kind, held in self.buffers if held is not buffer]
+    def free(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Forget `buffers`, which nobody needs any more."""
+        freed = set(map(id, buffers))
+        self.buffers = [(kind, held) for kind, held in self.buffers if id(held) not in freed]
 
     def held_bytes(self, category: Category) -> int:
         """Bytes held under `category`, counted on the live tensors."""
