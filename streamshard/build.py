@@ -38,11 +38,9 @@ from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
 from streamshard.planning.flat_params import ByteRange, FlatParamKind, UnitLayout, kind_of, plan_units
-from streamshard.planning.layout import ParamLayout
 from streamshard.planning.memory import (
     Category,
     SlotPlan,
-    holds_main_grads,
     largest_of,
     plan_scratch,
     plan_slots,
@@ -159,19 +157,12 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
     registered = None
     if settings.registered_memory and not isinstance(ranks, PlannedRanks):
         registered = RegisteredMemory([ranks] if replicas is None else [ranks, replicas.ranks])
-    layouts = plan_units(
-        ["", *(unit.name for unit in found)],
-        [
-            [(kind, [ParamLayout(p.names[0], tuple(p.param.shape)) for p in params]) for kind, params in parts]
-            for parts in checked.parts
-        ],
-        ranks.world_size,
-        align_pieces_to=settings.align_pieces_to,
-    )
+    names = ["", *(unit.name for unit in found)]
+    layouts = plan_units(names, checked.parts, ranks.world_size, align_pieces_to=settings.align_pieces_to)
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
-    ranks.recorder.names = [layouts[flat_param.unit].name or "the root unit" for flat_param in flat_params]
+    ranks.recorder.names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible, registered)
     ranks.transport.check_precision(settings.precision)
 
@@ -375,8 +366,7 @@ def _allocate(
         grads = []
         for flat_param, own in zip(layout.flat_params, scratch[index], strict=True):
             if flat_param.kind.trains:
-                in_slot = holds_main_grads(flat_param.kind, plan, ranks.world_size)
-                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, own, is_main_in_slot=in_slot))
+                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, own, keeps_slot=plan.keeps_grads))
         if weight_slot is None:
             gather_input, what = flat_params[0].gather_input, f"all-gather input {index}"
             weight_slot = WeightSlot(gather_input, ranks.streams, what, is_shared=False)

@@ -15,7 +15,7 @@ from torch import nn
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
 from streamshard.errors import log
-from streamshard.planning.memory import Category, holds_main_grads, largest_of, plan_slots
+from streamshard.planning.memory import Category, largest_of, plan_slots
 from streamshard.planning.structure import modules_inside
 
 
@@ -140,8 +140,8 @@ def saved_by_fewer_slots(engine: Engine) -> dict[str, int]:
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # What lies in the slots while each unit has its own.
     inputs = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in flat_params if plan.keeps_weights)
-    held = (flat for flat in flat_params if holds_main_grads(flat.kind, plan, engine.ranks.world_size))
-    main = sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in held if flat.kind.trains)
+    grads = [grads for unit in engine.units for grads in unit.grads.flat_params]
+    main = sum(each.main.nbytes for each in grads if each.is_main_in_slot)
 
     def saved(slots: Sequence[int], fewer: Sequence[int], sizes: Sequence[int]) -> int:
         return sum(largest_of(slots, sizes).values()) - sum(largest_of(fewer, sizes).values())

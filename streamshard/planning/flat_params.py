@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from streamshard.config import Precision, ReductionMode
+from streamshard.planning.discovery import FoundParam
 from streamshard.planning.layout import FlatParamLayout, ParamLayout, plan_flat_param
 
 
@@ -77,7 +78,6 @@ class FlatParam(NamedTuple):
 
     Attributes:
         tag: its number in the model, the same on all ranks; the tag of its messages.
-        unit: index of its unit.
         kind: see `FlatParamKind`.
         layout: where its parameters lie.
         weights: in the unit's weight slot: ``padded_numel`` elements of the compute dtype.
@@ -86,7 +86,6 @@ class FlatParam(NamedTuple):
     """
 
     tag: int
-    unit: int
     kind: FlatParamKind
     layout: FlatParamLayout
     weights: ByteRange
@@ -138,7 +137,7 @@ class UnitLayout(NamedTuple):
 
 def plan_units(
     names: Sequence[str],
-    units: Sequence[Sequence[tuple[FlatParamKind, Sequence[ParamLayout]]]],
+    units: Sequence[Sequence[tuple[FlatParamKind, Sequence[FoundParam]]]],
     world_size: int,
     *,
     align_pieces_to: int,
@@ -153,17 +152,18 @@ def plan_units(
     """
     layouts: list[UnitLayout] = []
     tag = 0
-    for index, (name, parts) in enumerate(zip(names, units, strict=True)):
+    for name, parts in zip(names, units, strict=True):
         flat_params: list[FlatParam] = []
         weights = wire = grads = ByteRange(0, 0)
-        for kind, sizes in parts:
+        for kind, params in parts:
+            sizes = [ParamLayout(found.names[0], tuple(found.param.shape)) for found in params]
             element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)
             layout = plan_flat_param(sizes, world_size, element_bytes=element_bytes, align_pieces_to=align_pieces_to)
             numel, is_wire = layout.padded_numel, kind.wire_dtype is not kind.compute_dtype
             weights = ByteRange(weights.stop, numel * kind.compute_dtype.itemsize)
             wire = ByteRange(wire.stop, is_wire * numel * kind.wire_dtype.itemsize)
             grads = ByteRange(grads.stop, kind.trains * numel * kind.grad_dtype.itemsize)
-            flat_params.append(FlatParam(tag, index, kind, layout, weights, wire, grads))
+            flat_params.append(FlatParam(tag, kind, layout, weights, wire, grads))
             tag += 1
         layouts.append(UnitLayout(name, tuple(flat_params)))
     return layouts

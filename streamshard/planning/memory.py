@@ -40,10 +40,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from streamshard.config import ReductionMode, SlotCount
-from streamshard.planning.flat_params import ByteRange, FlatParamKind, UnitLayout
+from streamshard.planning.flat_params import ByteRange, UnitLayout
 
 
 class SlotPlan(NamedTuple):
@@ -128,11 +126,6 @@ def plan_scratch(unit: UnitLayout, numel_of: Callable[[int, ReductionMode], int]
         numel = numel_of(flat.layout.shard_numel, flat.kind.mode) if flat.kind.trains else 0
         ranges.append(ByteRange(ranges[-1].stop, numel * flat.kind.grad_dtype.itemsize))
     return ranges[1:]
-
-
-def holds_main_grads(kind: FlatParamKind, plan: SlotPlan, world_size: int) -> bool:
-    """Whether main grads are this rank's range of the grad slot, which is fp32 and no other unit's."""
-    return plan.keeps_grads and world_size > 1 and kind.grad_dtype is torch.float32
 
 
 def largest_of(slot_of: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:

@@ -46,12 +46,13 @@ class FlatParamGrads:
         ranks: the shard group, over which gradients are reduced.
         ledger: allocates main grads.
         scratch: the reductions' part of the slot's scratch.
-        is_main_in_slot: main grads are this rank's range of the slot, until `leave_slot`.
+        keeps_slot: no other unit uses the slot. If it is fp32, main grads are this rank's range of it.
 
     Attributes:
         layout: where its parameters lie.
         tag: of the messages of its reductions and averages.
         ranks: see Args.
+        is_main_in_slot: main grads are this rank's range of the slot, until `leave_slot`.
         main: [shard_numel] fp32.
         all: [padded_numel] grad_dtype, where gradients are written: its range of the slot, or `main`.
     """
@@ -64,10 +65,10 @@ class FlatParamGrads:
         ledger: Ledger,
         scratch: ByteRange,
         *,
-        is_main_in_slot: bool,
+        keeps_slot: bool,
     ) -> None:
         self.layout, self.tag, self.ranks = plan.layout, plan.tag, ranks
-        self.is_main_in_slot = is_main_in_slot
+        self.is_main_in_slot = keeps_slot and slot is not None and plan.kind.grad_dtype is torch.float32
         self._mode = plan.kind.mode
         self._ledger = ledger
         self._scratch = torch.empty(0)
@@ -75,7 +76,7 @@ class FlatParamGrads:
             self.all = slot.buffer.narrow(0, *plan.grads).view(plan.kind.grad_dtype)
             self._scratch = slot.scratch.buffer.narrow(0, *scratch).view(plan.kind.grad_dtype)
         numel = plan.layout.shard_numel
-        if is_main_in_slot:
+        if self.is_main_in_slot:
             self.main = self.all.narrow(0, ranks.rank * numel, numel)
         else:
             self.main = ledger.allocate(Category.MAIN_GRADS, numel, torch.float32)
