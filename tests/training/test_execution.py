@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,33 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamshard import StreamShard
 from tests.models import Layer, Stack, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, RankFailure, RankPool, on_ranks
 from tests.reference import (
-    FP32,
     Call,
     adamw,
     assert_same,
     assert_trains_like_ddp,
     assert_trains_like_plain,
+    built,
     case,
     full_grads,
     lm_step,
+    sharded_model,
     stack_step,
 )
-
-
-class Planned(Stack):
-    """A stack whose layers run in the order that the step function sets before each forward."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__((16,) * (depth + 1))
-        self.plan: list[int] = list(range(depth))
-
-    def order(self) -> Iterable[nn.Module]:
-        """The layers of `plan`; a layer may be missing or appear more than once."""
-        return [self.layers[index] for index in self.plan]
+from tests.scenarios import RoutedStack
 
 
 def planned_step(plans: dict[tuple[int, int], list[int]]) -> Any:
@@ -44,7 +32,7 @@ def planned_step(plans: dict[tuple[int, int], list[int]]) -> Any:
 
     def step(model: nn.Module, call: Call) -> Tensor:
         inner: Any = model.module if hasattr(model, "module") else model
-        inner.plan = plans.get((call.step, call.rank), list(range(len(inner.layers))))
+        inner.route = plans.get((call.step, call.rank), list(range(len(inner.layers))))
         return stack_step(model, call)
 
     return step
@@ -83,11 +71,12 @@ def test_ranks_may_run_different_layers(context: RankContext) -> None:
     for name, plans in DIFFERENT.items():
         if context.world_size == 2 or name == "dropped layers":
             with case(name):
-                assert_trains_like_ddp(context, Planned, planned_step(plans))
+                assert_trains_like_ddp(context, lambda: RoutedStack(4), planned_step(plans))
 
 
 def _train_with_one_rank_in_reverse(context: RankContext) -> None:
-    assert_trains_like_ddp(context, Planned, planned_step({(step, 1): [3, 2, 1, 0] for step in range(4)}))
+    plans = {(step, 1): [3, 2, 1, 0] for step in range(4)}
+    assert_trains_like_ddp(context, lambda: RoutedStack(4), planned_step(plans))
 
 
 def test_ranks_that_run_layers_in_different_orders_train_like_ddp_or_raise(ranks: RankPool) -> None:
@@ -196,10 +185,8 @@ def test_experts_that_run_on_some_ranks_only_train_like_ddp(context: RankContext
 @on_ranks(2)
 def test_submodules_called_outside_the_roots_forward_give_the_right_output(context: RankContext) -> None:
     """Embedding and block gather what they need; a part of a block is right or raises."""
-    torch.manual_seed(7)
-    plain: Any = TinyLM()
-    torch.manual_seed(7)
-    model: Any = StreamShard(TinyLM(), precision=FP32)
+    plain: Any = built(TinyLM)
+    model: Any = sharded_model(TinyLM)
     tokens = token_batch(0, context.rank)
     for number in range(2):
         with torch.no_grad():

@@ -13,7 +13,7 @@ from streamshard.inspect import engine_inside
 from tests import families
 from tests.models import DIM, NormStack, Stack, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, Tolerance, assert_same, full_grads, stack_step
+from tests.reference import Call, Tolerance, assert_same, built, full_grads, sharded_model, stack_step
 from tests.scenarios import BF16
 
 HALF = torch.bfloat16
@@ -79,12 +79,9 @@ def test_listed_modules_compute_in_fp32(context: RankContext) -> None:
 def test_a_listed_module_takes_fp32_and_returns_the_dtype_of_its_input(context: RankContext) -> None:
     """Inside a layer nothing else notices. Gradients are near those of fp32."""
     precision = Precision(fp32_modules=[nn.LayerNorm, "gate"])
-    torch.manual_seed(3)
-    plain: Any = Gated()
-    torch.manual_seed(3)
-    model: Any = StreamShard(Gated(), precision=precision)
-    torch.manual_seed(3)
-    single = StreamShard(Gated(), precision=FP32)
+    plain: Any = built(Gated)
+    model: Any = sharded_model(Gated, precision=precision)
+    single = sharded_model(Gated)
     inputs = vector_batch(0, context.rank)
     found = model(inputs)
     with torch.no_grad():
@@ -104,10 +101,8 @@ def test_a_listed_module_takes_fp32_and_returns_the_dtype_of_its_input(context: 
 @on_ranks(1, 2)
 def test_batch_norm_trains_in_a_half_precision_model(context: RankContext) -> None:
     """Its weights and statistics are fp32 without being listed."""
-    torch.manual_seed(3)
-    plain: Any = NormStack()
-    torch.manual_seed(3)
-    model: Any = StreamShard(NormStack(), precision=BF16)
+    plain: Any = built(NormStack)
+    model: Any = sharded_model(NormStack, precision=BF16)
     assert in_fp32(model) == {name for name, _ in model.named_parameters() if name.startswith("norms")}
     call = Call(0, context.rank, context.world_size, 1.0)
     stack_step(model, call)

@@ -20,8 +20,8 @@ from tests.reference import (
     counted_collectives,
     stack_step,
 )
-from tests.scenarios import BF16
-from tests.training.test_execution import Planned, planned_step
+from tests.scenarios import BF16, RoutedStack
+from tests.training.test_execution import planned_step
 
 LAYER_BYTES = 4 * (16 * 16 + 16)  # of a `Layer` in fp32
 PAIRS = 2 * LAYER_BYTES
@@ -84,7 +84,7 @@ ORDERS = [
 def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
     """A unit is gathered twice, but for the two that stay at the turn, and reduced once, in whatever order it runs."""
     for order in ORDERS:
-        model = StreamShard(Planned(8), precision=FP32, min_unit_size=PAIRS)
+        model = StreamShard(RoutedStack(8), precision=FP32, min_unit_size=PAIRS)
         for number in range(3):
             with counted_collectives(model) as counts:
                 planned_step({(number, context.rank): order})(model, Call(number, context.rank, 2, 1.0))
@@ -101,7 +101,7 @@ def test_ranks_may_drop_layers_of_units_that_are_interleaved(context: RankContex
     order = ALL[::2] + ALL[1::2]
     dropped = ((2, 1, 5), (3, 0, 2), (3, 1, 1))
     plans = {(s, r): [k for k in order if (s, r, k) not in dropped] for s in range(4) for r in range(3)}
-    assert_trains_like_ddp(context, lambda: Planned(8), planned_step(plans), min_unit_size=PAIRS)
+    assert_trains_like_ddp(context, lambda: RoutedStack(8), planned_step(plans), min_unit_size=PAIRS)
 
 
 @on_ranks(3)
@@ -113,11 +113,11 @@ def test_a_layer_may_be_missing_in_one_of_two_forwards_on_one_rank(context: Rank
         inner = getattr(model, "module", model)
         losses = []
         for number in range(2):
-            inner.plan = [k for k in ALL if number or call.rank != 1 or k not in (5, 6)]
+            inner.route = [k for k in ALL if number or call.rank != 1 or k not in (5, 6)]
             losses.append(model(vector_batch(call.step + 50 * number, call.rank)).square().mean())
         return call.backward(losses[0] + losses[1])
 
-    assert_trains_like_ddp(context, lambda: Planned(8), step, min_unit_size=size)
+    assert_trains_like_ddp(context, lambda: RoutedStack(8), step, min_unit_size=size)
 
 
 @on_ranks(2)
