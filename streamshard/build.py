@@ -21,7 +21,7 @@ from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings, check_environment, parse_precision
 from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.engine.attach import attach
-from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_buffers
+from streamshard.engine.buffer_sync import BufferSync, check_buffers
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
 from streamshard.engine.reductions import Reductions
@@ -49,7 +49,6 @@ from streamshard.planning.structure import (
     InFp32,
     check_params,
     find_fp32,
-    is_meta,
     modules_inside,
     modules_of,
     params_of,
@@ -136,7 +135,7 @@ def shard_model(
     watch_optimizers()
     without_elements = {shard.name for shard in engine.param_shards if not shard.layout.numel}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
-    engine.set_empty([*params, *(name for name in buffers_of(module) if name in empty)])
+    engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
     if ranks.is_first:
         held = report_memory(engine).total_bytes / 2**30
         backend = dist.get_backend_config(ranks.users_group)
@@ -178,7 +177,7 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
 def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> TakeWeights:
     """A function that cuts rank 0's weights of a unit into shards, one parameter at a time, except those in `empty`."""
     sent = [p.param for parts in checked.parts for _, params in parts for p in params if p.names[0] not in empty]
-    most = max((param.nbytes for param in sent if is_meta(param)), default=0)
+    most = max((param.nbytes for param in sent if param.is_meta), default=0)
     room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)  # for a parameter that is on meta here
 
     def take(unit: int, flat_params: Sequence[FlatParamShard]) -> None:
@@ -186,7 +185,7 @@ def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> T
             for found, layout in zip(params, flat_param.layout.params, strict=True):
                 full, param = None, found.param.detach()
                 if layout.name not in empty:
-                    full = room[: param.nbytes].view(param.dtype) if is_meta(param) else param.to(room.device)
+                    full = room[: param.nbytes].view(param.dtype) if param.is_meta else param.to(room.device)
                     full = full.contiguous().view(-1)
                     ranks.broadcast(full)
                 flat_param.add(layout, found.names[1:], found.param, full)
@@ -207,7 +206,7 @@ def check_model(
     Args and errors: see `shard_model`.
     """
     _check_module(module)
-    if all(is_meta(param) for param in params_of(module).values()):
+    if all(param.is_meta for param in params_of(module).values()):
         huggingface.tie_weights(module)
     tie_on_meta(module)
     check_environment()
@@ -215,8 +214,8 @@ def check_model(
     here = check_params(module)
     warn_if_untested(here)
     check_buffers(module)
-    named = (*params_of(module).items(), *buffers_of(module).items())
-    on_meta = [name for name, tensor in named if is_meta(tensor)]
+    named = (*params_of(module).items(), *module.named_buffers())
+    on_meta = [name for name, tensor in named if tensor.is_meta]
     dtype = settings.precision.param_dtype
     sizes = {"param_bytes": (dtype or torch.float32).itemsize, "min_unit_bytes": settings.min_unit_bytes}
     found, groups = find_groups(module, units, resident, **sizes)
@@ -294,7 +293,7 @@ def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked)
         for p in params
     ]
     rows += [f"resident {unit.name}" for unit in checked.found if unit.is_resident]
-    rows += describe_buffers(module)
+    rows += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
     if ranks.are_equal("\n".join(rows)):
         return
     gathered = ranks.gather_objects(rows)
@@ -414,6 +413,6 @@ def _place_buffers(module: nn.Module, device: torch.device) -> None:
             if buffer is not None:
                 if buffer not in placed:
                     value = math.nan if buffer.is_floating_point() else 0
-                    on_device = torch.full_like(buffer, value, device=device) if is_meta(buffer) else buffer.to(device)
+                    on_device = torch.full_like(buffer, value, device=device) if buffer.is_meta else buffer.to(device)
                     placed[buffer] = on_device
                 owner._buffers[name] = placed[buffer]

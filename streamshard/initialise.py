@@ -21,12 +21,11 @@ from torch import nn
 
 from streamshard.comm.objects import run_on_all_ranks
 from streamshard.device import module_of
-from streamshard.engine.buffer_sync import buffers_of
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.full import under_params
 from streamshard.integrations import huggingface
-from streamshard.planning.structure import is_meta, join_names, modules_of
+from streamshard.planning.structure import join_names, modules_of
 from streamshard.unit.shard import ParamShard
 
 Init = Callable[[nn.Module], Any]
@@ -57,7 +56,7 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
 
     Buffers that the initialisation does not know stay empty, and the next forward names them.
     """
-    empty = {name: buffer for name, buffer in buffers_of(model).items() if name in engine.empty}
+    empty = {name: buffer for name, buffer in model.named_buffers() if name in engine.empty}
     if not engine.ranks.any_rank(bool(empty)):
         return
 
@@ -68,7 +67,7 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
         for prefix, module in modules_of(model):
             for key, buffer in module._buffers.items():
                 name = join_names(prefix, key)
-                if name in empty and buffer is not None and not is_meta(buffer):
+                if name in empty and buffer is not None and not buffer.is_meta:
                     is_new = buffer is not empty[name] or buffer._version != versions[name]
                     if is_new and not bool(buffer.isnan().any()):
                         filled.append(name)

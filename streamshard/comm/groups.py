@@ -12,7 +12,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -102,7 +102,7 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
                 "others: add --multi_gpu"
             )
         make_default_group(device)
-    return _default()
+    return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
 def make_default_group(device: torch.device, **rendezvous: Any) -> None:
@@ -126,14 +126,7 @@ def make_default_group(device: torch.device, **rendezvous: Any) -> None:
     except RuntimeError as error:
         raise CommunicationError(f"the ranks' hosts cannot connect: {error}. {NETWORK_ADVICE}") from error
     if has_streams(device):
-        atexit.register(_end, weakref.ref(_default()))
-
-
-def _default() -> dist.ProcessGroup:
-    default = dist.group.WORLD
-    if default is None:
-        raise ShardingError("torch.distributed is initialised but has no default group")
-    return default
+        atexit.register(_end, weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD)))
 
 
 def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:

@@ -26,11 +26,11 @@ import torch
 from torch.autograd import Variable
 
 from streamshard.comm.streams import StepEvent
-from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_backward
+from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.engine.reductions import SmallGrads
 from streamshard.errors import ShardingError, log
 from streamshard.planning.program import Op, Schedule
-from streamshard.torch_private import AsTensors, skip, untraced
+from streamshard.torch_private import AsTensors, graph_task_id, skip, untraced
 from streamshard.unit.optimizer_hooks import unreached
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_present
@@ -79,7 +79,7 @@ class Backward(Phase):
     @property
     def is_current(self) -> bool:
         """See `Phase`."""
-        return not self.has_ended and in_backward()
+        return not self.has_ended and graph_task_id() != -1
 
     def begin(self) -> None:
         """Bind the root unit, whose weights may be needed any time."""

@@ -44,13 +44,13 @@ class BufferSync:
 
     def start(self, root: nn.Module) -> None:
         """Take over a model's buffers: rank 0 sends all of them. Collective."""
-        for name, buffer in buffers_of(root).items():
+        for name, buffer in root.named_buffers():
             path, _, key = name.rpartition(".")
             owner = root.get_submodule(path)
             if key not in owner._non_persistent_buffers_set:
                 self._state[name] = _Place(weakref.ref(owner), key, buffer.shape, buffer.dtype)
         if self._ranks.total_size > 1:
-            self._send(buffers_of(root).values(), source=0)
+            self._send(root.buffers(), source=0)
 
     def before_pass(self, *, trains: bool, source: int) -> None:
         """A forward of the whole model begins: if the last one trained, broadcast the source's persistent buffers.
@@ -112,7 +112,7 @@ def check_buffers(root: nn.Module) -> None:
     Raises:
         ShardingError: a buffer is sparse, quantized, expanded, or a tensor subclass made of other tensors.
     """
-    for name, buffer in buffers_of(root).items():
+    for name, buffer in root.named_buffers():
         is_dense = buffer.layout is torch.strided and not buffer.is_quantized
         is_dense = is_dense and not is_traceable_wrapper_subclass(buffer)
         if not is_dense or any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True)):
@@ -122,13 +122,3 @@ def check_buffers(root: nn.Module) -> None:
                 "Register a clone() of an expanded one, the dense parts of any other (a sparse one's indices and "
                 "values), or keep it as a plain attribute"
             )
-
-
-def describe_buffers(root: nn.Module) -> list[str]:
-    """A line with name, shape and dtype of each buffer, to compare ranks by."""
-    return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers_of(root).items()]
-
-
-def buffers_of(root: nn.Module) -> dict[str, torch.Tensor]:
-    """What ``dict(root.named_buffers())`` gives."""
-    return dict(root.named_buffers())

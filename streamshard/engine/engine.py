@@ -23,16 +23,10 @@ from streamshard.errors import ShardingError, warn_user
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.structure import refuse_transforms
 from streamshard.planning.unit_order import UnitOrder
-from streamshard.torch_private import graph_task_id
 from streamshard.unit.shard import Ledger, ParamShard
 from streamshard.unit.unit import StreamedUnit
 
 ROOT_UNIT = 0  # index of the root unit
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is inside an autograd backward."""
-    return graph_task_id() != -1
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -84,11 +84,6 @@ def join_names(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has a shape and no values: it was made on the meta device."""
-    return tensor.device.type == "meta"
-
-
 def tie_on_meta(root: nn.Module) -> None:
     """Make parameters on the meta device one Parameter again if they have the same memory and shape.
 
@@ -97,7 +92,7 @@ def tie_on_meta(root: nn.Module) -> None:
     known: dict[tuple[object, ...], nn.Parameter] = {}
     for module in modules_inside(root):
         for key, param in module._parameters.items():
-            if param is not None and not is_lazy(param) and param.layout is torch.strided and is_meta(param):
+            if param is not None and not is_lazy(param) and param.layout is torch.strided and param.is_meta:
                 storage = param.untyped_storage()._cdata
                 place = (storage, param.storage_offset(), param.shape, param.stride(), param.dtype)
                 first = known.setdefault(place, param)
@@ -125,7 +120,7 @@ def check_params(root: nn.Module) -> torch.device:
             raise ShardingError(f"parameter {name!r} {problem}")
         refuse_marks(name, param)
     _refuse_shared_memory(root, params)
-    devices = {param.device: name for name, param in params.items() if not is_meta(param)}
+    devices = {param.device: name for name, param in params.items() if not param.is_meta}
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ShardingError(f"parameters are on several devices: {places}; move the model to one")
@@ -178,7 +173,7 @@ def _refuse_shared_memory(root: nn.Module, params: Mapping[str, nn.Parameter]) -
                 tensors.append((join_names(prefix, key), buffer))
     ends: dict[bool, tuple[int, str]] = {}  # by whether it is a parameter, the one so far whose memory ends last
     for name, tensor in sorted(tensors, key=lambda each: each[1].data_ptr()):
-        if is_meta(tensor) or not tensor.numel():
+        if tensor.is_meta or not tensor.numel():
             continue
         is_param = isinstance(tensor, nn.Parameter)
         for other_is_param, (end, other) in ends.items():

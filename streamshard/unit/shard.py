@@ -25,7 +25,7 @@ from streamshard.errors import ShardingError
 from streamshard.planning.flat_params import FlatParam
 from streamshard.planning.layout import LocalRange, ParamLayout
 from streamshard.planning.memory import SENT, Category
-from streamshard.planning.structure import is_meta, leave_inference_mode
+from streamshard.planning.structure import leave_inference_mode
 from streamshard.torch_private import AsTensors, swap_tensor
 from streamshard.unit.sharded_parameter import be_piece
 from streamshard.unit.sharded_tensor import Piece
@@ -339,7 +339,7 @@ class FlatParamShard:
 
 def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:
     """Let `param`, whoever holds it, look at the memory of `piece`."""
-    if not is_meta(param):
+    if not param.is_meta:
         param.data = piece
         return
     # Not to be assigned across devices of such different kinds. torch.utils.swap_tensors refuses what somebody refers
