@@ -292,10 +292,10 @@ def _profiles(scratch: Path, out: Path, *, rehearses: bool) -> list[Job]:
 
 def _of_profile(found: dict[str, Any]) -> str:
     told = (
-        f"of {found[f'{kind}_ms']:.1f} ms of {kind}s {found[f'{kind}_beside_compute_ms']:.1f} beside computing"
-        for kind in ("gather", "reduce")
+        f"of {found[f'{kind}_s'] * 1e3:.1f} ms of {kind}s {found[f'exposed_{kind}_s'] * 1e3:.1f} exposed"
+        for kind in ("all_gather", "reduction")
     )
-    return f"{found['step_ms']:.1f} ms a step; {', '.join(told)}"
+    return f"{found['step_s'] * 1e3:.1f} ms a step; {', '.join(told)}"
 
 
 def _registered(scratch: Path, *, rehearses: bool) -> Job:

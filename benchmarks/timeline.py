@@ -1,6 +1,6 @@
-"""Trace one training step: how much of its communication runs beside computing.
+"""Trace one training step: how much of its communication is exposed.
 
-    torchrun --nproc-per-node 2 benchmarks/timeline.py --json step.json     # open it in https://ui.perfetto.dev
+    torchrun --nproc-per-node 2 benchmarks/timeline.py --picture step.png --json step.json
 
 Of several steps the fastest counts. Ranks that share a GPU talk through sockets, and so slowly that layers have to be
 small and sequences long for gathers to be over in time: --width 512 --sequence 8192 --rows 16.
@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from _measure import environment, launch, own_device, write_json
 from _models import Preset, Transformer, next_token_loss
-from _trace import Trace, trace_step
 
-from streamshard import Precision, StreamShard
-from streamshard.comm.streams import StreamName
+from streamshard import Precision, StreamShard, trace
 
 
 def main() -> None:
@@ -34,7 +31,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="steps before those that are traced")
     parser.add_argument("--steps", type=int, default=9, help="trace so many; the fastest counts")
     parser.add_argument("--json", type=Path, help="write the trace itself as well")
-    parser.add_argument("--output", type=Path, help="write what was found as JSON")
+    parser.add_argument("--picture", type=Path, help="draw it")
+    parser.add_argument("--output", type=Path, help="write the summary as JSON")
     arguments = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         # Through sockets, so that CPU ranks communicate beside computing as GPUs do; shared memory is read when needed.
@@ -68,65 +66,24 @@ def _measure(arguments: argparse.Namespace) -> None:
     traces = []
     for _ in range(arguments.steps):
         dist.barrier()
-        with trace_step(model) as recorded:
+        with trace(model) as found:
             step()
-        traces.append(recorded)
-    trace = min(traces, key=_length_us)
+        traces.append(found)
+    fastest = min(traces, key=lambda each: each.total_us)
     if dist.get_rank() == 0:
         result = {
             "benchmark": "timeline",
             "environment": environment(device),
             "config": {**sizes, "rows": preset.rows, "ranks": dist.get_world_size(), "steps": arguments.steps},
-            **_overlap(trace),
+            **fastest.summary(),
         }
-        print(", ".join(f"{name} {value:.3f}" for name, value in _overlap(trace).items()))
+        print(fastest)
         if arguments.output is not None:
             write_json(result, arguments.output)
         if arguments.json is not None:
-            trace.save_json(arguments.json)
-            print(f"wrote {arguments.json}")
-
-
-def _length_us(trace: Trace) -> float:
-    return max(span.stop_us for span in trace.spans)
-
-
-def _overlap(trace: Trace) -> dict[str, float]:
-    """Milliseconds of the step, of computing, of communicating, and of communicating beside computing."""
-    compute = [span for span in trace.spans if span.stream is StreamName.COMPUTE]
-    waits = _union((span.start_us, span.stop_us) for span in compute if span.activity == "wait")
-    busy = _union((span.start_us, span.stop_us) for span in compute if span.activity != "wait")
-    idle = _common(busy, waits)  # waits lie in what waits
-    found = {"step_ms": _length_us(trace) / 1e3, "compute_ms": (_total(busy) - _total(idle)) / 1e3}
-    for name, activity in (("gather", "all_gather"), ("reduce", "reduce_scatter")):
-        spans = _union((span.start_us, span.stop_us) for span in trace.spans if span.activity == activity)
-        found[f"{name}_ms"] = _total(spans) / 1e3
-        beside = _total(_common(spans, busy)) - _total(_common(spans, idle))
-        found[f"{name}_beside_compute_ms"] = beside / 1e3
-    return found
-
-
-_Interval = tuple[float, float]
-
-
-def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
-    """The same points, in intervals that do not touch, in order."""
-    united: list[_Interval] = []
-    for start, stop in sorted(intervals):
-        if united and start <= united[-1][1]:
-            united[-1] = (united[-1][0], max(stop, united[-1][1]))
-        else:
-            united.append((start, stop))
-    return united
-
-
-def _common(first: list[_Interval], second: list[_Interval]) -> list[_Interval]:
-    pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a in first for b in second)
-    return [(start, stop) for start, stop in pairs if start < stop]
-
-
-def _total(intervals: list[_Interval]) -> float:
-    return sum(stop - start for start, stop in intervals)
+            fastest.save_json(arguments.json)
+        if arguments.picture is not None:
+            fastest.save_picture(arguments.picture)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,6 +39,7 @@ from streamshard.errors import (
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
+from streamshard.inspect.trace import trace
 from streamshard.integrations.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD, engine_of_both
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
@@ -72,6 +73,7 @@ __all__ = [
     "plan",
     "register_forward_method",
     "save_checkpoint",
+    "trace",
 ]
 
 
@@ -115,6 +117,11 @@ class StreamShard(ShardedModule):
         registered_memory: allocate slots, all-gather inputs, scratch and main grads by NCCL, and register them with it
             (user buffer registration): NCCL then need not copy them through buffers of its own. Costs a little memory.
             Not tried on a GPU yet.
+        trace: a directory for a trace of some steps (see `streamshard.trace`), made if it is not there. Each rank
+            writes ``trace-rank0.json`` (its number) for Perfetto; the first rank writes ``summary.txt``,
+            ``summary.json`` and ``trace.png``. None: nothing is measured. A frozen model has no trace.
+        trace_steps: the first and the last optimizer step to trace, both included; 1 is the first step. The first
+            optimizer that steps behind a backward ends a step.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -139,6 +146,8 @@ class StreamShard(ShardedModule):
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
         registered_memory: bool = False,
+        trace: str | os.PathLike[str] | None = None,
+        trace_steps: Sequence[int] = (10, 12),
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass

@@ -34,6 +34,7 @@ from streamshard.inspect.memory import (
     report_memory,
     summarise,
 )
+from streamshard.inspect.trace import StepTracer
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
@@ -136,6 +137,9 @@ def shard_model(
     without_elements = {shard.name for shard in engine.param_shards if not shard.layout.numel}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
+    settings = checked.settings
+    if settings.trace is not None and any(unit.grads.flat_params for unit in engine.units):
+        StepTracer(engine, settings.trace, *settings.trace_steps)
     if ranks.is_first:
         held = report_memory(engine).total_bytes / 2**30
         backend = dist.get_backend_config(ranks.users_group)

@@ -57,6 +57,7 @@ class SimulatedStream:
         host: see `SimulatedDevice`; None until the stream was the current one.
         waited_for: how far this stream has waited for each other one, whether itself or through others.
         is_late: it holds back its waits too.
+        clock_ms: the time on the device when it is done. Only tests of times let it pass.
     """
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
@@ -65,6 +66,7 @@ class SimulatedStream:
         self.priority = priority
         self.waited_for: dict[SimulatedStream, int] = {}
         self.is_late = False
+        self.clock_ms = 0.0
         self.ticks = 0  # grows with every event that is recorded here
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
 
@@ -92,6 +94,7 @@ class SimulatedStream:
             else:
                 stream.run(tick)
             self.learn(event)
+            self.clock_ms = max(self.clock_ms, event.clock_ms)
 
     def learn(self, event: SimulatedEvent) -> None:
         """What is done here from now on is done after `event`."""
@@ -111,14 +114,19 @@ class SimulatedEvent:
     def __init__(self, enable_timing: bool = False, host: SimulatedStream | None = None) -> None:
         self.stream: SimulatedStream | None = None
         self.tick = 0
+        self.clock_ms = 0.0
         self.known: dict[SimulatedStream, int] = {}
         self._host = host
 
     def record(self, stream: SimulatedStream) -> None:
         """Mark where `stream` is now."""
         stream.ticks += 1
-        self.stream, self.tick = stream, stream.ticks
+        self.stream, self.tick, self.clock_ms = stream, stream.ticks, stream.clock_ms
         self.known = {**stream.waited_for, stream: stream.ticks}
+
+    def elapsed_time(self, later: SimulatedEvent) -> float:
+        """Milliseconds until `later`."""
+        return later.clock_ms - self.clock_ms
 
     def synchronize(self) -> None:
         """The host waits until it is reached."""

@@ -25,7 +25,9 @@ from streamshard import (
     load_checkpoint,
     load_safetensors,
     save_checkpoint,
+    trace,
 )
+from streamshard.comm.streams import StreamName
 from streamshard.inspect import engine_inside
 from streamshard.inspect.memory import explain_out_of_memory
 from streamshard.optim import WholeParameterOptimizer
@@ -376,3 +378,23 @@ def test_an_explanation_of_out_of_memory_says_what_torch_has_allocated_of_the_de
     most, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
     assert most > 0
     assert f"torch has allocated at most {most / 2**30:.2f} GiB, of {total / 2**30:.2f} GiB" in text
+
+
+@on_ranks(2, backend="nccl")
+def test_a_trace_has_the_times_of_the_device_on_a_gpu(context: RankContext) -> None:
+    """The parts add up to the step, and collectives have a bandwidth."""
+    model = StreamShard(TinyLM().to(context.device))
+    optimizer = adamw(model)
+    for number in range(3):
+        with trace(model) as found:
+            lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+            optimizer.step()
+    summary = found.summary()
+    parts = ("compute_s", "exposed_all_gather_s", "exposed_reduction_s", "optimizer_s", "other_s")
+    assert summary["step_s"] == pytest.approx(sum(summary[part] for part in parts))
+    assert summary["host_s"] > 0.0
+    waits = [span for span in found.spans if span.activity.startswith("wait for")]
+    assert len(waits) > len(engine_inside(model).units)
+    for span in found.spans:  # the last exchange of flags may end behind the step
+        assert 0.0 <= span.start_us <= span.stop_us
+        assert span.stream is StreamName.COMM or span.stop_us <= found.total_us

@@ -118,6 +118,10 @@ class StepEvent(enum.Enum):
     GRAD_WRITTEN = enum.auto()
     """A complete gradient has been copied into the unit's grad slot (with one rank, into the main grads). On a device
     small gradients are copied together, when the unit is reduced."""
+    OPTIMIZER_BEGINS = enum.auto()
+    """Any optimizer of the process is about to step. Only `streamshard.inspect.trace` reports this."""
+    OPTIMIZER_ENDS = enum.auto()
+    """It has stepped."""
 
 
 class Observer:
@@ -149,11 +153,11 @@ class Observer:
     def on_wait(self, fence: Fence) -> None:
         """`fence.target` waits for the point that `fence` recorded last."""
 
-    def on_block(self, fence: Fence, work: Work) -> None:
-        """The host begins to wait for `work`, which `fence` recorded. Only on the CPU."""
+    def on_block(self, fence: Fence, work: Work | None) -> None:
+        """`fence.target` begins to wait: on the CPU the host, for `work`; on an accelerator the stream (None)."""
 
     def on_done(self, fence: Fence, work: Work) -> None:
-        """The host has waited for `work`."""
+        """The host has waited for `work`. Only on the CPU."""
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """The compute stream has reached `moment` of the unit with index `unit`; None: of all units."""
@@ -212,6 +216,8 @@ class Fence:
         if not self._recorded or dropped and (self.rule in dropped or self.what in dropped):
             return
         if self._event is not None:
+            for observer in self._streams.observers:
+                observer.on_block(self, None)
             (stream or self._streams.device_stream(self.target)).wait_event(self._event)
         else:
             self.complete()

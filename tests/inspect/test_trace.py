@@ -1,0 +1,488 @@
+"""The trace of steps: all computations, collectives and waits are in it, with their times; it changes no number."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import matplotlib
+import pytest
+import torch
+from torch import nn
+
+from streamshard import StreamShard
+from streamshard import trace as record
+from streamshard.comm.nccl import NcclTransport
+from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
+from streamshard.errors import ConfigError, ShardingError, log
+from streamshard.inspect import engine_inside
+from streamshard.inspect.adversary import make_adversarial
+from streamshard.inspect.races import detect_races
+from streamshard.inspect.trace import Span, Trace
+from streamshard.optim import WholeParameterOptimizer
+from tests.models import DIM, Stack, TinyConfig, TinyLM
+from tests.ranks import RankContext, RankPool, on_ranks
+from tests.reference import EXACT, Call, adamw, assert_same, full_weights, lm_step, stack_step
+from tests.scenarios import BF16, sharded, train
+from tests.simulated import SimulatedDevice, simulated_device
+
+DEPTH = 5
+COMM = StreamName.COMM
+
+
+def _traced(context: RankContext, traced_step: int) -> Trace:
+    """One step of a language model."""
+    torch.manual_seed(2)
+    model = StreamShard(TinyLM(TinyConfig(depth=DEPTH)), precision=BF16)
+    optimizer = adamw(model)
+    for number in range(traced_step + 1):
+        with record(model) if number == traced_step else contextlib.nullcontext() as trace:
+            lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert isinstance(trace, Trace)
+    return trace
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["first step", "third step"])
+def trace(ranks: RankPool, request: pytest.FixtureRequest) -> Trace:
+    """The trace of rank 1 of 2."""
+    found = ranks(2).run(_traced, request.param)[1]
+    assert isinstance(found, Trace)
+    return found
+
+
+def _of(trace: Trace, activity: str) -> list[Span]:
+    return [span for span in trace.spans if span.activity == activity]
+
+
+def test_the_trace_has_every_computation_and_every_collective_in_order(trace: Trace) -> None:
+    """Each unit waits for its gather, and is reduced after its backward. The next gather is under way meanwhile."""
+    assert trace.units == ["the root unit", *(f"blocks.{k}" for k in range(DEPTH))]
+    assert [span.unit for span in _of(trace, "forward")] == list(range(DEPTH + 1))
+    assert [span.unit for span in _of(trace, "backward")] == [0, *range(DEPTH, 0, -1)]
+    # The last two blocks are still in their slots when backward begins.
+    assert Counter(span.unit for span in _of(trace, "all_gather")) == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1}
+    assert Counter(span.unit for span in _of(trace, "reduce_scatter")) == Counter(range(DEPTH + 1))
+    assert [len(_of(trace, one)) for one in ("cast", "optimizer", "flags")] == [1, 1, 1]
+    first: dict[str, dict[int | None, Span]] = {}
+    for span in reversed(trace.spans):
+        first.setdefault(span.activity, {})[span.unit] = span
+    for unit in range(1, DEPTH + 1):
+        gather, forward, backward, reduction = (
+            first[one][unit] for one in ("all_gather", "forward", "backward", "reduce_scatter")
+        )
+        assert gather.stop_us <= forward.stop_us <= backward.start_us
+        assert backward.stop_us <= reduction.start_us
+        if unit > 1:
+            assert gather.start_us < first["forward"][unit - 1].stop_us < forward.start_us
+    for span in trace.spans:
+        assert (span.stream is COMM) is (span.activity in ("all_gather", "reduce_scatter", "flags"))
+        assert 0 <= span.start_us <= span.stop_us
+
+
+def test_the_json_file_is_what_perfetto_reads(trace: Trace, tmp_path: Path) -> None:
+    """Spans with times in microseconds, named rows, the rank as process."""
+    trace.save_json(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(trace.spans)
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert set(rows.values()) == {"compute", "all-gather", "reduction"}
+    assert {rows[event["tid"]] for event in spans if event["name"] == "all_gather blocks.2"} == {"all-gather"}
+    for row in rows:  # Perfetto draws spans of one thread that overlap, but are not nested, at wrong places
+        ends = [0.0]
+        for span in (span for span in spans if span["tid"] == row):
+            while len(ends) > 1 and ends[-1] <= span["ts"]:
+                ends.pop()
+            assert len(ends) == 1 or rows[row] == "compute" and span["ts"] + span["dur"] <= ends[-1]
+            ends.append(span["ts"] + span["dur"])
+
+
+def test_the_picture_has_a_legend_in_plain_words(trace: Trace, tmp_path: Path) -> None:
+    """An SVG names its texts in comments. A layer of a thousand in one step has no label."""
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        trace.save_picture(tmp_path / "step.svg")
+    drawn = (tmp_path / "step.svg").read_text()
+    for words in ("computes forward", "computes backward", "waits for weights", "waits for gradients", "optimizer"):
+        assert f">{words}<" in drawn
+    labels = [f">{each.removeprefix('blocks.')}<" for each in trace.units[1:]]
+    assert sum(map(drawn.count, labels)) > 0
+    trace = dataclasses.replace(trace, total_us=1e3 * trace.total_us)
+    trace.save_picture(tmp_path / "short.png")
+    assert (tmp_path / "short.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Ways of training in which what is traced begins, ends or is given up in another order.
+UNEVEN = (
+    "reentrant checkpointing",
+    "layers unused on some ranks",
+    "evaluation between steps",
+    "a backward that fails",
+    "a forward that fails",
+    "layers in layers",
+)
+
+
+@on_ranks(2)
+def test_tracing_changes_no_number(context: RankContext) -> None:
+    """Weights stay equal to the bit."""
+    for scenario in UNEVEN:
+        plain, model = sharded(scenario, BF16), sharded(scenario, BF16)
+        train(plain, scenario, context, steps=2)
+        with record(model) as trace:
+            train(model, scenario, context, steps=2)
+        assert_same(full_weights(model), full_weights(plain), scenario, EXACT)
+        assert {span.activity for span in trace.spans} >= {"forward", "backward", "reduce_scatter"}
+
+
+@on_ranks(1)
+def test_one_rank_alone_has_a_trace_without_communication(context: RankContext) -> None:
+    """Its compute row is the same."""
+    trace = _traced(context, 2)
+    assert {span.stream for span in trace.spans} == {StreamName.COMPUTE}
+    assert {span.activity for span in trace.spans} >= {"forward", "backward", "optimizer"}
+
+
+@on_ranks(2)
+def test_instruments_work_together_and_leave_nothing_behind(context: RankContext) -> None:
+    """In any order, all hear the same step, and its numbers are those of a step without them."""
+    make: dict[str, Any] = {"trace": record, "races": detect_races, "late": make_adversarial}
+    for order in (list(make), list(make)[::-1], ["late", "trace", "races"]):
+        plain, model = sharded("plain", BF16), sharded("plain", BF16)
+        streams = engine_inside(model).streams
+        for _ in range(2):
+            train(plain, "plain", context, steps=1)
+        train(model, "plain", context, steps=1)
+        with contextlib.ExitStack() as stack:
+            found = {name: stack.enter_context(make[name](model)) for name in order}
+            train(model, "plain", context, steps=1)
+        units = range(len(engine_inside(model).units))
+        assert Counter(span.unit for span in _of(found["trace"], "reduce_scatter")) == Counter(units)
+        assert found["races"].accesses > 100
+        assert_same(full_weights(model), full_weights(plain), "weights", EXACT)
+    with pytest.raises(ZeroDivisionError), record(model) as trace:
+        raise ZeroDivisionError
+    assert streams.observers == ()
+    assert trace.spans == []  # only a body that ends well fills the trace
+
+
+@on_ranks(2)
+def test_recomputed_layers_are_in_the_trace(context: RankContext) -> None:
+    """In the order in which backward needs them."""
+    model = sharded("checkpointing", BF16)
+    with record(model) as trace:
+        train(model, "checkpointing", context, steps=1)
+    assert [span.unit for span in _of(trace, "forward") if span.unit] == [1, 2, 3, 4, 5, 5, 4, 3, 2, 1]
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    """There is no engine to look at."""
+    for instrument in (record, detect_races):
+        with pytest.raises(ShardingError, match="Stack is not sharded"), instrument(Stack()):  # type: ignore[operator]
+            pass
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+FORWARD_MS, BACKWARD_MS, FAST_MS, SLOW_MS = 10.0, 20.0, 4.0, 25.0
+
+
+class _Costs(Observer):
+    """Lets `clock` pass when a layer has computed, before observers that are added later hear of it."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock = clock
+        self.backward = 0
+
+    def on_event(self, moment: StepEvent, unit: int | None) -> None:
+        """See `Observer`."""
+        if moment in (StepEvent.BACKWARD_BEGINS, StepEvent.BACKWARD_ENDS):
+            self.clock.clock_ms += BACKWARD_MS if self.backward else 0.0
+            self.backward = unit or 0
+        elif moment is StepEvent.FORWARD_ENDS and unit:
+            self.clock.clock_ms += FORWARD_MS
+
+
+@contextlib.contextmanager
+def _taking(device: SimulatedDevice, collective: str, milliseconds: float) -> Iterator[None]:
+    """A collective of the played device takes time on its stream."""
+    start = getattr(NcclTransport, collective)
+
+    def started(self: NcclTransport, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        self.streams.device_stream(self.stream).clock_ms += milliseconds
+
+    with mock.patch.object(NcclTransport, collective, started):
+        yield
+
+
+def _on_played_device(context: RankContext, *, gather_ms: float, reduce_ms: float) -> tuple[Trace, dict[str, float]]:
+    """Two steps of five layers and the root unit. Times in milliseconds."""
+    with (
+        simulated_device() as device,
+        _taking(device, "start_gather", gather_ms),
+        _taking(device, "start_reduce", reduce_ms),
+    ):
+        model = StreamShard(Stack((DIM,) * 6), precision=BF16)
+        optimizer = adamw(model)
+
+        def step() -> None:
+            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+            optimizer.step()
+
+        step()
+        with engine_inside(model).streams.observed_by(_Costs(device.compute)), record(model) as found:
+            step()
+            step()
+    return found, {name.removesuffix("_s"): 1e3 * value for name, value in found.summary().items()}
+
+
+@on_ranks(2)
+def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
+    """Fast collectives hide behind computing, but for the first all-gathers and the last reductions of a step."""
+    computing = 5 * (FORWARD_MS + BACKWARD_MS)
+    trace, found = _on_played_device(context, gather_ms=FAST_MS, reduce_ms=FAST_MS)
+    assert trace.steps == (1, 2)
+    exposed = {"exposed_all_gather": 2 * FAST_MS, "exposed_reduction": 2 * FAST_MS}  # of the root unit and a layer
+    assert found.pop("host") > 0.0
+    assert 8 * FAST_MS + 5 * FAST_MS < found.pop("communication") < 9 * FAST_MS + 6 * FAST_MS
+    wanted = {"step": computing + 4 * FAST_MS, "compute": computing, "lower_bound": computing, **exposed}
+    assert found == pytest.approx({**wanted, "optimizer": 0.0, "other": 0.0})
+
+    _, found = _on_played_device(context, gather_ms=SLOW_MS, reduce_ms=FAST_MS)
+    # Forward waits for two all-gathers, then after each layer. In backward two layers are still in their slots; the
+    # third is gathered during the second, the next two behind reductions.
+    waits = 2 * SLOW_MS + 4 * (SLOW_MS - FORWARD_MS) + 5.0 + 2 * 9.0
+    assert (found["exposed_all_gather"], found["exposed_reduction"]) == pytest.approx((waits, 2 * FAST_MS))
+    assert found["compute"] == pytest.approx(computing)
+    assert computing < 8 * SLOW_MS < found["communication"] == found["lower_bound"] < found["step"]
+
+    _, found = _on_played_device(context, gather_ms=FAST_MS, reduce_ms=SLOW_MS)
+    # The comm stream is busy from the end of the fifth layer's backward on, with six reductions and three all-gathers.
+    step = 2 * FAST_MS + 5 * FORWARD_MS + BACKWARD_MS + 6 * SLOW_MS + 3 * FAST_MS
+    assert found["step"] == pytest.approx(step)
+    assert found["exposed_all_gather"] == pytest.approx(2 * FAST_MS + 2.0)  # one waits behind a reduction
+    assert found["exposed_reduction"] == pytest.approx(step - computing - 2 * FAST_MS - 2.0)
+
+
+class _Clock(_Costs):
+    """The CPU's clock. Time passes when a layer has computed."""
+
+    def __init__(self) -> None:
+        super().__init__(self)
+        self.clock_ms = 0.0
+
+    def __call__(self) -> float:
+        return self.clock_ms / 1e3
+
+
+class _Waits(Observer):
+    """Lets `clock` pass when the host has begun to wait for weights (1 ms) or for something else (100 ms)."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self.clock = clock
+
+    def on_block(self, fence: Fence, work: Work | None) -> None:
+        """See `Observer`."""
+        self.clock.clock_ms += 1.0 if "weight slot" in fence.what else 100.0
+
+
+@on_ranks(2)
+def test_what_the_host_waits_for_is_exposed(context: RankContext) -> None:
+    """On the CPU: each wait is counted once, as a wait for weights or for gradients, and is no part of computing."""
+    clock = _Clock()
+    model = StreamShard(Stack((DIM,) * 6), precision=BF16)
+    optimizer, streams = adamw(model), engine_inside(model).streams
+    with mock.patch("streamshard.inspect.trace.perf_counter", clock), contextlib.ExitStack() as stack:
+        stack.enter_context(streams.observed_by(clock))
+        found = stack.enter_context(record(model))
+        stack.enter_context(streams.observed_by(_Waits(clock)))
+        for number in range(2):
+            stack_step(model, Call(number, context.rank, 2, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            clock.clock_ms += 7.0
+    summary = {name: 1e3 * value for name, value in found.summary().items()}
+    assert found.steps == (1, 2)
+    computing = 5 * (FORWARD_MS + BACKWARD_MS)
+    assert (summary["compute_s"], summary["other_s"]) == pytest.approx((computing, 7.0))
+    assert summary["lower_bound_s"] == pytest.approx(computing)
+    waits = Counter(span.name.partition(": ")[2] for span in found.spans if span.activity.startswith("wait for"))
+    for_weights = sum(count for what, count in waits.items() if "weight slot" in what)
+    for_gathers = waits["gathered shards"]  # the cast waits for readers of its inputs
+    for_grads = waits.total() - for_weights - for_gathers
+    assert for_weights >= 2 * 6 and for_grads >= 2
+    assert summary["exposed_all_gather_s"] == pytest.approx((for_weights + 100.0 * for_gathers) / 2)
+    assert summary["exposed_reduction_s"] == pytest.approx(100.0 * for_grads / 2)
+    assert summary["step_s"] == pytest.approx(clock.clock_ms / 2)
+    assert "host_s" not in summary  # the host computes
+    assert f"{computing:.1f} ms" in str(found)
+
+
+@on_ranks(2)
+def test_the_loss_is_computed_between_forward_and_backward(context: RankContext) -> None:
+    """An evaluation has none; what it takes is in the trace as a forward."""
+    clock = _Clock()
+    model = StreamShard(Stack(), precision=BF16)
+    with mock.patch("streamshard.inspect.trace.perf_counter", clock), record(model) as found:
+        for backward in (False, True):
+            loss = model(torch.ones(2, DIM)).mean()
+            clock.clock_ms += 3.0
+            if backward:
+                loss.backward()
+    assert 1e3 * found.summary()["compute_s"] == pytest.approx(3.0)
+    assert [span.unit for span in found.spans if span.activity == "forward"].count(0) == 2
+
+
+@on_ranks(2)
+def test_a_closure_is_inside_its_step(context: RankContext) -> None:
+    """The forward and backward that an optimizer's step calls are computing, not the optimizer's own time."""
+    clock = _Clock()
+    model = StreamShard(Stack(), precision=BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(2, DIM)).mean()
+        clock.clock_ms += 3.0
+        loss.backward()
+        clock.clock_ms += 4.0
+        return loss
+
+    with mock.patch("streamshard.inspect.trace.perf_counter", clock), record(model) as found:
+        optimizer.step(closure)
+    summary = found.summary()
+    assert found.steps == (1, 1)
+    assert (1e3 * summary["compute_s"], 1e3 * summary["optimizer_s"]) == pytest.approx((3.0, 4.0))
+
+
+@on_ranks(2)
+def test_exchanges_with_owners_belong_to_the_optimizer(context: RankContext) -> None:
+    """Its step counts once, with the optimizers inside it."""
+    model = StreamShard(Stack(), precision=BF16)
+    optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+    with record(model) as found:
+        for number in range(2):
+            stack_step(model, Call(number, context.rank, 2, 1.0))
+            optimizer.step()
+    waits = _of(found, "wait for whole parameters")
+    assert found.steps == (1, 2) and len(waits) >= 4 and len(_of(found, "all_to_all")) >= 4
+    outer = [span for span in _of(found, "optimizer") if any(_holds(span, wait) for wait in waits)]
+    assert all(any(_holds(span, wait) for span in outer) for wait in waits)
+    total = sum(span.length_us for span in outer if not any(_holds(other, span) for other in outer if other != span))
+    assert found.summary()["optimizer_s"] == pytest.approx(total / 2e6)
+
+
+def _holds(outer: Span, inner: Span) -> bool:
+    return outer.start_us <= inner.start_us and inner.stop_us <= outer.stop_us
+
+
+# -- StreamShard(trace=...) -------------------------------------------------------------------------------------------
+
+
+def _train_with_trace(context: RankContext, directory: str, first: int, last: int) -> list[str]:
+    """Four steps; the second has two backwards, and an optimizer steps twice in the third. Returns what is logged."""
+    logged: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    settings: dict[str, Any] = {"trace": Path(directory), "trace_steps": [first, last]}
+    model, plain = (StreamShard(_stack(), precision=BF16, **each) for each in (settings, {}))
+    optimizers = [adamw(model), adamw(plain)]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    for number in range(1, 5):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            for _ in range(2 if number == 2 else 1):
+                stack_step(each, Call(number, context.rank, context.world_size, 1.0))
+            for _ in range(2 if number == 3 else 1):
+                optimizer.step()
+            optimizer.zero_grad()
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+    assert_same(full_weights(model), full_weights(plain), "weights", EXACT)
+    assert engine_inside(model).streams.observers == engine_inside(plain).streams.observers == ()
+    return logged
+
+
+def _stack() -> nn.Module:
+    torch.manual_seed(5)
+    return Stack()
+
+
+@pytest.mark.parametrize(("first", "last", "backwards"), [(2, 3, 3), (1, 1, 1), (4, 4, 1)])
+def test_trace_steps_writes_the_files_of_these_steps(
+    ranks: RankPool, tmp_path: Path, first: int, last: int, backwards: int
+) -> None:
+    """Of each rank a file for Perfetto; of the first rank a picture and a summary, which one log line tells of."""
+    directory = tmp_path / "new" / "trace"
+    logged = ranks(2).run(_train_with_trace, str(directory), first, last)
+    words = f"rank 0: the trace of steps {first} to {last} is in {directory}"
+    assert [[line for line in lines if "trace" in line] for lines in logged] == [[words], []]
+    names = {"summary.json", "summary.txt", "trace.png", "trace-rank0.json", "trace-rank1.json"}
+    assert {path.name for path in directory.iterdir()} == names
+    for rank in (0, 1):
+        events = json.loads((directory / f"trace-rank{rank}.json").read_text())["traceEvents"]
+        found = Counter(event["name"] for event in events)
+        assert found["backward the root unit"] == found["flags"] == backwards
+        assert found["optimizer"] >= 1 + last - first
+        assert {event["pid"] for event in events} == {rank}
+    summary = json.loads((directory / "summary.json").read_text())
+    parts = ("compute_s", "exposed_all_gather_s", "exposed_reduction_s", "optimizer_s", "other_s")
+    assert summary["step_s"] == pytest.approx(sum(summary[part] for part in parts))
+    text = (directory / "summary.txt").read_text()
+    assert text.startswith(f"rank 0 of 2 on cpu, steps {first} to {last}, per step:\n")
+    assert (directory / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+@on_ranks(1)
+def test_training_goes_on_when_a_trace_cannot_be_written(context: RankContext) -> None:
+    """Without matplotlib there is no picture, and a warning says what to install."""
+    with tempfile.TemporaryDirectory() as directory, mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+        model = StreamShard(Stack(), precision=BF16, trace=directory, trace_steps=(1, 1))
+        stack_step(model, Call(0, 0, 1, 1.0))
+        optimizer = adamw(model)
+        with pytest.warns(UserWarning, match="steps 1 to 1 is incomplete: .* needs matplotlib: pip install"):
+            optimizer.step()
+        assert {path.name for path in Path(directory).iterdir()} == {"trace-rank0.json", "summary.txt", "summary.json"}
+        with record(model) as found:
+            stack_step(model, Call(1, 0, 1, 1.0))
+        with pytest.raises(ConfigError, match="needs matplotlib: pip install matplotlib"):
+            found.save_picture(Path(directory, "step.png"))
+
+
+@on_ranks(1)
+def test_a_frozen_model_is_not_traced(context: RankContext) -> None:
+    """It has no steps: a trace from the first one on would never end."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = StreamShard(Stack().requires_grad_(False), precision=BF16, trace=directory, trace_steps=(1, 2))
+    assert engine_inside(model).streams.observers == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"trace": 3}, "trace=3: wanted a path"),
+        ({"trace": __file__}, "wanted a directory, and this is a file"),
+        ({"trace_steps": (3, 2)}, r"trace_steps=\(3, 2\): wanted the first and the last step, counted from 1"),
+        ({"trace_steps": (0, 2)}, "trace_steps="),
+        ({"trace_steps": (1,)}, "trace_steps="),
+        ({"trace_steps": 10}, "trace_steps=10"),
+        ({"trace_steps": (1.0, 2)}, "trace_steps="),
+    ],
+)
+def test_bad_arguments_are_refused(settings: dict[str, Any], words: str) -> None:
+    """Before anything is allocated: the model stays as it is."""
+    model = Stack()
+    with pytest.raises(ConfigError, match=words):
+        StreamShard(model, **settings)
+    assert type(model) is Stack
