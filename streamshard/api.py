@@ -39,6 +39,7 @@ from streamshard.errors import (
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
+from streamshard.inspect.statistics import step_statistics
 from streamshard.inspect.trace import trace
 from streamshard.integrations.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD, engine_of_both
@@ -73,6 +74,7 @@ __all__ = [
     "plan",
     "register_forward_method",
     "save_checkpoint",
+    "step_statistics",
     "trace",
 ]
 
