@@ -1,12 +1,20 @@
-"""Example scripts: a run that continues from a checkpoint has the losses of an uninterrupted run."""
+"""The main job: continuing a run, its last words after an error, and its progress on any terminal."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import importlib
+import io
 import json
 import multiprocessing
+import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +23,7 @@ from unittest import mock
 
 import pytest
 
-from tests.launched import Launched, run_file
+from tests.launched import ROOT, Launched, run_file
 
 JOB = "docs/examples/train_llama.py"
 SIZES = "--hidden 64 --layers 2 --batch-size 8 --seq-len 16 --held-out-every 20 --save-every 3 --precision fp32"
@@ -29,8 +37,12 @@ def _launch(directory: Path, *arguments: str, samples: bool = False) -> Launched
 
 def _run(directory: Path, *arguments: str, samples: bool = False) -> str:
     """The output of rank 0."""
-    (code, told), (other, _) = _launch(directory, *arguments, samples=samples).end(timeout_s=200.0)
-    assert (code, other) == (0, 0), told
+    return _end(_launch(directory, *arguments, samples=samples), code=0)
+
+
+def _end(job: Launched, code: int) -> str:
+    (first, told), (other, _) = job.end(timeout_s=200.0)
+    assert (first, other) == (code, code), told
     return told
 
 
@@ -81,7 +93,92 @@ def test_the_main_job_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     assert not (killed / "result.json").exists()
 
     told = _run(tmp_path / "second", "--resume", str(killed), samples=True)
-    assert "going on after step" in told
+    assert "of 40 steps; going on" in told
     assert f"loaded {killed / 'model'}: LlamaForCausalLM" in told
     assert _curve(killed) == _curve(whole)
     assert len(list((killed / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_the_main_job_trains_on_after_its_end(tmp_path: Path) -> None:
+    """A complete run takes more steps, none, but not fewer."""
+    data, out = tmp_path / "text.txt", tmp_path / "out"
+    data.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(2000)))
+    _run(tmp_path / "first", *SIZES.split(), "--data", str(data), "--steps", "20", "--out", str(out))
+    first = _curve(out)
+    assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["checkpoint-18", "checkpoint-20"]
+
+    told = _run(tmp_path / "again", "--resume", str(out))
+    assert "20 of 20 steps; all are done" in told
+    assert _curve(out) == first
+
+    # 300 is the default, and has to count as given. The run is killed soon, and still knows its steps when it goes on.
+    job = _launch(tmp_path / "killed ranks", "--resume", str(out), "--steps", "300")
+    while job.processes[0].is_alive() and not list(out.glob("checkpoints/checkpoint-2[4-9]")):
+        time.sleep(0.01)
+    job.kill()
+    assert json.loads((out / "arguments.json").read_text())["steps"] == 300
+
+    told = _run(tmp_path / "more", "--resume", str(out), "--steps", "60", "--held-out-every", "30")
+    assert re.search(r"2\d of 60 steps; going on", told)
+    longer = _curve(out)
+    assert longer["held_out_step"] == [20, 30, 60]
+    assert longer["train_loss"][: len(first["train_loss"])] == first["train_loss"]
+    assert (out / "checkpoints" / "checkpoint-60").exists()
+
+    fewer = _launch(tmp_path / "fewer", "--resume", str(out), "--steps", "50")
+    assert f"error: --steps 50: {out} has 60 steps already; wanted more, or no --steps" in _end(fewer, code=2)
+    assert json.loads((out / "arguments.json").read_text())["steps"] == 60
+
+
+@pytest.mark.ranks
+def test_the_launchers_last_words_are_the_jobs_error() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    told = subprocess.run([*launcher, JOB, "--bogus"], cwd=ROOT, capture_output=True, text=True, timeout=100.0)
+    assert told.returncode
+    *_, before, last, after, border = told.stderr.rstrip().splitlines()
+    assert last == "error: unrecognized arguments: --bogus (--help lists the options)"
+    assert (before, after, set(border)) == ("", "", {"="})
+
+
+def _progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps, shown on stderr."""
+    monkeypatch.syspath_prepend(str((ROOT / JOB).parent))
+    progress = importlib.import_module("_progress").Progress(10, 0, is_shown=True)
+    for step in range(1, 11):
+        progress.step()
+        progress.show(f"loss {10 - step}.25, 5,000 tokens/s, 400 MiB in the process")
+    progress.close()
+
+
+def _on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, kind: str) -> str:
+    """What a terminal gets that is so wide; 0: it does not know its size."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
+    with monkeypatch.context() as patch, open(theirs, "w", encoding="utf-8") as terminal:
+        patch.setenv("TERM", kind)
+        patch.setattr(sys, "stderr", terminal)
+        _progress(patch)
+    text = b""
+    while not text.endswith(b"\n"):
+        text += os.read(ours, 4096)
+    os.close(ours)
+    return text.decode()
+
+
+@pytest.mark.parametrize("columns", [0, 30, 60, 120])
+def test_the_bar_fits_any_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    lines = [line for line in re.split(r"[\r\n]+", _on_terminal(monkeypatch, columns, "xterm")) if line.strip()]
+    assert lines[-1].startswith("10/10 |")
+    assert ("loss 0.25" in lines[-1]) == (columns != 30)
+    assert max(map(len, lines)) == (columns or 80) - 1
+
+
+def test_without_a_cursor_progress_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = r"10/10, 00:00 left, loss 0.25, 5,000 tokens/s, 400 MiB in the process"
+    assert _on_terminal(monkeypatch, 30, "dumb").splitlines() == [wanted]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", io.StringIO())
+        _progress(patch)
+        assert sys.stderr.getvalue().splitlines() == [wanted]  # type: ignore[attr-defined]

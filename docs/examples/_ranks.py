@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import psutil
 import torch
@@ -21,6 +25,21 @@ LAUNCH = (
 
 class JobError(Exception):
     """The job cannot be done as asked; the message says why and what to do."""
+
+
+def end_with_error(problem: JobError) -> NoReturn:
+    """Exit with code 2, so that the error is what the user sees last.
+
+    After whatever a process prints, torchrun prints its own traceback. The traceback ends with the file that the first
+    failed process has written for torchrun: so each process writes the error there.
+    """
+    message = f"error: {problem}"
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        report = {"message": f"\n\n{message}\n", "timestamp": int(time.time())}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 def join_ranks(device: str) -> Ranks:
@@ -114,7 +133,7 @@ class Ranks:
         if found:
             self.leave()
             rank, message = found[0]
-            raise JobError(message if len(found) == self.world_size else f"rank {rank}: {message}")
+            raise JobError(message if rank == 0 else f"rank {rank}: {message}")
 
     def leave(self) -> None:
         self.state.destroy_process_group()

@@ -21,10 +21,10 @@ from typing import NoReturn
 
 import psutil
 import torch
-from _ranks import LAUNCH, JobError, Ranks, join_ranks
+from _progress import Progress
+from _ranks import LAUNCH, JobError, Ranks, end_with_error, join_ranks
 from _text import BOS, EOS, VOCAB, Text, TextError, byte_frequency_loss, even_windows, random_starts, read_text, windows
 from torch.distributed.elastic.multiprocessing.errors import record
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import streamshard
@@ -32,26 +32,28 @@ from streamshard import Precision, StreamShard
 
 REPORT_EVERY = 5  # steps between two points of the curve; each costs one small all-reduce
 ARGUMENTS = "arguments.json"  # in the output directory
+RESUME_TAKES = {"resume", "device", "steps", "save_every", "held_out_every"}  # the others are those of the run
 
 
 def main() -> None:
-    args = parse_args()
+    args, given = parse_args()
     ranks = join_ranks(args.device)
-    out = output_directory(args, ranks)
+    out = output_directory(args, given, ranks)
     text = read_text_together(args, ranks)
     precision = choose_precision(args, ranks)
-    if ranks.is_first:
-        write_whole(out / ARGUMENTS, lambda path: path.write_text(json.dumps(vars(args), default=str) + "\n"))
 
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(llama_config(args)).to(ranks.device)
     parameter_count = model.num_parameters()
     model = StreamShard(model, precision=precision)
     optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(args.steps))
     curve = Curve()
     if args.resume is not None:
-        resume(out, model, optimizer, schedule, curve, ranks)
+        resume(out, model, optimizer, curve, args, ranks)
+    # It depends on the number of steps alone, so a checkpoint need not hold it, and more steps stretch the cosine.
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(args.steps), curve.steps - 1)
+    if ranks.is_first:
+        write_whole(out / ARGUMENTS, lambda path: path.write_text(json.dumps(vars(args), default=str) + "\n"))
     held_out = held_out_windows(text, args, ranks)
     baseline = byte_frequency_loss(text.train, held_out)
 
@@ -89,7 +91,8 @@ class Parser(argparse.ArgumentParser):
         raise JobError(f"{message} (--help lists the options)")
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, set[str]]:
+    """The arguments, and the names of those that were given."""
     parser = Parser(
         description=__doc__.splitlines()[0],
         usage=f"{LAUNCH} [options]",
@@ -97,7 +100,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, help="file or directory to train on; the standard library if not given")
     parser.add_argument("--out", type=Path, help="a new directory to write to; runs/train_llama-NNN if not given")
-    parser.add_argument("--steps", type=positive_int, default=300, help="optimizer steps")
+    parser.add_argument("--steps", type=positive_int, default=300, help="optimizer steps in all")
     parser.add_argument("--batch-size", type=positive_int, default=8, help="sequences per step on each rank")
     parser.add_argument("--seq-len", type=positive_int, default=256, help="tokens (bytes) per sequence")
     parser.add_argument("--hidden", type=positive_int, default=256, help="width of the model, a multiple of 64")
@@ -106,7 +109,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.1, help="for all but norms and biases")
     parser.add_argument("--clip", type=float, default=1.0, help="gradients are clipped to this norm, over all ranks")
     parser.add_argument("--save-every", type=positive_int, default=100, help="steps between checkpoints; two are kept")
-    parser.add_argument("--resume", type=Path, metavar="OUT", help="go on with the run that writes to this directory")
+    parser.add_argument("--resume", type=Path, metavar="OUT",
+                        help="go on with the run that writes to this directory; with more --steps, at the learning "
+                        "rates of a run of that many steps")  # fmt: skip
     parser.add_argument("--held-out-every", type=positive_int, default=50, help="steps between held-out losses")
     parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto",
                         help="dtype layers compute in; auto takes bf16 unless this CPU is slow at it")  # fmt: skip
@@ -116,12 +121,14 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.hidden % 64:
         parser.error(f"--hidden {args.hidden}: wanted a multiple of 64")
-    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-    if args.resume is not None and (others := set(given) - {"resume", "device"}):
+    unset = object()
+    again = parser.parse_args(namespace=argparse.Namespace(**dict.fromkeys(vars(args), unset)))
+    given = {name for name, value in vars(again).items() if value is not unset}
+    if args.resume is not None and (others := given - RESUME_TAKES):
         parser.error(f"--resume goes on with the run's own arguments: leave out {', '.join(sorted(others))}")
     if args.seq_len < 2:
         parser.error(f"--seq-len {args.seq_len}: wanted 2 at least, one token to see and one to predict")
-    return args
+    return args, given
 
 
 def positive_int(value: str) -> int:
@@ -165,7 +172,7 @@ def matmul_seconds(dtype: torch.dtype) -> float:
     return min(seconds)
 
 
-def output_directory(args: argparse.Namespace, ranks: Ranks) -> Path:
+def output_directory(args: argparse.Namespace, given: set[str], ranks: Ranks) -> Path:
     """A new one, or that of the run to resume, whose arguments `args` become. The same on all ranks."""
     out, error, saved = "", None, {}
     if ranks.is_first:
@@ -186,7 +193,7 @@ def output_directory(args: argparse.Namespace, ranks: Ranks) -> Path:
             error = f"{what}: {problem.strerror}"
     ranks.stop_on_error(error)
     for name, value in ranks.from_first(saved).items():
-        if name not in ("resume", "device", "out"):
+        if name not in given | {"resume", "device", "out"}:
             setattr(args, name, Path(value) if name == "data" and value is not None else value)
     return Path(ranks.from_first(out))
 
@@ -251,17 +258,20 @@ def resume(
     out: Path,
     model: StreamShard,
     optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
     curve: Curve,
+    args: argparse.Namespace,
     ranks: Ranks,
 ) -> None:
     """Go on at the latest checkpoint; from the beginning if the run was killed before there was one."""
     if ranks.from_first(streamshard.latest(out / "checkpoints") is None):
         ranks.say(f"{out} has no checkpoint yet: beginning anew")
         return
-    saved = streamshard.load_checkpoint(out / "checkpoints", model, optimizer, {"schedule": schedule})
+    saved = streamshard.load_checkpoint(out / "checkpoints", model, optimizer)
     vars(curve).update(saved["curve"])
-    ranks.say(f"{saved.path}: going on after step {curve.steps}")
+    if curve.steps > args.steps:
+        ranks.stop_on_error(f"--steps {args.steps}: {out} has {curve.steps} steps already; wanted more, or no --steps")
+    then = "going on" if curve.steps < args.steps else "all are done, writing the results again (--steps N trains on)"
+    ranks.say(f"{saved.path}: {curve.steps} of {args.steps} steps; {then}")
 
 
 def train(
@@ -275,11 +285,11 @@ def train(
     args: argparse.Namespace,
     ranks: Ranks,
 ) -> None:
-    """The steps up to `args.steps` that `curve` does not have, with checkpoints, and a bar on the first rank."""
+    """The steps up to `args.steps` that `curve` does not have, with checkpoints; the last is complete at the end."""
     losses: list[torch.Tensor] = []
     last = time.perf_counter()
     start = last - curve.seconds
-    bar = tqdm(total=args.steps, initial=curve.steps, unit="step", disable=not ranks.is_first, dynamic_ncols=True)
+    progress = Progress(args.steps, curve.steps, ranks.is_first)
     for step in range(curve.steps + 1, args.steps + 1):
         batch = batch_of(step, text, args, ranks)
         model.train()
@@ -291,28 +301,30 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.detach())
         curve.steps = step
-        bar.update()
+        progress.step()
 
-        saves = step % args.save_every == 0 and step < args.steps
-        if step % REPORT_EVERY == 0 or saves or step == args.steps:
+        saves = step % args.save_every == 0 or step == args.steps
+        if step % REPORT_EVERY == 0 or saves:
             curve.train_step.append(step)
             curve.train_loss.append(ranks.mean(torch.stack(losses).mean()))
             now = time.perf_counter()
             speed = len(losses) * batch.numel() * ranks.world_size / (now - last)
             losses, last = [], now
-            bar.set_postfix_str(f"loss {curve.train_loss[-1]:.3f}, {speed:,.0f} tokens/s, {memory_text(ranks)}")
+            progress.show(f"loss {curve.train_loss[-1]:.3f}, {speed:,.0f} tokens/s, {memory_text(ranks)}")
         if step % args.held_out_every == 0 or step == args.steps:
             curve.held_out_step.append(step)
             curve.held_out_loss.append(evaluate(model, held_out, args.batch_size, ranks))
             if ranks.is_first:
-                bar.write(f"step {step}: held-out loss {curve.held_out_loss[-1]:.3f}", file=sys.stdout)
+                progress.write(f"step {step}: held-out loss {curve.held_out_loss[-1]:.3f}")
             last = time.perf_counter()
         curve.seconds = time.perf_counter() - start
         if saves:
             own = ranks.from_first(vars(curve))  # its seconds differ between ranks
-            extra = {"schedule": schedule, "curve": own}
-            streamshard.save_checkpoint(out / "checkpoints", model, optimizer, extra, keep=2, step=step, wait=False)
-    bar.close()
+            is_last = step == args.steps
+            streamshard.save_checkpoint(
+                out / "checkpoints", model, optimizer, {"curve": own}, keep=2, step=step, wait=is_last
+            )
+    progress.close()
 
 
 def batch_of(step: int, text: Text, args: argparse.Namespace, ranks: Ranks) -> torch.Tensor:
@@ -394,15 +406,16 @@ def final_line(curve: Curve, baseline: float, took_part: int, world_size: int, o
     )
 
 
-if __name__ == "__main__":
-    is_first = os.environ.get("RANK", "0") == "0"
+def main_or_error() -> None:
     try:
-        record(main)()  # puts an error of any rank into the launcher's summary, which is what is seen last
+        main()
     except JobError as problem:
-        if is_first:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        end_with_error(problem)
     except KeyboardInterrupt:
-        if is_first:
+        if os.environ.get("RANK", "0") == "0":
             print("\ninterrupted: the output directory holds what was finished by now; --resume goes on", flush=True)
         os._exit(130)  # at once: an orderly exit would wait for collectives that the other ranks have left
+
+
+if __name__ == "__main__":
+    record(main_or_error)()  # puts an unforeseen error of any rank into the launcher's summary, which is seen last
