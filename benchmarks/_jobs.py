@@ -154,7 +154,7 @@ def run_jobs(jobs: Sequence[Job], directory: Path, about: dict[str, Any], within
                 log.write(f"\n=== {job.name}: {shlex.join(job.command)}\n".encode())
                 entry = _run(job, log.fileno(), min(job.limit_s, left_s), results)
             is_well = is_well and entry.get("exit_code") == 0
-            print(f"{job.name:18} {_ending(entry):22} {entry['brief']}", flush=True)
+            print(f"{job.name:22} {_ending(entry):22} {entry['brief']}", flush=True)
     return is_well
 
 

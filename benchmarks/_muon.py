@@ -216,6 +216,8 @@ class Traffic(TorchDispatchMode):
                     self._count(args[0], others)
                 case "recv_" | "wait_tensor" | "_wrap_tensor_autograd":
                     pass
+                case "allreduce_" if args[0][0].numel() <= 2:
+                    pass  # ranks compare which parameters have gradients: two numbers, whatever the model
                 case _:
                     raise NotImplementedError(f"a step calls {name}, of which it is not known what it sends")
         return func(*args, **(kwargs or {}))

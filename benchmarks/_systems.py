@@ -1,8 +1,8 @@
 """The systems that are compared, each built from the same model with the same precision and optimizer.
 
 Every system has bf16 parameters in forward and backward, bf16 gradients on the wire, and AdamW on fp32 main weights.
-FSDP1, FSDP2 and StreamShard bring that with them. DDP and local training do not, so `MainWeights` does for them what
-their users write by hand: a bf16 model, fp32 copies, two casts per step.
+FSDP1, FSDP2, DeepSpeed and StreamShard bring that with them. DDP and local training do not, so `MainWeights` does for
+them what their users write by hand: a bf16 model, fp32 copies, two casts per step.
 """
 
 from __future__ import annotations
@@ -176,6 +176,23 @@ def _registered(model: nn.Module, blocks: list[nn.Module], options: dict[str, An
     return _streamshard(model, blocks, options, registered_memory=True)
 
 
+def _deepspeed(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    """ZeRO-3 with DeepSpeed's own sizes of buckets and prefetches; it has no use for `blocks`."""
+    import deepspeed
+
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **options)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        engine.set_gradient_accumulation_boundary(False)
+        yield
+        engine.set_gradient_accumulation_boundary(True)
+
+    return System(engine, engine.step, no_sync)
+
+
 SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System]] = {
     "local": _local,
     "ddp": _ddp,
@@ -184,6 +201,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System
     "fsdp2": _fsdp2,
     "fsdp2-keep": _fsdp2_keep,  # reshard_after_forward=False
     "fsdp2-zero2": _fsdp2_zero2,  # and every micro-batch reduced: no whole gradients are held
+    "deepspeed": _deepspeed,  # ZeRO-3; needs the package
     "streamshard": _streamshard,  # two slots of each kind: ZeRO-3
     "one-edge": _one_edge,  # StreamShard with embedding and head in one unit with all that is no block
     "coalesced": _coalesced,  # StreamShard with units of at least 512 KiB

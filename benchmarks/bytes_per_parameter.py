@@ -1,6 +1,7 @@
 """Bytes per parameter at every setting of the dial, formula and count side by side, for 1 to 4 ranks on the CPU.
 
     python benchmarks/bytes_per_parameter.py            # prints the table of docs/guide/dial.md
+    python benchmarks/bytes_per_parameter.py --output FILE
 
 Counted are the live tensors of the engine and of AdamW after two steps, less flags (N + 1 bytes a parameter tensor).
 The model has 64 layers and sizes that need no padding; the slots of settings with fewer than all are given beside it.
@@ -8,13 +9,16 @@ The model has 64 layers and sizes that need no padding; the slots of settings wi
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from _measure import environment, save
 from torch import nn
 
 from streamshard import Precision, StreamShard
@@ -45,6 +49,9 @@ SETTINGS = (
 
 def main() -> None:
     """Count on every number of ranks, then print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write what was counted as JSON")
+    output = parser.parse_args().output
     counts: dict[int, list[float]] = {}
     for world_size in (1, 2, 3, 4):
         with tempfile.TemporaryDirectory() as directory:
@@ -59,6 +66,13 @@ def main() -> None:
             wanted = setting.constant + setting.sharded / world_size
             cells.append(f"{wanted:.2f} / {counted[row]:.2f}")
         print(f"| {setting.name} | {formula} | {' | '.join(cells)} |")
+    if output is not None:
+        bytes_counted = {
+            setting.name: {f"N = {size}": counted[row] for size, counted in counts.items()}
+            for row, setting in enumerate(SETTINGS)
+        }
+        where = environment(torch.device("cpu"))
+        save({"benchmark": "bytes_per_parameter", "environment": where, "bytes_per_parameter": bytes_counted}, output)
 
 
 def _count(rank: int, world_size: int, directory: str) -> None:

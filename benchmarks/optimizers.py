@@ -183,8 +183,8 @@ def _round_as_ranks_do(model: nn.Module, world_size: int) -> None:
     """The mean of equal gradients of three ranks is not that gradient, but for rounding."""
     for param in model.parameters():
         if param.grad is not None:
-            own = param.grad.clone()
-            sum_in_rank_order([own] * world_size, param.grad, accumulate=False)
+            grad = param.grad.view(-1)
+            sum_in_rank_order([grad.clone()] * world_size, grad, accumulate=False)
 
 
 def compare(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:

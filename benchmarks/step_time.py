@@ -19,6 +19,7 @@ import os
 import pstats
 import resource
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ from _systems import OPTIMIZERS, SYSTEMS, System, build
 PHASES = ("forward", "backward", "update")
 PEER = "fsdp2"
 DEFAULT_SYSTEMS = ["local", "ddp", "fsdp1", "fsdp2", "streamshard"]
+if find_spec("deepspeed") is not None:
+    DEFAULT_SYSTEMS.insert(-1, "deepspeed")
 PREPARATION_STEPS = 3
 
 

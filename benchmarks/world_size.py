@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from _measure import RESULTS, Noise, environment, save, seeded_order, summary
-from host_overhead import Layers, connect_as_gpus_do
+from host_overhead import Layers, RanksAsOnGpus
 
 from streamshard import Precision, StreamShard
 from streamshard.comm import nccl
@@ -83,7 +83,7 @@ def _measure(size: int, arguments: argparse.Namespace) -> dict[str, float]:
     gc.disable()
     try:
         model = Layers(arguments.layers, arguments.parameters, arguments.width)
-        with mock.patch("streamshard.build.connect", connect_as_gpus_do):
+        with mock.patch("streamshard.build.Communicator", RanksAsOnGpus):
             start = time.perf_counter()
             sharded: Any = StreamShard(model, precision=Precision(param_dtype=torch.bfloat16))
             build_ms = (time.perf_counter() - start) * 1e3

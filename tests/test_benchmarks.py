@@ -1,0 +1,71 @@
+"""``python -m benchmarks``: what it runs and leaves out, and the pages and plots of results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import Benchmark
+from benchmarks._report import render
+from tests.launched import ROOT
+
+STEP_TIME = ROOT / "benchmarks" / "results" / "step_time-cpu-8x512-256.json"
+
+
+def _benchmarks(*arguments: str) -> str:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.ranks
+def test_a_benchmark_is_run_and_rendered(tmp_path: Path) -> None:
+    told = _benchmarks("--quick", "--only", "world_size", "--out", str(tmp_path))
+    assert "\nworld_size             ended well" in told
+    result = json.loads((tmp_path / "world_size.json").read_text())
+    assert (result["benchmark"], result["config"]["rounds"]) == ("world_size", 2)
+    _benchmarks("report", str(tmp_path))
+    page = (tmp_path / "report.md").read_text()
+    assert "| | ranks 8 | ranks 16 |" in page
+    assert "not complete" not in page
+    assert (tmp_path / "world_size.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.ranks
+def test_the_list_names_every_script_that_measures() -> None:
+    """A new script has to be added to the list. Those whose name begins with _ are shared; gpu.py runs two of them."""
+    names = {line.split()[0].partition(".")[0] for line in _benchmarks("--list").splitlines()}
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.startswith("_")}
+    assert names == scripts - {"one_device", "shared_gpu"}
+
+
+def test_what_a_benchmark_lacks_is_named() -> None:
+    lacking = Benchmark("some.thing", "", 1.0, "", needs=("json", "no_such_package", "nor_this"))
+    assert lacking.missing() == "needs no_such_package, nor_this"
+
+
+def test_a_report_has_medians_intervals_peers_and_what_is_missing(tmp_path: Path) -> None:
+    shutil.copy(STEP_TIME, tmp_path / "step_time.json")
+    jobs = {
+        "step_time": {"exit_code": 0, "timed_out": False},
+        "slow": {"exit_code": -15, "timed_out": True},
+        "broken": {"exit_code": 1, "timed_out": False},
+        "late": {"not_run": "3 s were left"},
+    }
+    (tmp_path / "results.json").write_text(json.dumps({"left_out": {"gpu": "needs GPU"}, "jobs": jobs}))
+    page = render(tmp_path).read_text()
+    entry = json.loads(STEP_TIME.read_text())
+    ratio = entry["systems"]["streamshard"]["ratio_to_fsdp2"]
+    cell = "{median:.3g} ({median_low:.3g} to {median_high:.3g})".format(**ratio)
+    assert cell in next(line for line in page.splitlines() if line.startswith("| streamshard |"))
+    assert "| fsdp1 |" in page
+    assert entry["environment"]["commit"] in page
+    missing = {"gpu": "needs GPU", "slow": "out of time", "broken": "failed: exit code 1", "late": "3 s were left"}
+    assert page.splitlines()[-4:] == [f"- {name} is missing or not complete: {why}" for name, why in missing.items()]
+    assert (tmp_path / "step_time.png").exists()
