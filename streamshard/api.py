@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -202,7 +203,7 @@ class StreamShard(ShardedModule):
             norm_type: order of the norm, ``inf`` for the maximum.
 
         Returns:
-            The norm before scaling: [] fp32, equal on all ranks.
+            The norm before scaling, [] fp32, equal on all ranks.
         """
         engine = engine_at_rest(self, "clip_grad_norm_")
         return clip_grads(engine, params_of(self).values(), max_norm, norm_type)
@@ -306,6 +307,10 @@ class StreamShard(ShardedModule):
             "load_optimizer_state_dict, or export_safetensors and load_safetensors. accelerate's "
             "load_checkpoint_in_model calls it: use load_safetensors(model, directory) in its place"
         )
+
+
+# What help() and the documentation show.
+StreamShard.__new__.__signature__ = inspect.signature(StreamShard.__init__)  # type: ignore[attr-defined]
 
 
 def export_safetensors(
@@ -414,8 +419,8 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
         rank0_only: other ranks get an empty dict.
 
     Returns:
-        ``{"state": {number: {name: value}}, "param_groups": [..]}``, the format of ``Optimizer.state_dict()``: plain
-        torch and ZeroRedundancyOptimizer load it.
+        The format of ``Optimizer.state_dict()``, which plain torch and ZeroRedundancyOptimizer load:
+        ``{"state": {number: {name: value}}, "param_groups": [..]}``.
 
     Raises:
         ConfigError, ShardingError, RankMismatchError: on every rank; names the state that cannot be combined.

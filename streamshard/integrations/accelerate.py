@@ -39,8 +39,9 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     accelerate's own class.
 
     Args:
-        *args, **kwargs: accelerate's own arguments. Options of `StreamShard` (``units``, ``precision``,
-            ``weight_slots``, ...) by keyword; they hold for all models.
+        *args: accelerate's own arguments.
+        **kwargs: the same, and options of `StreamShard` (``units``, ``precision``, ``weight_slots``, ...), which hold
+            for all models.
 
     ``mixed_precision`` decides the dtype in which layers compute: ``"bf16"`` or ``"fp16"``. With ``"no"`` layers
     compute in the model's dtype if all its parameters have the same 16-bit dtype, else in fp32. The ``param_dtype`` of

@@ -1,0 +1,67 @@
+"""Sphinx: the pages of docs/ as one site. ``python -m sphinx -W --keep-going -b html docs build/docs``
+
+Pages are written for a checkout, where they are read as they are. This file turns their links into the site's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from streamshard import __version__
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+# Files outside of docs/, and the pages that show them. The pages' own files have nothing to say.
+OUTSIDE = {
+    ROOT / "README.md": "index",
+    ROOT / "CONTRIBUTING.md": "contributing",
+    ROOT / "CHANGELOG.md": "changelog",
+    ROOT / "benchmarks/README.md": "benchmarks",
+}
+
+project = "StreamShard"
+author = "The StreamShard authors"
+release = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["examples/[!R]*"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"StreamShard {release}"
+html_copy_source = False
+
+default_role = "py:obj"  # docstrings write names in single backticks
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "signature"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+
+def read_page(app: object, docname: str, source: list[str]) -> None:
+    """Put files from outside of docs/ before the text of their pages, and make links absolute: / is docs/."""
+    origin = next((file for file, name in OUTSIDE.items() if name == docname), DOCS / f"{docname}.md")
+    if origin in OUTSIDE:
+        source[0] = f"{origin.read_text()}\n{source[0]}"
+
+    def link(match: re.Match[str]) -> str:
+        label, path, anchor = match.groups("")
+        target = (origin.parent / path).resolve()
+        if target.is_dir():
+            target = next(each / "README.md" for each in (target, *target.parents) if (each / "README.md").is_file())
+        if target in OUTSIDE:
+            target = DOCS / f"{OUTSIDE[target]}.md"
+        if label.endswith(".md"):  # the site shows the page's title
+            label = ""
+        return f"[{label}](/{os.path.relpath(target, DOCS)}{anchor})"
+
+    if docname.endswith("decisions/README"):  # whose list of links is for readers; this one is for the sidebar
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
+    source[0] = re.sub(r"\[([^][]+)\]\(([\w./-]+)(#[\w-]+)?\)", link, source[0])
+
+
+def setup(app: object) -> None:
+    """Sphinx calls this."""
+    app.connect("source-read", read_page)
