@@ -1,0 +1,212 @@
+"""The documentation: every block of code runs, and every command has the options that pages give it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
+from torch import nn
+from torch.distributed.run import get_args_parser
+
+import streamshard
+from streamshard.__main__ import _parser
+from tests import families
+from tests.integrations.accelerating import launched
+from tests.launched import ROOT
+from tests.models import token_batch
+from tests.ranks import RankContext, on_ranks
+
+_FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_TEXTS = {str(file.relative_to(ROOT)): file.read_text() for file in _FILES}
+
+
+def _blocks(page: str) -> list[tuple[int, str]]:
+    """Line number and code of each block of Python. Of a diff, the new side."""
+    text, found = _TEXTS[page], []
+    for block in re.finditer(r"^```(python|diff)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        code = block[2] if block[1] == "python" else re.sub(r"^(-.*|[+ ])", "", block[2], flags=re.MULTILINE)
+        found.append((text[: block.start()].count("\n") + 1, code))
+    return found
+
+
+_PAGES = [page for page in _TEXTS if _blocks(page)]
+
+# What pages leave out. All have `model`, not sharded yet, its `optimizer`, `batch`, and `config`.
+_SET_UP = {
+    "docs/guide/accelerate.md": """
+        from torch.nn.functional import cross_entropy
+        from torch.utils.data import DataLoader
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+        optimizer = torch.optim.AdamW(model.parameters())
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        train = DataLoader([(torch.randn(4), 1) for _ in range(32)], batch_size=2)
+    """,
+    "docs/guide/big_models.md": """
+        model.save_pretrained("snapshot" if torch.distributed.get_rank() == 0 else "unused")
+        torch.distributed.barrier()
+        base, Model = model.config, type(model)
+        def load_it_somehow():
+            return Model(config)
+    """,
+    "docs/guide/checkpoints.md": """
+        import signal, sys
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        from transformers import AutoModelForCausalLM
+        from streamshard import StreamShard, export_safetensors, save_checkpoint
+        model = StreamShard(model)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        scaler, loader = torch.amp.GradScaler("cpu"), StatefulDataLoader([1, 2, 3])
+        extra = {"scheduler": scheduler, "scaler": scaler, "loader": loader, "step": 1}
+        save_checkpoint("runs/llama", model, optimizer, extra)
+    """,
+    "docs/guide/commands.md": """
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.fsdp import fully_shard
+        directory = "dcp"
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+    """,
+    "docs/guide/dial.md": """
+        from streamshard import StreamShard
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm1 = nn.Sequential()
+                self.norm1.emb, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+            def forward(self, x):
+                return self.out(self.norm1(x))
+        model = nn.Module()
+        model.transformer_blocks = nn.ModuleList(Block() for _ in range(3))
+    """,
+    "docs/guide/distributed_optimizer.md": "from streamshard import StreamShard",
+    "docs/guide/optimizers.md": """
+        from streamshard import StreamShard, save_checkpoint
+        from streamshard.optim import WholeParameterOptimizer
+        directory, Model = "runs", type(model)
+        model = StreamShard(model)
+    """,
+    "docs/guide/peft.md": """
+        PeftModel = importorskip("peft").PeftModel
+        base, directory = model, "adapter"
+        importorskip("peft").get_peft_model(model, importorskip("peft").LoraConfig()).save_pretrained(directory)
+        base = type(model)(config)
+    """,
+    "docs/guide/replicas.md": "from streamshard import StreamShard",
+    "docs/guide/transformers.md": """
+        from transformers import TrainingArguments
+        from streamshard.integrations.transformers import StreamShardTrainer
+        train = test = [{name: value[0] for name, value in batch.items()}] * 4
+        given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
+        arguments = TrainingArguments("out", max_steps=1, save_steps=1, **given)
+        StreamShardTrainer(model=type(model)(config), args=arguments, train_dataset=train).train()
+        arguments = TrainingArguments("out", max_steps=2, **given)
+    """,
+    "docs/guide/uneven_inputs.md": """
+        model = streamshard.StreamShard(model)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        batches = [batch] * (1 + torch.distributed.get_rank())
+    """,
+}
+# What two processes on a CPU cannot do, or not fast, and what they do in its place.
+_REPLACED = {
+    "docs/guide/big_models.md": {"nn.Linear(4096, 4096)": "nn.Linear(8, 8)", '"base/"': '"snapshot/"'},
+    "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
+    "docs/guide/stability.md": {"torch.amp.GradScaler()": 'torch.amp.GradScaler("cpu")'},
+    "docs/guide/whole_parameters.md": {"256, 256": "16, 16", "8, 256": "8, 16"},
+}
+# Not run.
+_LEFT_OUT = {
+    (
+        "docs/guide/transformers.md",
+        "trl",
+    ): "TRL is not among the tests' packages; tests/integrations/test_trl.py",
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("page", _PAGES)
+def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_path: Path) -> None:
+    model = families.llama()
+    tokens = token_batch(0, context.rank)
+    names: dict[str, Any] = {
+        "torch": torch,
+        "nn": nn,
+        "streamshard": streamshard,
+        "importorskip": pytest.importorskip,
+        "config": model.config,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch": {"input_ids": tokens, "labels": tokens},
+    }
+    before, handler = Path.cwd(), signal.getsignal(signal.SIGTERM)
+    os.chdir(tmp_path)
+    try:
+        with launched(context):
+            for line, code in [(0, textwrap.dedent(_SET_UP.get(page, ""))), *_blocks(page)]:
+                if not any(page == name and word in code for name, word in _LEFT_OUT):
+                    for old, new in _REPLACED.get(page, {}).items():
+                        code = code.replace(old, new)
+                    exec(compile("\n" * line + code, str(ROOT / page), "exec"), names)
+    finally:
+        os.chdir(before)
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_exceptions_are_about_what_pages_have() -> None:
+    codes = {page: "\n".join(code for _, code in _blocks(page)) for page in _PAGES}
+    assert set(_SET_UP) <= set(_PAGES)
+    assert [(page, old) for page, texts in _REPLACED.items() for old in texts if old not in codes[page]] == []
+    assert [(page, word) for page, word in _LEFT_OUT if word not in codes[page]] == []
+
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+
+def _commands() -> Iterator[tuple[str, list[str]]]:
+    """Page and words of each command in a block of sh, in a block without a language, and in a line of text."""
+    for page, text in _TEXTS.items():
+        shells = re.findall(r"^```(?:sh|text)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+        lines = "\n".join(shells).replace("\\\n", " ").splitlines() + [" ".join(each.split()) for each in inline]
+        for line in lines:
+            for command in re.split(r" && |\| ", line):
+                if re.search(r"\b(torchrun|accelerate launch|streamshard \w+|python3?) .*--", command):
+                    yield page, shlex.split(command, comments=True)
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    own = next(each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction))
+    named = {f"streamshard {name}": parser for name, parser in own.choices.items()}
+    return {"torchrun": get_args_parser(), "accelerate launch": launch_command_parser(), **named}
+
+
+def test_commands_have_the_options_that_pages_give_them() -> None:
+    """Options in front of a script are the launcher's. A script of the repository has its options as text."""
+    parsers, checked, unknown = _parsers(), 0, []
+    for page, words in _commands():
+        script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+        launch = words[:script]
+        for name, parser in parsers.items():
+            if f" {name} " in f" {' '.join(launch)} ":
+                known = parser._option_string_actions
+                options = [word.split("=")[0] for word in launch if word.startswith("--")]
+                unknown += [(page, name, option) for option in options if option not in known]
+                checked += len(options)
+        file = ROOT / words[script] if script < len(words) else ROOT
+        if file.is_file():
+            options = [word.split("=")[0] for word in words[script:] if word.startswith("--")]
+            unknown += [(page, file.name, option) for option in options if f'"{option}"' not in file.read_text()]
+            checked += len(options)
+    assert unknown == []
+    assert checked > 25
