@@ -103,6 +103,14 @@ _SET_UP = {
         base = type(model)(config)
     """,
     "docs/guide/replicas.md": "from streamshard import StreamShard",
+    "docs/guide/slow_step.md": """
+        import dataclasses, types
+        from transformers import TrainingArguments
+        from streamshard import StreamShard
+        from streamshard.integrations.transformers import StreamShardTrainer
+        model, batches, tracker = StreamShard(model), [batch], types.SimpleNamespace(log=print)
+        arguments = TrainingArguments("out", use_cpu=True, report_to=[])
+    """,
     "docs/guide/transformers.md": """
         from transformers import TrainingArguments
         from streamshard.integrations.transformers import StreamShardTrainer
@@ -122,6 +130,10 @@ _SET_UP = {
 _REPLACED = {
     "docs/guide/big_models.md": {"nn.Linear(4096, 4096)": "nn.Linear(8, 8)", '"base/"': '"snapshot/"'},
     "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
+    "docs/guide/slow_step.md": {
+        "StreamShard(model, ": "StreamShard(type(model)(config), ",
+        "(..., ": "(model=type(model)(config), args=arguments, ",
+    },
     "docs/guide/stability.md": {"torch.amp.GradScaler()": 'torch.amp.GradScaler("cpu")'},
     "docs/guide/whole_parameters.md": {"256, 256": "16, 16", "8, 256": "8, 16"},
 }
@@ -168,6 +180,11 @@ def test_exceptions_are_about_what_pages_have() -> None:
     assert set(_SET_UP) <= set(_PAGES)
     assert [(page, old) for page, texts in _REPLACED.items() for old in texts if old not in codes[page]] == []
     assert [(page, word) for page, word in _LEFT_OUT if word not in codes[page]] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    reference = (ROOT / "docs/reference.rst").read_text()
+    assert [name for name in streamshard.__all__ if f":: streamshard.{name}\n" not in reference] == []
 
 
 # -------------------------------------------------------------------------------------------------------- commands
