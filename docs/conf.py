@@ -5,11 +5,12 @@ Pages are written for a checkout, where they are read as they are. This file tur
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from pathlib import Path
 
-from streamshard import __version__
+from streamshard import StreamShard, __version__
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -63,5 +64,6 @@ def read_page(app: object, docname: str, source: list[str]) -> None:
 
 
 def setup(app: object) -> None:
-    """Sphinx calls this."""
+    """Sphinx calls this. It would show the signature of ``__new__``, which takes any arguments."""
+    StreamShard.__new__.__signature__ = inspect.signature(StreamShard.__init__)
     app.connect("source-read", read_page)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -307,10 +306,6 @@ class StreamShard(ShardedModule):
             "load_optimizer_state_dict, or export_safetensors and load_safetensors. accelerate's "
             "load_checkpoint_in_model calls it: use load_safetensors(model, directory) in its place"
         )
-
-
-# What help() and the documentation show.
-StreamShard.__new__.__signature__ = inspect.signature(StreamShard.__init__)  # type: ignore[attr-defined]
 
 
 def export_safetensors(

@@ -325,7 +325,7 @@ def take_gradients(engine: Engine) -> None:
         for param_index, view in enumerate(unit.views):
             # Weak: the garbage collector does not see what a tensor's hook holds, and the engine holds the tensor.
             small = engine.reductions.small if unit.grads.is_small(param_index) else None
-            take = functools.partial(_take, weakref.ref(engine), weakref.ref(unit), param_index, small)
+            take = functools.partial(_take, weakref.ref(engine), weakref.ref(unit), param_index, small, unit.index)
             view.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
 
@@ -335,15 +335,16 @@ def _take(
     unit_of: Callable[[], StreamedUnit | None],
     param_index: int,
     small: SmallGrads | None,
+    unit_index: int,
     view: torch.Tensor,
 ) -> None:
     """Autograd has made a gradient. Small ones that are left are copied when the unit is reduced."""
-    engine, unit = engine_of(), unit_of()
-    if engine is None or unit is None or small is not None and small.leave(unit.index):
+    if small is not None and small.leave(unit_index):
         return
     with AsTensors():
         grad, view.grad = view.grad, None
-    if grad is not None:
+    engine, unit = engine_of(), unit_of()
+    if grad is not None and engine is not None and unit is not None:
         untraced(_on_grad, engine, unit, param_index, grad)
 
 

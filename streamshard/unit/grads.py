@@ -26,7 +26,7 @@ from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, grad_attribute
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
 from streamshard.unit.sharded_parameter import drop_unreduced, keep_unreduced, put_grad
-from streamshard.unit.sharded_tensor import Life, ShardedTensor
+from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
 
 _WHY_EARLIER = (
     "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
@@ -116,6 +116,8 @@ class ParamGrad:
 
     in_slot: torch.Tensor
     _memory: FlatParamGrads
+    _local: torch.Tensor  # `in_main` as a plain tensor
+    _piece: Piece  # what it is a piece of
 
     def __init__(self, shard: ParamShard, view: nn.Parameter, memory: FlatParamGrads | None) -> None:
         self.shard = shard
@@ -130,12 +132,12 @@ class ParamGrad:
         if memory is not None:
             layout = shard.layout
             self.in_slot = memory.all.narrow(0, layout.offset, layout.numel).view(layout.shape)
-            self._memory = memory
+            self._memory, self._piece = memory, shard.what.of_grad()
+            self.find()
 
-    @property
-    def _local(self) -> torch.Tensor:
-        """`in_main` as a plain tensor."""
-        return self.shard.shaped(self._memory.main)
+    def find(self) -> None:
+        """Look up where the main grads lie. Each step reads the result, so it is kept."""
+        self._local = self.shard.shaped(self._memory.main)
 
     def take(self) -> bool:
         """Move ``.grad``, if there is one, into the main grads. Inside `AsTensors`.
@@ -159,7 +161,7 @@ class ParamGrad:
         """
         param = self.shard.param
         if self.in_main is None:
-            self.in_main = ShardedTensor.wrap(self._local.detach(), self.shard.what.of_grad(), life)
+            self.in_main = ShardedTensor.wrap(self._local.detach(), self._piece, life)
         if (own := grad_attribute.__get__(param)) is not None:
             self.in_main.add_(own)
         drop_unreduced(param)
@@ -254,6 +256,8 @@ class UnitGrads:
         for flat_param in self.flat_params:
             if flat_param.is_main_in_slot:
                 flat_param.leave_slot()
+                for grad in self._trained:
+                    grad.find()
                 self._renew()
 
     def _renew(self) -> None:
