@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from streamshard import __version__
-from streamshard.errors import CheckpointError, ConfigError, StreamShardError, printable
+from streamshard.errors import CheckpointError, ConfigError, StreamShardError, UnitError, printable
 
 if TYPE_CHECKING:
     from streamshard.checkpoint.manifest import Manifest, TensorRecord
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (StreamShardError, OSError) as error:
         _say(f"streamshard {arguments.command}: {error}", sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError | UnitError) else 1
     return 0
 
 
@@ -81,6 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--transport", choices=("nccl", "sockets", "shared-memory"), default="nccl", help=about)
     for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
         plan.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}: estimate activations")
+    about = "modules or classes of modules that become units"
+    plan.add_argument("--units", nargs="+", action="extend", metavar="NAME", help=about)
+    about = "modules whose weights are read outside of their layer"
+    plan.add_argument("--resident", nargs="+", action="extend", default=[], metavar="NAME", help=about)
+    about = "combine layers until a unit has so much, such as 1MiB"
+    plan.add_argument("--min-unit-size", default=0, metavar="SIZE", help=about)
+    about = "draw the bytes per rank too: a .png, .svg or .pdf; needs matplotlib"
+    plan.add_argument("--picture", type=Path, metavar="FILE", help=about)
     plan.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     plan.set_defaults(run=_plan)
 
@@ -118,6 +126,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     planned = plan(
         builder_of(arguments.model),
         arguments.ranks,
+        arguments.units,
+        resident=arguments.resident,
+        min_unit_size=arguments.min_unit_size,
         precision=precision,
         transport=arguments.transport,
         weight_slots=arguments.slots,
@@ -125,6 +136,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         batch=arguments.batch,
         seq=arguments.seq,
     )
+    if arguments.picture is not None:
+        planned.save_picture(arguments.picture)
     print(json.dumps(dataclasses.asdict(planned), indent=2) if arguments.json else planned)
     if planned.budget_bytes is not None and not planned.fitting:
         raise StreamShardError("nothing fits the budget")

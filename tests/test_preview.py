@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -249,6 +250,56 @@ def test_the_command_plans_the_model_of_a_function(
     sys.path.remove(str(tmp_path))
 
 
+def test_the_command_takes_units_resident_modules_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Several names each. The plan is that of `plan` with the same arguments."""
+    command = ["plan", "tests.models:TinyLM", "--ranks", "2", "--json", "--units", "Block", "embedding"]
+    assert main([*command, "--resident", "blocks.1", "--min-unit-size", "16KiB"]) == 0
+    wanted = plan(TinyLM, 2, ["Block", "embedding"], resident=["blocks.1"], min_unit_size="16KiB")
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(wanted)))
+    default = plan(TinyLM, 2)
+    assert wanted.units != default.units
+
+
+def test_a_picture_has_a_bar_for_each_stage_and_the_budget_as_a_line() -> None:
+    """Bars are stacked by category, as high as the memory."""
+    pytest.importorskip("matplotlib")
+    planned = plan(_Chain, 2, units="Sequential", batch=3, seq=10, budget="1MiB")
+    assert planned.activation_bytes is not None
+    with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as save:
+        planned.save_picture("any.svg")
+    (axes,) = save.call_args.args[0].axes
+    assert axes.get_ylabel() == "MiB per rank"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["ZeRO-3", "ZeRO-2", "ZeRO-1"]
+    for stage, column in zip(planned.stages, zip(*axes.containers, strict=True), strict=True):
+        heights = dict(zip(axes.get_legend_handles_labels()[1][-len(column) :], column, strict=True))
+        assert heights["main weights"].get_height() == stage.held_bytes["main weights"] / 2**20
+        assert heights["activations (checkpointed)"].get_height() == planned.activation_bytes[1] / 2**20
+        whole = (stage.total_bytes + planned.activation_bytes[1]) / 2**20
+        assert column[-1].get_y() + column[-1].get_height() == pytest.approx(whole, rel=0.01)
+        assert f"{whole:.2f}" in [text.get_text() for text in axes.texts]
+    (line,) = axes.lines
+    assert [*line.get_ydata()] == [1.0, 1.0]
+
+
+def test_the_command_writes_the_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the table. An unknown format, and a missing matplotlib, are one line on standard error."""
+    pytest.importorskip("matplotlib")
+    command = ["plan", "tests.models:TinyLM", "--ranks", "2", "--picture"]
+    assert main([*command, str(tmp_path / "plan.png")]) == 0
+    assert capsys.readouterr().out.startswith("TinyLM: ")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*command, str(tmp_path / "plan.bytes")]) == 2
+    said = capsys.readouterr().err
+    assert "plan.bytes': Format 'bytes' is not supported" in said and said.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*command, str(tmp_path / "plan.png")]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("a picture needs matplotlib, which is not installed: pip install matplotlib\n")
+    assert said.count("\n") == 1
+
+
 def test_bad_input_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +324,8 @@ def test_bad_input_is_named(
         ([str(config), *ranks, "--precision", "param_dtype=int8"], "param_dtype=torch.int8: wanted one of"),
         ([str(config), *ranks, "--precision", "speed=bfloat16"], "--precision: "),
         ([str(config), *ranks, "--batch", "1"], "one is missing"),
+        ([str(config), *ranks, "--units", "NoSuchLayer"], "units names 'NoSuchLayer'"),
+        ([str(config), *ranks, "--min-unit-size", "some"], "min_unit_size='some': wanted"),
     ):
         assert main(["plan", *command]) == 2, command
         said = capsys.readouterr().err
