@@ -1,4 +1,4 @@
-"""The command ``streamshard``: plan the memory of a training run, inspect and convert checkpoints. Needs no GPU.
+"""The command ``streamshard``: plan a training run, check the machine, inspect and convert checkpoints. Needs no GPU.
 
 Each command imports what it needs itself: torch takes seconds to import, and ``--help`` does not need it.
 """
@@ -19,13 +19,15 @@ from streamshard.errors import CheckpointError, ConfigError, StreamShardError, U
 
 if TYPE_CHECKING:
     from streamshard.checkpoint.manifest import Manifest, TensorRecord
+    from streamshard.config import Precision
 
-_ABOUT = "Plan the memory of a training run, inspect and convert checkpoints. Needs no GPU and no ranks."
+_ABOUT = "Plan the memory of a training run, check the machine, inspect and convert checkpoints. Needs no GPU."
 _SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the latest is used"
 _EXAMPLES = """\
 examples:
   streamshard plan llama/config.json --ranks 8         bytes per rank from ZeRO-3 to ZeRO-1
+  streamshard doctor                                   check this machine: versions, devices, environment
   streamshard inspect runs/llama                       list the checkpoints
   streamshard inspect runs/llama/checkpoint-1000       describe one, read and verify its files
   streamshard convert runs/llama llama-dcp --to dcp    for FSDP2: dcp.load
@@ -92,6 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     plan.set_defaults(run=_plan)
 
+    doctor = commands.add_parser("doctor", help="check this machine; with a launcher measure the ranks")
+    doctor.add_argument("model", metavar="MODEL", nargs="?", help="measure one layer of it too; as for plan")
+    doctor.add_argument("--precision", default="bf16", help="as for plan")
+    for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
+        doctor.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}, for MODEL")
+    doctor.add_argument("--json", action="store_true", help="print JSON; times are in milliseconds")
+    doctor.set_defaults(run=_doctor)
+
     inspect = commands.add_parser("inspect", help="list checkpoints, or describe and verify one")
     inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
@@ -110,26 +120,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(arguments: argparse.Namespace) -> None:
+def _precision(text: str) -> Precision:
+    """The `Precision` of ``--precision``."""
     import torch
 
-    from streamshard.config import Precision
+    from streamshard.config import Precision, parse_precision
+
+    if "=" not in text:
+        return parse_precision(text)
+    fields = [field.partition("=")[::2] for field in text.split(",")]
+    try:
+        return Precision(**{name: getattr(torch, dtype) for name, dtype in fields})
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"--precision: {error}") from error
+
+
+def _plan(arguments: argparse.Namespace) -> None:
     from streamshard.preview import builder_of, plan
 
-    precision: str | Precision = arguments.precision
-    if "=" in arguments.precision:
-        fields = [field.partition("=")[::2] for field in arguments.precision.split(",")]
-        try:
-            precision = Precision(**{name: getattr(torch, dtype) for name, dtype in fields})
-        except (AttributeError, TypeError) as error:
-            raise ConfigError(f"--precision: {error}") from error
     planned = plan(
         builder_of(arguments.model),
         arguments.ranks,
         arguments.units,
         resident=arguments.resident,
         min_unit_size=arguments.min_unit_size,
-        precision=precision,
+        precision=_precision(arguments.precision),
         transport=arguments.transport,
         weight_slots=arguments.slots,
         budget=arguments.budget,
@@ -141,6 +156,30 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(json.dumps(dataclasses.asdict(planned), indent=2) if arguments.json else planned)
     if planned.budget_bytes is not None and not planned.fitting:
         raise StreamShardError("nothing fits the budget")
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from streamshard.inspect.doctor import advise, examine
+    from streamshard.preview import builder_of, plan
+
+    precision = _precision(arguments.precision)
+    build = None if arguments.model is None else builder_of(arguments.model)
+    report = examine(build, precision, arguments.batch, arguments.seq)
+    if report is None:  # the first rank says it for all
+        return
+    if build is not None and report.transport is not None:
+        shape = {"batch": arguments.batch, "seq": arguments.seq}
+        size, memory = report.world_size, report.memory_bytes
+        planned = plan(build, size, precision=precision, transport=report.transport, budget=memory, **shape)
+        fitting = [stage for stage in planned.stages if stage.name in planned.fitting and stage.grad_slots == 2]
+        report.findings += advise(report, precision, arguments.batch, fitting[-1].weight_slots if fitting else None)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(report), indent=2))
+    for finding in () if arguments.json else report.findings:
+        _say(finding)
+    if problems := sum(finding.level == "problem" for finding in report.findings):
+        sys.stdout.flush()
+        raise StreamShardError(f"{problems} problem{'s' * (problems > 1)} found")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

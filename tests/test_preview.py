@@ -373,5 +373,5 @@ def test_activations_are_what_autograd_keeps() -> None:
 def test_activations_need_a_function_and_a_forward_that_runs() -> None:
     with pytest.raises(ConfigError, match="need a function that builds the model"):
         plan(TinyLM(), 2, batch=1, seq=4)
-    with pytest.raises(ConfigError, match="activations: the forward of 4 tokens raised RuntimeError"):
+    with pytest.raises(ConfigError, match="the forward of 4 tokens without memory: RuntimeError"):
         plan(Stack, 2, batch=1, seq=4)

@@ -7,18 +7,20 @@ time, which keeps everything.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from streamshard.comm.objects import describe
 from streamshard.errors import ConfigError
-from streamshard.planning.discovery import UnitsArgument, find_groups
+from streamshard.planning.discovery import FoundUnit, UnitsArgument, find_groups
 from streamshard.planning.structure import modules_inside, params_of
 from streamshard.torch_private import FakeTensorMode, tree_leaves
 
@@ -58,21 +60,13 @@ def estimate_activations(
             kept.setdefault(alive[-1]._cdata, (alive[-1].nbytes(), running[0]))
         return tensor
 
-    try:
-        with FakeTensorMode(), warnings.catch_warnings(), saved_tensors_hooks(keep, lambda tensor: tensor):
-            warnings.simplefilter("ignore")
-            model = build().eval()
-            _cast(model, dtype)
-            layers = [unit.modules for unit in find_groups(model, units)[0] if not unit.is_resident]
-            for layer, module in ((layer, module) for layer, each in enumerate(layers, 1) for module in each):
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs, layer=layer: note_inputs(layer, (args, kwargs)), with_kwargs=True
-                )
-                module.register_forward_hook(lambda *_: note_inputs(0, ()))
-            _run(model, torch.zeros(batch, seq, dtype=torch.long))
-    except Exception as error:  # the model may raise anything, and fake tensors have no values to branch on
-        what = str(error).partition("\n")[0]
-        raise ConfigError(f"activations: the forward of {seq} tokens raised {type(error).__name__}: {what}") from error
+    with model_without_memory(build, units, dtype, seq) as (model, streamed), saved_tensors_hooks(keep, lambda t: t):
+        for layer, module in ((layer, module) for layer, unit in enumerate(streamed, 1) for module in unit.modules):
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, layer=layer: note_inputs(layer, (args, kwargs)), with_kwargs=True
+            )
+            module.register_forward_hook(lambda *_: note_inputs(0, ()))
+        run_tokens(model, torch.zeros(batch, seq, dtype=torch.long))
     for param in params_of(model).values():
         kept.pop(param.untyped_storage()._cdata, None)
     by_layer = Counter[int]()
@@ -83,7 +77,27 @@ def estimate_activations(
     return by_layer.total(), sum({**outside, **inputs}.values()) + largest
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+@contextlib.contextmanager
+def model_without_memory(
+    build: Callable[[], nn.Module], units: UnitsArgument, dtype: torch.dtype, seq: int
+) -> Iterator[tuple[nn.Module, list[FoundUnit]]]:
+    """Inside, tensors are fake. Enters with the model, whose parameters have `dtype`, and its streamed units.
+
+    Raises:
+        ConfigError: the model cannot be built, or the body raised: a model's forward may not run with fake tensors.
+    """
+    try:
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = build().eval()
+            cast_params(model, dtype)
+            yield model, [unit for unit in find_groups(model, units)[0] if not unit.is_resident]
+    except Exception as error:  # the model may raise anything, and fake tensors have no values to branch on
+        what = describe(error).partition("\n")[0]
+        raise ConfigError(f"the forward of {seq} tokens without memory: {what}") from error
+
+
+def cast_params(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the model's parameters, and only these, `dtype`. ``model.to`` cannot do it with fake tensors."""
     cast = {param: nn.Parameter(param.detach().to(dtype), param.requires_grad) for param in params_of(model).values()}
     for module in modules_inside(model):
@@ -91,7 +105,8 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             module._parameters[key] = None if param is None else cast[param]
 
 
-def _run(model: nn.Module, tokens: torch.Tensor) -> None:
+def run_tokens(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Call the model with `tokens` [batch, seq], as ``input_ids`` and ``labels`` if it takes these."""
     names = inspect.signature(model.forward).parameters
     if "input_ids" not in names:
         model(tokens)

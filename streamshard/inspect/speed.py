@@ -1,0 +1,232 @@
+"""How fast a device computes and ranks communicate, and what of a layer's communication its compute does not hide.
+
+Collectives are those of training: the transport that `Communicator` chooses moves buffers of a unit's size. The layer
+has random weights, and the rest of the model has no memory: a forward with fake tensors says how the layer is called.
+It is measured alone and beside its collectives. The difference is what compute does not hide. It includes what both
+take from each other: memory bandwidth, cores, and through shared memory the rank's own copying.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.objects import RankGroup
+from streamshard.comm.streams import Fence, Rule, StreamName, Work, as_one
+from streamshard.comm.transport import Reduction
+from streamshard.config import Precision
+from streamshard.device import has_streams, module_of
+from streamshard.errors import ConfigError
+from streamshard.inspect.activations import cast_params, model_without_memory, run_tokens
+from streamshard.planning.flat_params import kind_of
+from streamshard.torch_private import tree_leaves, tree_map_only
+
+_SMALL_NUMEL = 1 << 22  # starting the collectives of a smaller layer may take longer than sending its bytes
+_SECONDS = 1.0  # for each measurement, if one repeat does not take longer
+_MOST_REPEATS = 30
+
+
+@dataclass(frozen=True)
+class CollectiveSpeed:
+    """A collective of one unit, alone.
+
+    Attributes:
+        name: "all-gather" or "reduction".
+        unit_bytes: of the whole unit: in the wire dtype, or in that of grad slots. A rank sends (N - 1)/N of it.
+        median_ms: from start to end.
+        gb_s: 1e9 bytes of the unit per second.
+    """
+
+    name: str
+    unit_bytes: int
+    median_ms: float
+    gb_s: float
+
+
+@dataclass(frozen=True)
+class LayerSpeed:
+    """The model's largest layer; median times.
+
+    Attributes:
+        name: of the layer.
+        count: layers of its class.
+        forward_ms, backward_ms: compute alone.
+        forward_beside_ms: a forward and an all-gather at the same time.
+        backward_beside_ms: a backward, an all-gather and a reduction at the same time.
+    """
+
+    name: str
+    count: int
+    forward_ms: float
+    backward_ms: float
+    forward_beside_ms: float
+    backward_beside_ms: float
+
+
+def measure(
+    ranks: Communicator, sizes: Sequence[tuple[int, int]], layer: Layer | None, precision: Precision
+) -> tuple[list[CollectiveSpeed], LayerSpeed | None]:
+    """Time each unit's all-gather and reduction, and a layer alone and beside those of the first unit. Collective.
+
+    Args:
+        ranks: connected, on the layer's device.
+        sizes: of each unit the elements that are all-gathered, and those that are reduced.
+        layer: None: only the units.
+        precision: the dtypes.
+
+    Raises:
+        CommunicationError: on every rank: a rank has failed.
+    """
+    ranks.share_memory(sum(16 * (numel + 64 * ranks.world_size) for numel, _ in sizes), len(sizes))
+    ranks.recorder.names = ["a measured unit"] * len(sizes)
+    units = [_Unit(ranks, tag, *pair, precision) for tag, pair in enumerate(sizes)]
+    ranks.transport.publish_shards()
+    medians = partial(medians_ms, ranks, ranks.streams.device)
+    speeds = []
+    for unit in units:
+        times = medians(partial(unit.run, gather=True), partial(unit.run, reduce=True))
+        for name, n_bytes, ms in zip(("all-gather", "reduction"), unit.bytes, times, strict=True):
+            speeds.append(CollectiveSpeed(name, n_bytes, ms, n_bytes / ms / 1e6))
+    if layer is None:
+        return speeds, None
+    forward = partial(units[0].run, layer.forward, gather=True)
+    backward = partial(units[0].run, layer.backward, gather=True, reduce=True)
+    times = medians(layer.forward, layer.backward, forward, backward)  # in turn, so that noise meets all alike
+    return speeds, LayerSpeed(layer.name, layer.count, *times)
+
+
+class _Unit:
+    """Buffers of one unit, as the engine has them, and its collectives.
+
+    Args:
+        ranks: all-gather and reduce it.
+        tag: separates its messages from those of other units.
+        numel: elements that are all-gathered.
+        trained: elements that are reduced.
+        precision: the dtypes.
+    """
+
+    def __init__(self, ranks: Communicator, tag: int, numel: int, trained: int, precision: Precision) -> None:
+        kind = kind_of(torch.float32, precision, trains=True, in_fp32=False)
+        shard, part = (-(-count // ranks.world_size) for count in (numel, trained))
+        self._ranks, transport, device = ranks, ranks.transport, ranks.streams.device
+        self._tag = tag
+        self.bytes = numel * kind.wire_dtype.itemsize, trained * kind.grad_dtype.itemsize
+        self._shard = transport.allocate_visible(shard, kind.wire_dtype)
+        self._slot = torch.zeros(ranks.world_size * shard, dtype=kind.wire_dtype, device=device)
+        grads = transport.allocate_visible(ranks.world_size * part, kind.grad_dtype)
+        scratch_numel = transport.scratch_numel(part, kind.mode, adds=False)
+        scratch = torch.zeros(scratch_numel, dtype=kind.grad_dtype, device=device)
+        self._reduction = Reduction(grads, torch.zeros(part, device=device), scratch, kind.mode, False, tag)
+        self._ready = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "a measured unit")
+        self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "a measured unit")
+
+    def run(self, compute: Callable[[], object] = int, *, gather: bool = False, reduce: bool = False) -> None:
+        """Start collectives, `compute`, and let the compute stream wait for the collectives."""
+        transport, works = self._ranks.transport, list[Work | None]()
+        self._ready.record()
+        self._ready.wait()
+        if gather:
+            works.append(transport.start_gather(self._shard, self._slot, self._tag))
+        if reduce and self.bytes[1]:
+            works.append(transport.start_reduce(self._reduction))
+        self._done.record(as_one(works))
+        compute()
+        self._done.wait()
+
+
+class Layer:
+    """The model's largest layer on this rank's device, with random weights and inputs. It has run once.
+
+    Args:
+        build: makes the model.
+        dtype: of the layer's parameters.
+        shape: of the model's tokens.
+        device: of the layer.
+
+    Attributes:
+        name: of the layer.
+        count: how many layers there are of its class.
+        sizes: for `measure`: the layer, and if it is small four such layers in one unit.
+
+    Raises:
+        ConfigError: the model has no layers, or its forward cannot run with fake tensors.
+    """
+
+    def __init__(
+        self, build: Callable[[], nn.Module], dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+    ) -> None:
+        given: list[Any] = []
+        with model_without_memory(build, None, dtype, shape[1]) as (model, units):
+            if not units:
+                raise ConfigError(f"{type(model).__name__} has no layers")
+            unit = max(units, key=lambda unit: sum(param.numel() for param in unit.modules[0].parameters()))
+            unit.modules[0].register_forward_pre_hook(lambda _, *inputs: given.append(inputs), with_kwargs=True)
+            run_tokens(model, torch.zeros(shape, dtype=torch.long))
+        with torch.device("meta"):
+            module = build().get_submodule(unit.name)
+        cast_params(module, dtype)
+        self._module = module.to_empty(device=device).train()
+        params = list(module.parameters())
+        with torch.no_grad():
+            for tensor in (*params, *module.buffers()):
+                tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.zero_()
+        self._args, self._kwargs = tree_map_only(torch.Tensor, partial(_real, device=device), given[0])
+        self._outputs: list[torch.Tensor] = []
+        self.name = unit.name
+        self.count = sum(type(other.modules[0]) is type(unit.modules[0]) for other in units)
+        numel, trained = sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+        self.sizes = [(numel, trained), (4 * numel, 4 * trained)][: 2 if numel < _SMALL_NUMEL else 1]
+        self.forward()
+        self.backward()
+
+    def forward(self) -> None:
+        """Compute the outputs."""
+        leaves = tree_leaves(self._module(*self._args, **self._kwargs))
+        self._outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+    def backward(self) -> None:
+        """Add to the gradients of parameters and inputs."""
+        torch.autograd.backward(self._outputs, [torch.ones_like(output) for output in self._outputs])
+
+
+def _real(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor like `fake` on `device`: random numbers, zeros, or True (a mask that hides nothing)."""
+    if fake.is_floating_point():
+        return torch.randn(fake.shape, dtype=fake.dtype, device=device).requires_grad_(fake.requires_grad)
+    return torch.full(fake.shape, fake.dtype is torch.bool, dtype=fake.dtype, device=device)
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """1e12 operations per second of a square matmul."""
+    width = 1024 if device.type == "cpu" else 4096
+    matrix = torch.randn(width, width, device=device).to(dtype)
+    (ms,) = medians_ms(RankGroup(), device, lambda: matrix @ matrix)
+    return float(2 * width**3 / ms / 1e9)
+
+
+def medians_ms(ranks: RankGroup, device: torch.device, *parts: Callable[[], object]) -> list[float]:
+    """Run `parts` one after the other, several times. Returns the median time of each. All ranks repeat as often."""
+
+    def once() -> list[float]:
+        times = []
+        for part in parts:
+            start = time.perf_counter()
+            with ranks.guard("a measurement"):
+                part()
+                if has_streams(device):
+                    module_of(device).synchronize(device)
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
+
+    once()
+    repeats = ranks.of_first(max(1, min(_MOST_REPEATS, int(1e3 * _SECONDS / sum(once())))))
+    return [statistics.median(times) for times in zip(*(once() for _ in range(repeats)), strict=True)]

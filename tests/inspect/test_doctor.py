@@ -1,0 +1,565 @@
+"""``streamshard doctor``: what it finds on a machine, what ranks measure, and what it advises."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import socket
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from streamshard import Precision
+from streamshard import device as devices
+from streamshard.__main__ import main
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.gloo import Exchange
+from streamshard.comm.nccl import NcclTransport
+from streamshard.comm.shared_memory import SharedMemoryTransport
+from streamshard.comm.streams import Streams
+from streamshard.errors import ConfigError
+from streamshard.inspect import doctor, speed
+from streamshard.inspect.doctor import Report, advise, check_device, check_environment_of, check_versions
+from streamshard.inspect.speed import CollectiveSpeed, Layer, LayerSpeed, measure
+from tests.launched import Launched
+from tests.models import TinyConfig, TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.scenarios import over_sockets
+from tests.simulated import simulated_device
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+# -- the environment --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable that the doctor looks at, whatever this machine has set, and fast measurements."""
+    for name in os.environ:
+        if name in doctor._TRAPS or name.startswith((*doctor._TUNING, "STREAMSHARD_SHARED")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: "10.0.0.1")
+    monkeypatch.setattr(speed, "_SECONDS", 0.01)
+    with mock.patch.object(os, "statvfs", lambda path: types.SimpleNamespace(f_frsize=4096, f_blocks=2**20)):
+        yield
+
+
+def _found(device: torch.device = CPU) -> list[str]:
+    return [str(finding) for finding in check_environment_of(device)]
+
+
+def test_a_good_environment_has_no_lines_but_ok() -> None:
+    assert _found() == _found(GPU) == ["ok       /dev/shm has 4.0 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "all streams of a GPU share one queue"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "nothing overlaps"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "true", "nothing overlaps"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "hang"),
+        ("NCCL_P2P_DISABLE", "1", "NVLink"),
+        ("NCCL_SHM_DISABLE", "1", "sockets"),
+        ("NCCL_IB_DISABLE", "1", "InfiniBand"),
+        ("NCCL_DEBUG", "info", "use WARN"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "takes time"),
+    ],
+)
+def test_a_trap_is_a_problem_on_gpus_and_a_note_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    """One line, which says why and what to do. Another value of the variable is none."""
+    monkeypatch.setenv(name, value)
+    for device, level in ((GPU, "problem "), (CPU, "note    ")):
+        (line, *_) = _found(device)
+        assert line.startswith(f"{level} {name}={value}: ") and told in line
+        assert "unset it" in line or "use WARN" in line
+    assert set(doctor._TRAPS) == {mark[0] for mark in _cases(test_a_trap_is_a_problem_on_gpus_and_a_note_on_cpus)}
+    monkeypatch.setenv(name, "8")
+    assert len(_found(GPU)) == 1
+
+
+def _cases(test: Any) -> list[Any]:
+    cases: list[Any] = test.pytestmark[0].args[1]
+    return cases
+
+
+@pytest.mark.parametrize("name", ["NCCL_ALGO", "TORCH_NCCL_DUMP_ON_TIMEOUT", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_other_variables_of_backends_and_the_allocator_are_noted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In one line."""
+    monkeypatch.setenv(name, "any")
+    monkeypatch.setenv("NCCL_NTHREADS", "64")
+    (line, _) = _found()
+    assert line.startswith("note ") and f"{name}=any" in line and "NCCL_NTHREADS=64" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_there"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", True),
+        ("GLOO_SOCKET_IFNAME", "nosuch0", False),
+        ("GLOO_SOCKET_IFNAME", "l", False),
+        ("NCCL_SOCKET_IFNAME", "l", True),  # NCCL takes the beginning of a name
+        ("NCCL_SOCKET_IFNAME", "nosuch,lo", True),
+        ("NCCL_SOCKET_IFNAME", "=lo", True),
+        ("NCCL_SOCKET_IFNAME", "=l", False),
+        ("NCCL_SOCKET_IFNAME", "nosuch", False),
+        ("NCCL_SOCKET_IFNAME", "^docker", True),  # all others
+    ],
+)
+def test_an_interface_that_does_not_exist_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_there: bool
+) -> None:
+    """The line names those that exist."""
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setenv(name, value)
+    told = f"problem  {name}={value} names no interface: there are lo, eth0"
+    assert (told in _found()) == (not is_there)
+
+
+def test_limits_of_the_machine_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name on the loopback interface, few open files, little /dev/shm, and variables that nobody reads."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.1.1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_frsize=4096, f_blocks=2**14))
+    monkeypatch.setenv("STREAMSHARD_SLOTS", "3")
+    unknown, host, files, memory = _found(GPU)
+    assert unknown.startswith("problem  environment variable STREAMSHARD_SLOTS: ")
+    assert host.startswith("note     the name of this machine, node7, leads to 127.0.1.1: ")
+    assert files == "problem  ulimit -n is 256: too few for sockets and files of data: ulimit -n 65536"
+    assert memory.startswith("problem  /dev/shm has 64.0 MiB: ") and "--ipc=host" in memory
+    monkeypatch.setattr(socket, "gethostbyname", mock.Mock(side_effect=socket.gaierror))
+    assert not any("node7" in line for line in _found())
+
+
+def test_an_old_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.9 is older than 2.11. What extras want does not count."""
+    wanted = ["torch>=2.11", "accelerate>=1.15", 'peft; extra == "hf"']
+    monkeypatch.setattr(metadata, "requires", lambda name: wanted)
+    monkeypatch.setattr(metadata, "version", {"torch": "2.9.1+cu128", "accelerate": "1.15.0"}.get)
+    assert [str(finding) for finding in check_versions()] == [
+        "problem  torch 2.9.1+cu128: pip install 'torch>=2.11'",
+        "ok       accelerate 1.15.0",
+    ]
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def _devices(device: torch.device, local_size: int) -> list[str]:
+    return [str(finding) for finding in check_device(device, local_size)]
+
+
+def test_cpu_ranks_are_told_how_many_threads_suit_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset, each of several ranks would take all cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(doctor, "matmul_tflops", lambda device, dtype: 1.0)
+    for threads, ranks, told in (
+        (None, 4, "problem  OMP_NUM_THREADS: not set: 2 uses each core once with 4 rank(s)"),
+        (None, 1, "note     OMP_NUM_THREADS: not set: 8 uses each core once with 1 rank(s)"),
+        ("1", 4, "note     OMP_NUM_THREADS: 1: 2 uses each core once with 4 rank(s)"),
+        ("2", 4, None),
+    ):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if threads is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        lines = _devices(CPU, ranks)
+        assert [line for line in lines if "OMP" in line] == [told] * (told is not None)
+        assert lines[0] == "note     ranks train on the CPU: 8 cores, no GPU"
+        assert "ok       ranks of this machine can share memory" in lines
+    monkeypatch.setenv("STREAMSHARD_SHARED_MEMORY", "0")
+    assert any(
+        line.startswith("note     ranks of this machine communicate through socket") for line in _devices(CPU, 1)
+    )
+
+
+def test_a_driver_without_a_gpu_in_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The usual reason is a build of torch for CPUs."""
+    monkeypatch.setattr(doctor, "matmul_tflops", lambda device, dtype: 1.0)
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\n")
+    monkeypatch.setattr(doctor, "_DRIVER", tmp_path / "version")
+    assert _devices(CPU, 1)[0].startswith(
+        f"problem  torch {torch.__version__} finds no GPU, and there is driver 535.10"
+    )
+    monkeypatch.setattr(doctor, "_DRIVER", tmp_path / "none")
+    assert not any("driver" in line for line in _devices(CPU, 1))
+
+
+def test_bf16_that_is_slower_than_fp32_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bf16, level in ((2.0, "ok"), (0.5, "note")):
+        monkeypatch.setattr(
+            doctor, "matmul_tflops", lambda device, dtype, bf16=bf16: {torch.bfloat16: bf16}.get(dtype, 1)
+        )
+        line = _devices(CPU, 1)[-1]
+        assert line.startswith(f"{level:<8} matmul: bf16 {bf16:.2f} TFLOP/s, fp32 1.00 TFLOP/s")
+        assert ('precision="fp32"' in line) == (level == "note")
+
+
+def test_gpus_are_listed_with_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory in use, GPUs without P2P, more ranks than GPUs, and no NCCL."""
+    module = types.SimpleNamespace(
+        device_count=lambda: 3,
+        get_device_name=lambda index: "H100" if index < 2 else "A100",
+        mem_get_info=lambda index: ((20 if index == 1 else 79) * 2**30, 80 * 2**30),
+        can_device_access_peer=lambda one, other: other < 2,
+        nccl=types.SimpleNamespace(version=lambda: (2, 27, 5)),
+    )
+    monkeypatch.setitem(devices.stand_ins, "cuda", module)
+    monkeypatch.setattr(doctor, "matmul_tflops", lambda device, dtype: 1.0)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(doctor, "_DRIVER", Path("/nowhere"))
+    assert _devices(GPU, 4)[:-1] == [
+        "ok       2 x H100, 1 x A100; driver unknown, cuda 12.8, NCCL 2.27.5",
+        "problem  4 ranks share 3 GPU(s): NCCL refuses this: start 3, one for each",
+        "ok       GPU 0: 79.0 GiB of 80.0 GiB free",
+        "note     GPU 1: 20.0 GiB of 80.0 GiB free: nvidia-smi lists what uses the rest",
+        "ok       GPU 2: 79.0 GiB of 80.0 GiB free",
+        "note     GPUs 0-2, 1-2 cannot access each other's memory (P2P): they communicate through the host",
+    ]
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    lines = _devices(GPU, 3)
+    assert lines[0].startswith("problem  2 x H100") and not any("share" in line for line in lines)
+
+
+# -- measurements -----------------------------------------------------------------------------------------------------
+
+
+def _communicator() -> Communicator:
+    speed._SECONDS = 0.01  # in this rank
+    assert dist.group.WORLD is not None
+    return Communicator(dist.group.WORLD, Streams(CPU))
+
+
+def _build(**sizes: Any) -> Callable[[], nn.Module]:
+    return lambda: TinyLM(TinyConfig(depth=3, **sizes))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("way", [nullcontext, over_sockets, simulated_device])
+def test_ranks_measure_what_training_sends(context: RankContext, way: Any) -> None:
+    """Bytes in the wire's dtype and that of gradients, of the layer's parameters, over each transport."""
+    with way():
+        ranks = _communicator()
+        layer = Layer(_build(), torch.bfloat16, (2, 4), CPU)
+        speeds, found = measure(ranks, layer.sizes, layer, Precision())
+        assert isinstance(ranks.transport, NcclTransport) == (way is simulated_device)
+    numel = sum(param.numel() for param in TinyLM().blocks[0].parameters())
+    assert [each.name for each in speeds] == ["all-gather", "reduction"] * 2
+    assert [each.unit_bytes for each in speeds] == [2 * numel, 4 * numel, 8 * numel, 16 * numel]
+    assert all(each.gb_s == each.unit_bytes / each.median_ms / 1e6 for each in speeds)
+    assert found is not None and (found.name, found.count) == ("blocks.0", 3)
+    assert min(speeds[0].median_ms, found.forward_ms, found.backward_beside_ms) > 0
+
+
+@on_ranks(2)
+def test_a_frozen_layer_is_not_reduced(context: RankContext) -> None:
+    """Its gradients are those of its inputs."""
+
+    def build() -> nn.Module:
+        model = TinyLM(TinyConfig(depth=3))
+        model.blocks.requires_grad_(False)
+        return model
+
+    layer = Layer(build, torch.bfloat16, (2, 4), CPU)
+    (gather, reduce, *_), found = measure(_communicator(), layer.sizes, layer, Precision())
+    assert gather.unit_bytes > 0 and reduce.unit_bytes == 0 and found is not None
+
+
+@on_ranks(2)
+def test_a_layer_shows_the_communication_that_it_does_not_hide(context: RankContext) -> None:
+    """All-gathers that take 100 ms of waiting show in forward and in backward, and in neither alone."""
+    start_gather = SharedMemoryTransport.start_gather
+
+    def start_slowly(self: SharedMemoryTransport, *args: Any, **kwargs: Any) -> Exchange:
+        work = start_gather(self, *args, **kwargs)
+        assert work is not None
+        return Exchange(lambda: (time.sleep(0.1), work.wait())[1])
+
+    layer = Layer(_build(), torch.bfloat16, (2, 4), CPU)
+    with mock.patch.object(SharedMemoryTransport, "start_gather", start_slowly):
+        (gather, reduce, *_), found = measure(_communicator(), layer.sizes, layer, Precision())
+    assert found is not None
+    assert min(gather.median_ms, found.forward_beside_ms, found.backward_beside_ms) >= 100
+    assert max(reduce.median_ms, found.forward_ms, found.backward_ms) < 90
+
+
+class _Masked(nn.Module):
+    """Notes what it is called with."""
+
+    given: list[Any] = []
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, width)
+        self.out = nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, scale: float) -> tuple[torch.Tensor, None]:
+        self.given.append((x, mask, scale))
+        return x + self.out(self.linear(x)) * scale * mask, None
+
+
+class _MaskedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+        self.layers = nn.ModuleList(_Masked(width) for width in (8, 32, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            x, _ = layer(x, mask=tokens[..., None] > 0, scale=0.5)
+        return x
+
+
+def test_the_layer_is_the_largest_one_called_as_the_model_calls_it() -> None:
+    """With tensors of the same shapes, keyword arguments, and a mask that hides nothing."""
+    layer = Layer(_MaskedModel, torch.bfloat16, (2, 4), CPU)
+    assert (layer.name, layer.count, layer.sizes[0]) == ("layers.1", 3, (1072, 1072))
+    x, mask, scale = _Masked.given[-1]
+    assert type(x) is torch.Tensor and x.shape == (2, 4, 16) and x.dtype is torch.bfloat16 and x.std() > 0.5
+    assert type(mask) is torch.Tensor and mask.shape == (2, 4, 1) and mask.dtype is torch.bool and mask.all()
+    assert scale == 0.5 and x.grad is not None
+
+
+def test_a_model_without_layers_has_nothing_to_measure() -> None:
+    with pytest.raises(ConfigError, match="Linear has no layers"):
+        Layer(lambda: nn.Linear(4, 4), torch.bfloat16, (2, 4), CPU)
+
+
+# -- advice -----------------------------------------------------------------------------------------------------------
+
+
+_Unit = tuple[float, float]  # milliseconds of its all-gather and of its reduction
+
+
+def _report(layer: LayerSpeed, *units: _Unit, transport: str = "nccl", ranks: int = 8, machines: int = 1) -> Report:
+    """The first unit takes 100 KiB in the wire dtype, the second one four times as much."""
+    collectives = [
+        CollectiveSpeed(name, size * 4**place * 1024, ms, 1.0)
+        for place, times in enumerate(units)
+        for name, size, ms in zip(("all-gather", "reduction"), (100, 200), times, strict=True)
+    ]
+    return Report(ranks, machines, 40 << 30, [], transport, collectives, layer)
+
+
+def _advice(report: Report, weight_slots: Any = 2, precision: Precision | None = None) -> list[str]:
+    return [str(finding) for finding in advise(report, precision or Precision(), 4, weight_slots)]
+
+
+HIDDEN = LayerSpeed("layers.0", 32, forward_ms=8.0, backward_ms=16.0, forward_beside_ms=8.1, backward_beside_ms=17.5)
+LATE = LayerSpeed("layers.0", 32, forward_ms=8.0, backward_ms=16.0, forward_beside_ms=10.5, backward_beside_ms=32.0)
+UNIT = 10.0, 20.0
+
+
+def test_hidden_communication_needs_no_setting() -> None:
+    """A tenth of the compute's time counts as hidden."""
+    assert _advice(_report(HIDDEN, (3.1, 6.2))) == [
+        "ok       communication hides behind forward: all-gather 3.10 ms, forward 8.00 ms, both at once 8.10 ms",
+        "ok       communication hides behind backward: all-gather and reduction 9.30 ms, backward 16.00 ms, both at "
+        "once 17.50 ms",
+        "ok       choose StreamShard(model): two slots suffice",
+    ]
+    assert advise(Report(8, 1, 0, [], "nccl"), Precision(), 4, 2) == []  # no layer, no advice
+
+
+def test_exposed_communication_names_the_settings_that_help() -> None:
+    """Slots that fit, 16-bit gradients, and the batch whose compute takes as long: 4 sequences * 30 ms / 16 ms."""
+    assert _advice(_report(LATE, UNIT), "all") == [
+        "note     communication does not hide behind forward: all-gather 10.00 ms, forward 8.00 ms, both at once 10.50 "
+        "ms: 2.50 ms per layer are exposed, in 32 layers",
+        "note     communication does not hide behind backward: all-gather and reduction 30.00 ms, backward 16.00 ms, "
+        "both at once 32.00 ms: 16.00 ms per layer are exposed, in 32 layers",
+        "note     choose weight_slots='all': backward all-gathers nothing, and the memory suffices",
+        "note     choose Precision(grad_dtype=torch.bfloat16): gradients are sent in 16 bits, and summed in fp32",
+        "note     choose a larger batch of 8: compute grows, communication does not",
+    ]
+    assert "note     choose weight_slots=5: backward all-gathers fewer layers, and the memory suffices" in _advice(
+        _report(LATE, UNIT), 5
+    )
+    assert not any("weight_slots" in line for line in _advice(_report(LATE, UNIT), 2))
+
+
+def test_noise_is_not_taken_for_communication() -> None:
+    """At most the collectives' own time is exposed, 1 ms here, whatever else has slowed the layer down."""
+    noisy = LayerSpeed("layers.0", 32, 8.0, 16.0, 20.0, 40.0)
+    forward, backward, *_ = _advice(_report(noisy, (1.0, 0.0)))
+    assert forward.endswith(": 1.00 ms per layer are exposed, in 32 layers")
+    assert backward.startswith("ok ")
+
+
+def test_slots_and_gradients_do_not_help_forward() -> None:
+    """Each step all-gathers each layer for forward, whatever the number of slots."""
+    late = LayerSpeed("layers.0", 32, 8.0, 16.0, 10.5, 16.0)
+    *_, advice = lines = _advice(_report(late, UNIT), "all")
+    assert len(lines) == 3 and advice == "note     choose a larger batch of 5: compute grows, communication does not"
+
+
+def test_small_layers_are_combined_if_one_large_collective_is_faster() -> None:
+    """Four layers in less than twice the time of one."""
+    for of_four_ms, is_slow_to_start in ((1.9, True), (2.1, False)):
+        lines = _advice(_report(LATE, (1.0, 20.0), (of_four_ms, 80.0)))
+        told = 'note     choose min_unit_size="400KiB": four layers are all-gathered in less than twice the time of one'
+        assert (told in lines) == is_slow_to_start
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "machines", "precision", "told"),
+    [
+        ("nccl", 8, 1, Precision(), "grad_dtype"),
+        ("nccl", 4, 2, Precision(), "grad_dtype"),  # docs/guide/dial.md: at most the same with two GPUs per machine
+        ("nccl", 16, 2, Precision(), "reduce_dtype"),
+        ("nccl", 512, 64, Precision(), None),  # a bf16 sum of more than 256 gradients stops growing
+        ("nccl", 512, 64, Precision(param_dtype=torch.float16), "reduce_dtype"),
+        ("sockets", 16, 2, Precision(), "grad_dtype"),
+        ("nccl", 8, 1, Precision(grad_dtype=torch.bfloat16), None),
+        ("nccl", 8, 1, Precision(param_dtype=torch.float32), None),
+    ],
+)
+def test_16_bit_gradients_are_those_that_the_dial_recommends(
+    transport: str, ranks: int, machines: int, precision: Precision, told: str | None
+) -> None:
+    """``grad_dtype`` where it sends fewer bytes, else ``reduce_dtype`` where sums are accurate."""
+    lines = _advice(_report(LATE, UNIT, transport=transport, ranks=ranks, machines=machines), 2, precision)
+    dtypes = [line.split("(")[1].split("=")[0] for line in lines if "Precision(" in line]
+    assert dtypes == [told] * (told is not None)
+
+
+def test_through_shared_memory_no_batch_hides_the_ranks_own_copies() -> None:
+    assert _advice(_report(LATE, UNIT, transport="shared-memory"))[-1] == (
+        "note     choose a larger batch: compute grows, communication does not"
+    )
+
+
+def test_a_model_that_does_not_fit_is_a_problem() -> None:
+    (line,) = _advice(_report(LATE, UNIT), None)
+    assert line.startswith("problem  the model does not fit 40.0 GiB per rank: ") and "streamshard plan" in line
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def _run(arguments: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    speed._SECONDS = 0.01
+    doctor._UNIT_NUMELS = (1 << 12, 1 << 14)
+    sys.exit(main(["doctor", *arguments]))
+
+
+def _launch(directory: Path, *arguments: str, **environment: str) -> list[tuple[int | None, str]]:
+    return Launched(2, directory, _run, [*arguments], environment).end()
+
+
+def test_one_process_checks_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 0 without a problem, 1 with one. JSON has the same findings."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line[:8].strip() for line in lines} <= {"ok", "note"} and f"ok       torch {torch.__version__}" in lines
+    monkeypatch.setenv("STREAMSHARD_SLOTS", "3")
+    assert main(["doctor", "--json"]) == 1
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert told.err == "streamshard doctor: 1 problem found\n"
+    assert (report["world_size"], report["transport"], report["layer"]) == (1, None, None)
+    (problem,) = [finding for finding in report["findings"] if finding["level"] == "problem"]
+    assert "STREAMSHARD_SLOTS" in problem["what"]
+
+
+def test_a_model_needs_ranks_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "tests.models:TinyLM", "--batch", "1", "--seq", "4"]) == 2
+    assert "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_ranks_print_their_bandwidth_once(tmp_path: Path, shared: str) -> None:
+    """All-gather and reduction of each size, in GB/s, and what connects them. The other rank prints nothing."""
+    (code, told), other = _launch(tmp_path, STREAMSHARD_SHARED_MEMORY=shared)
+    assert (code, other) == (0, (0, "")), told
+    over = "sockets" if shared == "0" else "shared-memory"
+    assert f"ok       2 ranks on 1 machine(s), over {over}\n" in told
+    for name, size in (("all-gather", "8"), ("reduction", "16"), ("all-gather", "32"), ("reduction", "64")):
+        assert re.search(rf"^ok       {name} of {size}\.0 KiB: \d+\.\d\d GB/s, \d+\.\d\d ms$", told, re.M), told
+
+
+@pytest.mark.ranks
+def test_ranks_measure_a_layer_of_a_model_and_advise(tmp_path: Path) -> None:
+    """As JSON, with the times that the advice is derived from. The plan knows that all slots fit."""
+    arguments = ["tests.models:TinyLM", "--batch", "2", "--seq", "8", "--precision", "fp32", "--json"]
+    (code, told), other = _launch(tmp_path, *arguments)
+    assert (code, other) == (0, (0, "")), told
+    report = json.loads(told)
+    assert (report["world_size"], report["transport"]) == (2, "shared-memory")
+    assert (report["layer"]["name"], report["layer"]["count"]) == ("blocks.0", 4)
+    assert [each["unit_bytes"] for each in report["collectives"]] == [8896, 8896, 4 * 8896, 4 * 8896]
+    lines = [finding["what"] for finding in report["findings"]]
+    assert any("communication" in line and "behind forward" in line for line in lines)
+    assert any(line.startswith("choose ") for line in lines)
+
+
+def _fail_on_rank_1() -> nn.Module:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("no file")
+    return TinyLM()
+
+
+def _fail_while_measuring() -> nn.Module:
+    model, calls = TinyLM(), []
+
+    def fail(*_: object) -> None:
+        calls.append(0)
+        if os.environ["RANK"] == "1" and len(calls) > 5:
+            raise ValueError("broken")
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(fail)
+    return model
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        ("_fail_on_rank_1", "rank 1: the forward of 8 tokens without memory: RuntimeError: no file"),
+        ("_fail_while_measuring", "rank 1 has failed: a measurement ended with ValueError: broken"),
+    ],
+)
+def test_a_rank_that_fails_is_named(tmp_path: Path, build: str, reason: str) -> None:
+    """Before the measurement and in it. No rank waits for it."""
+    arguments = [f"{__name__}:{build}", "--batch", "2", "--seq", "8"]
+    (code, told), _ = _launch(tmp_path, *arguments)
+    assert code == 1
+    assert "problem  the ranks cannot train together: " in told and reason in told
+
+
+@pytest.mark.ranks
+def test_findings_of_other_machines_are_printed_too(tmp_path: Path) -> None:
+    """Those that the first machine does not have."""
+    (code, told), other = Launched(2, tmp_path, _run_on_own_machine).end()
+    assert (code, other) == (1, (0, "")), told
+    assert "ok       2 ranks on 2 machine(s)" in told
+    assert told.count("NCCL_DEBUG=INFO") == 1 and "problem  rank 1: NCCL_SOCKET_IFNAME=nosuch names no" in told
+
+
+def _run_on_own_machine() -> None:
+    environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_DEBUG": "INFO"}
+    if os.environ["RANK"] == "1":
+        environment["NCCL_SOCKET_IFNAME"] = "nosuch"
+    _run([], environment)
