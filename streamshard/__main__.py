@@ -159,7 +159,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from streamshard.inspect.doctor import advise, examine
+    from streamshard.inspect.doctor import Finding, advise, examine
     from streamshard.preview import builder_of, plan
 
     precision = _precision(arguments.precision)
@@ -168,11 +168,15 @@ def _doctor(arguments: argparse.Namespace) -> None:
     if report is None:  # the first rank says it for all
         return
     if build is not None and report.transport is not None:
-        shape = {"batch": arguments.batch, "seq": arguments.seq}
-        size, memory = report.world_size, report.memory_bytes
-        planned = plan(build, size, precision=precision, transport=report.transport, budget=memory, **shape)
-        fitting = [stage for stage in planned.stages if stage.name in planned.fitting and stage.grad_slots == 2]
-        report.findings += advise(report, precision, arguments.batch, fitting[-1].weight_slots if fitting else None)
+        ranks, memory, batch = report.world_size, report.memory_bytes, arguments.batch
+        given = {"precision": precision, "transport": report.transport, "batch": batch, "seq": arguments.seq}
+        try:
+            planned = plan(build, ranks, budget=memory, **given)
+        except StreamShardError as error:
+            report.findings.append(Finding("problem", "StreamShard cannot shard this model", str(error)))
+        else:
+            slots = [stage.weight_slots for stage in planned.stages if stage.name in planned.fitting]
+            report.findings += advise(report, precision, batch, slots[-1] if slots else None)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
     for finding in () if arguments.json else report.findings:

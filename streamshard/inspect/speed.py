@@ -123,7 +123,7 @@ class _Unit:
         self._shard = transport.allocate_visible(shard, kind.wire_dtype)
         self._slot = torch.zeros(ranks.world_size * shard, dtype=kind.wire_dtype, device=device)
         grads = transport.allocate_visible(ranks.world_size * part, kind.grad_dtype)
-        scratch_numel = transport.scratch_numel(part, kind.mode, adds=False)
+        scratch_numel = transport.scratch_numel(part, kind.mode)
         scratch = torch.zeros(scratch_numel, dtype=kind.grad_dtype, device=device)
         self._reduction = Reduction(grads, torch.zeros(part, device=device), scratch, kind.mode, False, tag)
         self._ready = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "a measured unit")

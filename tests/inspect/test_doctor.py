@@ -241,10 +241,10 @@ def test_gpus_are_listed_with_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
 # -- measurements -----------------------------------------------------------------------------------------------------
 
 
-def _communicator() -> Communicator:
+def _communicator(device: torch.device = CPU) -> Communicator:
     speed._SECONDS = 0.01  # in this rank
     assert dist.group.WORLD is not None
-    return Communicator(dist.group.WORLD, Streams(CPU))
+    return Communicator(dist.group.WORLD, Streams(device))
 
 
 def _build(**sizes: Any) -> Callable[[], nn.Module]:
@@ -266,6 +266,18 @@ def test_ranks_measure_what_training_sends(context: RankContext, way: Any) -> No
     assert all(each.gb_s == each.unit_bytes / each.median_ms / 1e6 for each in speeds)
     assert found is not None and (found.name, found.count) == ("blocks.0", 3)
     assert min(speeds[0].median_ms, found.forward_ms, found.backward_beside_ms) > 0
+
+
+@pytest.mark.gpu
+@on_ranks(2, backend="nccl")
+def test_ranks_measure_on_gpus(context: RankContext) -> None:
+    """Devices, matmuls, collectives and a layer, whose weights and inputs are on the device."""
+    ranks = _communicator(context.device)
+    layer = Layer(_build(), torch.bfloat16, (2, 4), context.device)
+    speeds, found = measure(ranks, layer.sizes, layer, Precision())
+    assert len(speeds) == 4 and found is not None and found.backward_beside_ms > 0
+    with mock.patch.object(doctor, "matmul_tflops", return_value=1.0):  # a played device takes seconds for one
+        assert context.device.type == "cpu" or "NCCL" in _devices(context.device, 1)[0]
 
 
 @on_ranks(2)
@@ -512,6 +524,16 @@ def test_ranks_measure_a_layer_of_a_model_and_advise(tmp_path: Path) -> None:
     lines = [finding["what"] for finding in report["findings"]]
     assert any("communication" in line and "behind forward" in line for line in lines)
     assert any(line.startswith("choose ") for line in lines)
+
+
+@pytest.mark.ranks
+def test_a_model_that_cannot_be_sharded_is_a_problem_beside_the_others(tmp_path: Path) -> None:
+    """Here because of a variable that nobody reads. The measurements are printed all the same."""
+    arguments = ["tests.models:TinyLM", "--batch", "2", "--seq", "8"]
+    (code, told), other = _launch(tmp_path, *arguments, STREAMSHARD_SLOTS="3")
+    assert (code, other) == (1, (0, "")), told
+    assert "ok       all-gather of " in told and "\nstreamshard doctor: 2 problems found\n" in told
+    assert "problem  StreamShard cannot shard this model: environment variable STREAMSHARD_SLOTS" in told
 
 
 def _fail_on_rank_1() -> nn.Module:
