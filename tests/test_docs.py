@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import itertools
 import os
 import re
+import runpy
 import shlex
 import signal
+import sys
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,10 +145,8 @@ _REPLACED = {
 }
 # Not run.
 _LEFT_OUT = {
-    (
-        "docs/guide/transformers.md",
-        "trl",
-    ): "TRL is not among the tests' packages; tests/integrations/test_trl.py",
+    ("docs/guide/quick_start.md", "_model"): "the scripts themselves are run below",
+    ("docs/guide/transformers.md", "trl"): "TRL is not among the tests' packages; tests/integrations/test_trl.py",
 }
 
 
@@ -182,6 +186,44 @@ def test_exceptions_are_about_what_pages_have() -> None:
     assert [(page, word) for page, word in _LEFT_OUT if word not in codes[page]] == []
 
 
+def test_the_errors_of_the_troubleshooting_page_are_in_the_source() -> None:
+    files = [path.read_text() for path in (ROOT / "streamshard").rglob("*.py")]
+    source = re.sub(r'"\s*f?"', "", "".join(files))  # texts that continue on the next line
+    rows = re.findall(r"^\| (?:a warning: )?`([^`]+)` \|", _TEXTS["docs/guide/troubleshooting.md"], re.MULTILINE)
+    parts = [part for row in rows for part in re.split(r"\.\.\.", row)]
+    outside = [
+        "no attribute 'module'",
+        "for which the process group (",
+    ]  # of torch, with StreamShard's advice behind it
+    assert len(rows) >= 30
+    assert [part for part in parts if part.strip() not in source and part not in outside] == []
+
+
+_GPT = ROOT / "docs/examples/nanogpt"
+
+
+@pytest.mark.parametrize("before", ["train_ddp.py", "train_fsdp2.py"])
+def test_the_quick_start_shows_the_differences_between_its_scripts(before: str) -> None:
+    old, new = ((_GPT / name).read_text().splitlines(keepends=True) for name in (before, "train.py"))
+    assert "".join(difflib.unified_diff(old, new, before, "train.py", n=2)) in _TEXTS["docs/guide/quick_start.md"]
+
+
+@on_ranks(2)
+def test_the_scripts_of_the_quick_start_train_to_the_same_losses(context: RankContext, tmp_path: Path) -> None:
+    """Each finds its checkpoint when it is started again."""
+    losses = {}
+    with mock.patch.object(sys, "path", [str(_GPT), *sys.path]), launched(context), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # torch's, of FSDP2's script
+        for name in ("train_ddp", "train_fsdp2", "train"):
+            main = runpy.run_path(str(_GPT / f"{name}.py"))["main"]
+            losses[name] = main(str(tmp_path / name))
+            torch.distributed.barrier()  # torch.save of one rank may be under way
+            assert main(str(tmp_path / name)) == []
+    assert len(losses["train"]) == 20 and losses["train"][-1] < losses["train"][0] - 0.5
+    assert losses["train"] == pytest.approx(losses["train_ddp"], rel=1e-4)
+    assert losses["train"] == pytest.approx(losses["train_fsdp2"], rel=1e-4)
+
+
 def test_the_reference_has_every_public_name() -> None:
     reference = (ROOT / "docs/reference.rst").read_text()
     assert [name for name in streamshard.__all__ if f":: streamshard.{name}\n" not in reference] == []
@@ -209,15 +251,14 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def test_commands_have_the_options_that_pages_give_them() -> None:
-    """Options in front of a script are the launcher's. A script of the repository has its options as text."""
+    """Options in front of a script or `-m` are the launcher's. A script of the repository has its options as text."""
     parsers, checked, unknown = _parsers(), 0, []
     for page, words in _commands():
-        script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
-        launch = words[:script]
-        for name, parser in parsers.items():
-            if f" {name} " in f" {' '.join(launch)} ":
+        script = next((n for n, word in enumerate(words) if word.endswith(".py") or word == "-m"), len(words))
+        for part, (name, parser) in itertools.product((words[:script], words[script:]), parsers.items()):
+            if f" {name} " in f" {' '.join(part)} ":
                 known = parser._option_string_actions
-                options = [word.split("=")[0] for word in launch if word.startswith("--")]
+                options = [word.split("=")[0] for word in part if word.startswith("--")]
                 unknown += [(page, name, option) for option in options if option not in known]
                 checked += len(options)
         file = ROOT / words[script] if script < len(words) else ROOT
