@@ -28,6 +28,7 @@ release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["examples/[!R]*"]
 myst_heading_anchors = 3
+highlight_language = "text"  # of blocks that do not say one: output
 
 html_theme = "furo"
 html_title = f"StreamShard {release}"
