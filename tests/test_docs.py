@@ -229,6 +229,12 @@ def test_the_reference_has_every_public_name() -> None:
     assert [name for name in streamshard.__all__ if f":: streamshard.{name}\n" not in reference] == []
 
 
+def test_tests_that_the_comparison_names_exist() -> None:
+    named = re.findall(r"`(tests/[^`]+)`", _TEXTS["docs/guide/comparison.md"])
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 # -------------------------------------------------------------------------------------------------------- commands
 
 
