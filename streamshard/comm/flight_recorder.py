@@ -22,6 +22,8 @@ from __future__ import annotations
 import atexit
 import enum
 import json
+import re
+import sys
 import threading
 import time
 import uuid
@@ -196,6 +198,7 @@ class FlightRecorder:
             self._abort = weakref.WeakMethod(abort)
             thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="streamshard watchdog", daemon=True)
             _threads.add(thread)
+            _alive.add(self)
             thread.start()
 
     def __str__(self) -> str:
@@ -299,7 +302,9 @@ class FlightRecorder:
             if missing is None or self._has_lost_store or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        details = f"{error}. {missing}" if missing else str(error)
+        # gloo's is: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [..]. This is typically caused by ..
+        text = re.sub(r"^\[\S*gloo\S*\] ", "", str(error)).partition(". This is typically caused")[0]
+        details = f"{text}. {missing}" if missing else text
         if "connecting" in details:
             return f"{details}. {NETWORK_ADVICE}"
         return f"{details}. Either another rank has died, or ranks do not do the same. {_ADVICE}"
@@ -371,8 +376,14 @@ def _run(recorder_of: weakref.ref[FlightRecorder]) -> None:
         del recorder
 
 
-def _end_threads() -> None:
-    """End the threads at exit: Python aborts if it ends a daemon thread inside a C++ call, such as one of the store."""
+def _end() -> None:
+    """Tell the other ranks which error ends this process, and end the threads.
+
+    Python aborts if it ends a daemon thread inside a C++ call, such as one of the store.
+    """
+    if (error := getattr(sys, "last_value", None)) is not None:
+        for recorder in list(_alive):
+            recorder.post_failure(f"its process ends with {type(error).__name__}: {error}")
     if alive := [thread for thread in list(_threads) if thread.is_alive()]:  # a forked child has none
         _is_over.set()
         for thread in alive:
@@ -381,4 +392,5 @@ def _end_threads() -> None:
 
 _is_over = threading.Event()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-atexit.register(_end_threads)
+_alive: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()
+atexit.register(_end)

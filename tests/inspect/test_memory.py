@@ -24,13 +24,16 @@ from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 
 OUT_OF_MEMORY = """
-import torch
+import os, torch
 from streamshard import StreamShard
-from tests.models import TinyLM
+from tests.models import TinyLM, next_token_loss, token_batch
 
 def train():
     model = StreamShard(TinyLM())
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    if os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    tokens = token_batch(0, 0)
+    next_token_loss(model(tokens), tokens).backward()
 
 train()
 """
@@ -38,12 +41,19 @@ train()
 
 @pytest.mark.ranks
 def test_a_process_that_ends_out_of_memory_says_what_the_engine_holds() -> None:
-    """After the traceback: the bytes by category, and what makes room. Python's own error comes first."""
-    environment = {**os.environ, **launched_environment(0, 1, free_port())}
-    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, env=environment)
-    raised, report = ended.stderr.split("Tried to allocate 2.00 GiB\n")[-2:]
-    assert ended.returncode == 1 and "OutOfMemoryError" in raised
-    assert report.startswith("out of memory. StreamShard holds this memory of one rank of 1; ")
+    """After the traceback: the bytes by category, and what makes room. The other rank's error names this one."""
+    ranks, port = [], free_port()
+    for rank in range(2):
+        environment = {**os.environ, **launched_environment(rank, 2, port)}
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen([sys.executable, "-c", OUT_OF_MEMORY], env=environment, **streams))
+    other, told = (process.communicate()[1] for process in ranks)
+    assert [process.returncode for process in ranks] == [1, 1]
+    assert "rank 1 has failed: its process ends with OutOfMemoryError: CUDA out of memory. Tried to" in other
+    assert "gloo" not in other and "what makes room" not in other
+    raised, report = told.split("Tried to allocate 2.00 GiB\n")[-2:]
+    assert "OutOfMemoryError" in raised
+    assert report.startswith("rank 1: out of memory. StreamShard holds this memory of one rank of 2; ")
     assert "main weights" in report and "total" in report
     assert report.endswith("what makes room: more ranks, smaller batches, activation checkpointing\n")
 
