@@ -134,7 +134,7 @@ def test_the_main_job_trains_on_after_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_the_launchers_last_words_are_the_jobs_error() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     told = subprocess.run([*launcher, JOB, "--bogus"], cwd=ROOT, capture_output=True, text=True, timeout=100.0)
     assert told.returncode
     *_, before, last, after, border = told.stderr.rstrip().splitlines()
