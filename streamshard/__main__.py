@@ -34,7 +34,6 @@ examples:
   streamshard convert fsdp2-run runs/llama --from dcp  for load_checkpoint
 
 Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage.
-More in docs/guide/commands.md.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import itertools
 import os
@@ -197,6 +198,19 @@ def test_the_errors_of_the_troubleshooting_page_are_in_the_source() -> None:
     ]  # of torch, with StreamShard's advice behind it
     assert len(rows) >= 30
     assert [part for part in parts if part.strip() not in source and part not in outside] == []
+
+
+def test_messages_name_no_file_that_an_installed_package_lacks() -> None:
+    """Of the repository. Docstrings may: they are read beside it."""
+    named = []
+    for path in sorted((ROOT / "streamshard").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        statements = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in statements else None
+            if isinstance(text, str) and re.search(r"\b(docs|tests|benchmarks)/|\w\.md\b", text) and text != "README.md":
+                named.append((path.name, text))
+    assert named == []
 
 
 _GPT = ROOT / "docs/examples/nanogpt"
