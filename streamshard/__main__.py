@@ -123,13 +123,14 @@ def _precision(text: str) -> Precision:
     """The `Precision` of ``--precision``."""
     import torch
 
-    from streamshard.config import Precision, parse_precision
+    from streamshard.config import Precision, parse_precision, refuse_unknown
 
     if "=" not in text:
         return parse_precision(text)
-    fields = [field.partition("=")[::2] for field in text.split(",")]
+    chosen = dict(field.partition("=")[::2] for field in text.split(","))
+    refuse_unknown(chosen, [field.name for field in dataclasses.fields(Precision)], "field of Precision")
     try:
-        return Precision(**{name: getattr(torch, dtype) for name, dtype in fields})
+        return Precision(**{name: getattr(torch, dtype) for name, dtype in chosen.items()})
     except (AttributeError, TypeError) as error:
         raise ConfigError(f"--precision: {error}") from error
 

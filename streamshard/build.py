@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.objects import refuse_together
 from streamshard.comm.registered_memory import RegisteredMemory
 from streamshard.comm.streams import StreamName, Streams
-from streamshard.config import Precision, Settings, check_environment, parse_precision
+from streamshard.config import Precision, Settings, check_environment, parse_precision, refuse_unknown
 from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, check_buffers
@@ -214,6 +215,8 @@ def check_model(
         huggingface.tie_weights(module)
     tie_on_meta(module)
     check_environment()
+    known = ("units", "resident", "mesh", *(field.name for field in fields(Settings)))
+    refuse_unknown(given, known, "argument of StreamShard")
     settings = Settings(**{**given, "precision": parse_precision(given.get("precision"))})
     here = check_params(module)
     warn_if_untested(here)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -204,6 +205,23 @@ class Settings:
     def rows(self) -> list[str]:
         """One line ``name=value`` for each setting; ranks compare these lines."""
         return [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)]
+
+
+def refuse_unknown(names: Iterable[str], known: Sequence[str], what: str) -> None:
+    """Check that `names` are among `known`.
+
+    Args:
+        names, known: names of keyword arguments.
+        what: what a name should be, such as "argument of StreamShard".
+
+    Raises:
+        ConfigError: with the unknown name, the most similar known name, and all known names.
+    """
+    for name in names:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, 1)
+            hint = f"Did you mean {similar[0]}? " if similar else ""
+            raise ConfigError(f"{name} is no {what}. {hint}There are: {', '.join(known)}")
 
 
 def _is_int(value: object) -> bool:

@@ -322,7 +322,7 @@ def test_bad_input_is_named(
         ([str(config), *ranks, "--budget", "much"], "budget='much': wanted"),
         ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
         ([str(config), *ranks, "--precision", "param_dtype=int8"], "param_dtype=torch.int8: wanted one of"),
-        ([str(config), *ranks, "--precision", "speed=bfloat16"], "--precision: "),
+        ([str(config), *ranks, "--precision", "param_dype=int8"], "Did you mean param_dtype?"),
         ([str(config), *ranks, "--batch", "1"], "one is missing"),
         ([str(config), *ranks, "--units", "NoSuchLayer"], "units names 'NoSuchLayer'"),
         ([str(config), *ranks, "--min-unit-size", "some"], "min_unit_size='some': wanted"),

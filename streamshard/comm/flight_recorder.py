@@ -272,7 +272,7 @@ class FlightRecorder:
                 did = f"has issued nothing for {idle_s:.0f} s (last: it {shown.last(self.names)})"
                 ranks_of.setdefault(did, []).append(peer)
             elif shown is None and not among_shown:
-                ranks_of.setdefault("shows no log", []).append(peer)
+                ranks_of.setdefault("has published no log of its collectives", []).append(peer)
         missing = [f"rank {', '.join(map(str, ranks))} has not come: it {did}" for did, ranks in ranks_of.items()]
         return "; ".join([*missing, "it may be in another library's collective, asleep, or gone"]) if missing else None
 

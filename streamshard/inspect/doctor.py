@@ -192,7 +192,9 @@ def _check_cpu(local_size: int, driver: str | None) -> Iterator[Finding]:
     fair = str(max(1, cores // local_size))
     if threads != fair:
         level = "problem" if threads == "not set" and local_size > 1 else "note"
-        yield Finding(level, f"OMP_NUM_THREADS: {threads}", f"{fair} uses each core once with {local_size} rank(s)")
+        yield Finding(
+            level, f"OMP_NUM_THREADS: {threads}", f"set it to {fair}: then {local_size} rank(s) use each core once"
+        )
     if share_memory(RankGroup(), 4096, 1):
         yield Finding("ok", "ranks of this machine can share memory")
     else:

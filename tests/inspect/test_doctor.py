@@ -171,9 +171,9 @@ def test_cpu_ranks_are_told_how_many_threads_suit_them(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(doctor, "matmul_tflops", lambda device, dtype: 1.0)
     for threads, ranks, told in (
-        (None, 4, "problem  OMP_NUM_THREADS: not set: 2 uses each core once with 4 rank(s)"),
-        (None, 1, "note     OMP_NUM_THREADS: not set: 8 uses each core once with 1 rank(s)"),
-        ("1", 4, "note     OMP_NUM_THREADS: 1: 2 uses each core once with 4 rank(s)"),
+        (None, 4, "problem  OMP_NUM_THREADS: not set: set it to 2: then 4 rank(s) use each core once"),
+        (None, 1, "note     OMP_NUM_THREADS: not set: set it to 8: then 1 rank(s) use each core once"),
+        ("1", 4, "note     OMP_NUM_THREADS: 1: set it to 2: then 4 rank(s) use each core once"),
         ("2", 4, None),
     ):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

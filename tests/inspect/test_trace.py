@@ -471,6 +471,10 @@ def test_a_frozen_model_is_not_traced(context: RankContext) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        (
+            {"trace_step": (1, 2)},
+            r"trace_step is no argument of StreamShard\. Did you mean trace_steps\? There are: units, ",
+        ),
         ({"trace": 3}, "trace=3: wanted a path"),
         ({"trace": __file__}, "wanted a directory, and this is a file"),
         ({"trace_steps": (3, 2)}, r"trace_steps=\(3, 2\): wanted the first and the last step, counted from 1"),
