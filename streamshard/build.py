@@ -35,7 +35,7 @@ from streamshard.inspect.memory import (
     report_memory,
     summarise,
 )
-from streamshard.inspect.trace import StepTracer
+from streamshard.inspect.trace import StepTracer, make_directory
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
@@ -105,6 +105,8 @@ def shard_model(
     who = None if mesh is None else groups_of(mesh)
     try:
         checked = check_model(module, units, resident, given)
+        if checked.settings.trace is not None:
+            make_directory(checked.settings.trace)
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
         device = training_device(checked.here, group, None if who is None else who.device_type)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything

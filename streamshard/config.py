@@ -189,13 +189,15 @@ class Settings:
             raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
         _want("registered_memory", self.registered_memory, (False, True))
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
-        if self.trace is not None and (directory := parse_path("trace", self.trace)).is_file():
-            raise ConfigError(f"trace={str(directory)!r}: wanted a directory, and this is a file")
+        if self.trace is not None:
+            parse_path("trace", self.trace)
         steps = self.trace_steps
         if not (isinstance(steps, list | tuple) and len(steps) == 2 and all(map(_is_int, steps))) or not (
             0 < steps[0] <= steps[1]
         ):
             raise ConfigError(f"trace_steps={steps!r}: wanted the first and the last step, counted from 1: (10, 12)")
+        if self.trace is None and tuple(steps) != (10, 12):
+            raise ConfigError(f"trace_steps={steps!r} without trace: give the directory too, such as trace='trace'")
 
     @property
     def min_unit_bytes(self) -> int:

@@ -271,12 +271,24 @@ def trace(model: nn.Module) -> contextlib.AbstractContextManager[Trace]:
     return _Recorder(engine_inside(model)).record()
 
 
+def make_directory(directory: str | os.PathLike[str]) -> None:
+    """Make the directory for `StepTracer`, before the model is sharded.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trace={str(directory)!r}: wanted a directory that can be made: {error}") from error
+
+
 class StepTracer(Observer):
     """Traces some of the next steps, and writes the files that `StreamShard` documents. The engine's streams own it.
 
     Args:
         engine: between steps.
-        directory: made if it is not there.
+        directory: exists.
         first, last: the steps, both included. 1 is the next step.
     """
 
@@ -306,7 +318,6 @@ class StepTracer(Observer):
 
     def _write(self, found: Trace) -> None:
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
             found.save_json(self._directory / f"trace-rank{found.rank}.json")
             if found.rank == 0:
                 (self._directory / "summary.txt").write_text(f"{found}\n")

@@ -476,11 +476,12 @@ def test_a_frozen_model_is_not_traced(context: RankContext) -> None:
             r"trace_step is no argument of StreamShard\. Did you mean trace_steps\? There are: units, ",
         ),
         ({"trace": 3}, "trace=3: wanted a path"),
-        ({"trace": __file__}, "wanted a directory, and this is a file"),
+        ({"trace": __file__}, "wanted a directory that can be made: .*File exists"),
         ({"trace_steps": (3, 2)}, r"trace_steps=\(3, 2\): wanted the first and the last step, counted from 1"),
         ({"trace_steps": (0, 2)}, "trace_steps="),
         ({"trace_steps": (1,)}, "trace_steps="),
         ({"trace_steps": 10}, "trace_steps=10"),
+        ({"trace_steps": (1, 2)}, "without trace: give the directory too"),
         ({"trace_steps": (1.0, 2)}, "trace_steps="),
     ],
 )
