@@ -49,6 +49,8 @@ class MemoryReport:
         lines = [f"memory of one rank of {self.world_size}; {self.numel:,} parameters in all, padded by {padding:.2%}"]
         rows = {**self.held_bytes, "total": self.total_bytes, "(Adam's moments)": self.adam_bytes}
         for name, held in rows.items():
+            if not held:
+                continue
             per_param = held / max(self.numel, 1)
             lines.append(f"  {name:<18}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param")
         return "\n".join([*lines, f"  {self.slots}"])
@@ -122,7 +124,7 @@ def explain_out_of_memory(engine: Engine, holds: str) -> str:
         holds: "holds", or what else `engine` does with its memory.
     """
     report, streams = report_memory(engine), engine.streams
-    lines = [f"out of memory. StreamShard {holds} this {report}"]
+    lines = [f"out of memory. StreamShard {holds}:\n{report}"]
     if streams.has_streams:
         most, total = streams.module.max_memory_allocated(streams.device), streams.module.mem_get_info(streams.device)
         lines.append(f"torch has allocated at most {most / 2**30:.2f} GiB, of {total[1] / 2**30:.2f} GiB")

@@ -53,7 +53,7 @@ def test_a_process_that_ends_out_of_memory_says_what_the_engine_holds() -> None:
     assert "gloo" not in other and "what makes room" not in other
     raised, report = told.split("Tried to allocate 2.00 GiB\n")[-2:]
     assert "OutOfMemoryError" in raised
-    assert report.startswith("rank 1: out of memory. StreamShard holds this memory of one rank of 2; ")
+    assert report.startswith("rank 1: out of memory. StreamShard holds:\nmemory of one rank of 2; ")
     assert "main weights" in report and "total" in report
     assert report.endswith("what makes room: more ranks, smaller batches, activation checkpointing\n")
 
@@ -82,7 +82,7 @@ def test_a_rank_without_memory_to_shard_a_model_says_what_it_would_hold(context:
     else:
         assert isinstance(caught.value, torch.OutOfMemoryError)
         text = told.call_args.args[1]
-        assert "out of memory. StreamShard would hold this memory of one rank of 2; " in text
+        assert "out of memory. StreamShard would hold:\nmemory of one rank of 2; " in text
         assert "what makes room: grad_slots=2 (" in text
 
 
