@@ -33,6 +33,8 @@ highlight_language = "text"  # of blocks that do not say one: output
 html_theme = "furo"
 html_title = f"StreamShard {release}"
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 default_role = "py:obj"  # docstrings write names in single backticks
 autodoc_member_order = "bysource"
