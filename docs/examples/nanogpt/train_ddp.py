@@ -23,6 +23,8 @@ def main(out: str) -> list[float]:
         dist.init_process_group("nccl" if has_gpu else "gloo")
     rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
     torch.manual_seed(1337)
     ctx = torch.autocast("cuda", torch.bfloat16) if has_gpu else contextlib.nullcontext()
 

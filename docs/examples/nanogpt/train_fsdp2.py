@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 docs/examples/nanogpt/train_fsdp2.py
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 
@@ -25,6 +26,8 @@ def main(out: str) -> list[float]:
         dist.init_process_group("cuda:nccl,cpu:gloo" if has_gpu else "gloo")
     rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
     torch.manual_seed(1337)
 
     model = GPT().to(device)
@@ -35,10 +38,10 @@ def main(out: str) -> list[float]:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = configure_optimizers(model)
     iter_num = 0
-    if os.path.exists(f"{out}/.metadata"):
+    if saved := sorted(glob.glob(f"{out}/*/.metadata")):
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "iter_num": iter_num}
-        dcp.load(state, checkpoint_id=out)
+        dcp.load(state, checkpoint_id=os.path.dirname(saved[-1]))
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         iter_num = state["iter_num"]
 
@@ -64,7 +67,7 @@ def main(out: str) -> list[float]:
                 print(f"iter {iter_num}: train loss {losses[-1]:.4f}, val loss {loss.item():.4f}")
             weights, moments = get_state_dict(model, optimizer)
             state = {"model": weights, "optimizer": moments, "iter_num": iter_num}
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(out, overwrite=True))
+            dcp.save(state, checkpoint_id=f"{out}/{iter_num:06}")
     return losses
 
 
