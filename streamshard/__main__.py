@@ -179,8 +179,9 @@ def _doctor(arguments: argparse.Namespace) -> None:
             report.findings += advise(report, precision, batch, slots[-1] if slots else None)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
-    for finding in () if arguments.json else report.findings:
-        _say(finding)
+    else:
+        for finding in report.findings:
+            _say(finding)
     if problems := sum(finding.level == "problem" for finding in report.findings):
         sys.stdout.flush()
         raise StreamShardError(f"{problems} problem{'s' * (problems > 1)} found")

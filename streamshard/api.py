@@ -23,7 +23,7 @@ from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.checkpoint.restore import Loaded, load_checkpoint
 from streamshard.checkpoint.save import Saving, save_checkpoint
-from streamshard.config import Precision, SlotCount, parse_path
+from streamshard.config import TRACE_STEPS, Precision, SlotCount, parse_path
 from streamshard.engine.hooks import call_shell, register_forward_method
 from streamshard.engine.module_state import HANDLE, ShardedModule, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.errors import (
@@ -149,7 +149,7 @@ class StreamShard(ShardedModule):
         align_pieces_to: int = 1,
         registered_memory: bool = False,
         trace: str | os.PathLike[str] | None = None,
-        trace_steps: Sequence[int] = (10, 12),
+        trace_steps: Sequence[int] = TRACE_STEPS,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass

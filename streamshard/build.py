@@ -130,8 +130,7 @@ def shard_model(
         ranks.fail(f"StreamShard(model) ended with {type(error).__name__}: {error}")
         if is_out_of_memory(error):
             planned = PlannedRanks(ranks.world_size, "nccl" if ranks.streams.has_streams else "sockets")
-            would = make_engine(checked, planned, None, lambda unit, flat_params: None)
-            log.error("%s", explain_out_of_memory(would, "would hold"))
+            log.error("%s", explain_out_of_memory(plan_engine(checked, planned), "would hold"))
         raise
     report_if_out_of_memory(engine)
     attach(base, module, checked.found, engine, checked.in_fp32)
@@ -179,6 +178,11 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
     if registered is not None:
         registered.register()
     return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions)
+
+
+def plan_engine(checked: Checked, ranks: PlannedRanks) -> Engine:
+    """The engine that the model would have. Its buffers are on the meta device."""
+    return make_engine(checked, ranks, None, lambda unit, flat_params: None)
 
 
 def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> TakeWeights:

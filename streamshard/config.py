@@ -163,6 +163,9 @@ def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ConfigError(f"{name}={value!r}: wanted one of {choices}")
 
 
+TRACE_STEPS = (10, 12)  # the first and the last step of a trace; the first steps of a run are slower
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The keyword arguments of `streamshard.StreamShard`, except units and mesh. `StreamShard` documents each.
@@ -178,7 +181,7 @@ class Settings:
     align_pieces_to: int = 1
     registered_memory: bool = False
     trace: str | os.PathLike[str] | None = None
-    trace_steps: Sequence[int] = (10, 12)
+    trace_steps: Sequence[int] = TRACE_STEPS
 
     def __post_init__(self) -> None:
         for name in ("weight_slots", "grad_slots"):
@@ -195,8 +198,10 @@ class Settings:
         if not (isinstance(steps, list | tuple) and len(steps) == 2 and all(map(_is_int, steps))) or not (
             0 < steps[0] <= steps[1]
         ):
-            raise ConfigError(f"trace_steps={steps!r}: wanted the first and the last step, counted from 1: (10, 12)")
-        if self.trace is None and tuple(steps) != (10, 12):
+            raise ConfigError(
+                f"trace_steps={steps!r}: wanted the first and the last step, counted from 1: {TRACE_STEPS}"
+            )
+        if self.trace is None and tuple(steps) != TRACE_STEPS:
             raise ConfigError(f"trace_steps={steps!r} without trace: give the directory too, such as trace='trace'")
 
     @property

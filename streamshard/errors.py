@@ -115,6 +115,16 @@ def _name_rank(record: logging.LogRecord) -> bool:
 log.addFilter(_name_rank)
 
 
+def describe(error: BaseException) -> str:
+    """`error` in words, for other ranks. The package's own errors need no class name."""
+    return str(error) if isinstance(error, StreamShardError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def uncaught() -> BaseException | None:
+    """The exception that ends this process, for what runs at exit; in an interactive session the last one shown."""
+    return getattr(sys, "last_value", None)
+
+
 def printable(text: str) -> str:
     """`text` in one line, with control characters escaped: file names and files may hold terminal commands."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -19,13 +19,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from streamshard.build import Checked, check_model, make_engine
+from streamshard.build import Checked, check_model, plan_engine
 from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import SlotCount, parse_bytes
-from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError
 from streamshard.inspect.activations import estimate_activations
 from streamshard.inspect.memory import report_memory
+from streamshard.inspect.pictures import new_figure, save_figure
 from streamshard.integrations import huggingface
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.program import gathers_of_step
@@ -175,17 +175,13 @@ class Plan:
         Raises:
             ConfigError: matplotlib is not installed, or does not know the format.
         """
-        try:
-            matplotlib: Any = importlib.import_module("matplotlib.figure")
-        except ImportError as error:
-            raise ConfigError("a picture needs matplotlib, which is not installed: pip install matplotlib") from error
         unit_name, unit_bytes = self._unit
         rows = {name: [stage.held_bytes[name] for stage in self.stages] for name in self.stages[0].held_bytes}
         rows["Adam's moments"] = [stage.adam_bytes for stage in self.stages]
         if self.activation_bytes is not None:
             rows["activations (checkpointed)"] = [self.activation_bytes[1]] * len(self.stages)
         totals = [sum(column) for column in zip(*rows.values(), strict=True)]
-        figure = matplotlib.Figure((9, 5), layout="constrained")
+        figure = new_figure(9.0, 5.0)
         axes = figure.subplots()
         tops = [0.0] * len(totals)
         for name, held in rows.items():
@@ -199,10 +195,7 @@ class Plan:
         axes.set_title(f"{self.model} on {self.world_size} rank{'s' * (self.world_size > 1)}")
         axes.set_ylabel(f"{unit_name} per rank")
         figure.legend(*(part[::-1] for part in axes.get_legend_handles_labels()), loc="outside right upper")
-        try:
-            figure.savefig(path)
-        except ValueError as error:
-            raise ConfigError(f"the picture {os.fspath(path)!r}: {error}") from error
+        save_figure(figure, path)
 
 
 def plan(
@@ -237,6 +230,8 @@ def plan(
         ConfigError: an argument cannot be used, or the model's forward cannot be run for the estimate.
         ShardingError, UnitError: as `StreamShard` does.
     """
+    if "mesh" in given:
+        raise ConfigError("mesh: a plan is of the ranks that share one replica of the model, world_size says how many")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
     built = model if isinstance(model, nn.Module) else _on_meta(model)
     checked = check_model(built, units, resident, given)
@@ -293,13 +288,9 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def _plan_engine(checked: Checked, ranks: PlannedRanks) -> Engine:
-    return make_engine(checked, ranks, None, lambda unit, flat_params: None)
-
-
 def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotCount, grads: SlotCount) -> Stage:
     settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
-    engine = _plan_engine(checked._replace(settings=settings), ranks)
+    engine = plan_engine(checked._replace(settings=settings), ranks)
     report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
     is_alone, slot_of = ranks.world_size == 1, engine.plan.weights
     gathered = [
@@ -324,7 +315,7 @@ def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
     """The units, root unit first. Streamed units of the same class and size are one entry."""
     alike: dict[tuple[object, ...], list[StreamedUnit]] = {}
     modules = [(), *(found.modules for found in checked.found)]
-    for unit, layers in zip(_plan_engine(checked, ranks).units, modules, strict=True):
+    for unit, layers in zip(plan_engine(checked, ranks).units, modules, strict=True):
         name = type(layers[0]).__name__ if unit.is_streamed else unit.name
         alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
     return [

@@ -22,7 +22,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from streamshard.checkpoint.directory import open_checkpoint
+from streamshard.checkpoint.manifest import decode
 from tests.launched import ROOT, Launched, run_file
 
 JOB = "docs/examples/train_llama.py"
@@ -125,7 +128,10 @@ def test_the_main_job_trains_on_after_its_end(tmp_path: Path) -> None:
     longer = _curve(out)
     assert longer["held_out_step"] == [20, 30, 60]
     assert longer["train_loss"][: len(first["train_loss"])] == first["train_loss"]
-    assert (out / "checkpoints" / "checkpoint-60").exists()
+    files = open_checkpoint(out / "checkpoints" / "checkpoint-60")
+    (saved,) = files.manifest.state["optimizers"].values()
+    rates = {group["lr"] for group in decode(saved["param_groups"], files.read_whole, torch.device("cpu"))}
+    assert [*rates] == [pytest.approx(2e-3 / 10)]  # the end of the cosine of 60 steps
 
     fewer = _launch(tmp_path / "fewer", "--resume", str(out), "--steps", "50")
     assert f"error: --steps 50: {out} has 60 steps already; wanted more, or no --steps" in _end(fewer, code=2)

@@ -296,8 +296,16 @@ def test_the_command_writes_the_picture(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*command, str(tmp_path / "plan.png")]) == 2
     said = capsys.readouterr().err
-    assert said.endswith("a picture needs matplotlib, which is not installed: pip install matplotlib\n")
+    assert said.endswith("a picture needs matplotlib: pip install matplotlib\n")
     assert said.count("\n") == 1
+
+
+def test_a_plan_takes_no_mesh() -> None:
+    """It has no process group. Other arguments that nobody knows are refused as by StreamShard."""
+    with pytest.raises(ConfigError, match="mesh: a plan is of the ranks that share one replica.*world_size"):
+        plan(TinyLM, 8, mesh=None)
+    with pytest.raises(ConfigError, match="weight_slot is no argument of StreamShard. Did you mean weight_slots"):
+        plan(TinyLM, 8, weight_slot=3)
 
 
 def test_bad_input_is_named(

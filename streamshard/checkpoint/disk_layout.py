@@ -65,10 +65,11 @@ class Rearrangement(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        dim, aten = args[1] if len(args) > 1 else 0, torch.ops.aten
+        aten = torch.ops.aten
         if func is aten.clone.default:
             self._record(result, [args[0]], 0)
         elif func in (aten.cat.default, aten.stack.default):
+            dim = args[1] if len(args) > 1 else 0
             parts = args[0] if func is aten.cat.default else [part.unsqueeze(dim) for part in args[0]]
             self._record(result, parts, dim)
         return result

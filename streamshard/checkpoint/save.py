@@ -27,7 +27,7 @@ from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect,
 from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import is_closed, make_host_group
-from streamshard.comm.objects import RankGroup, describe, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
 from streamshard.errors import (
@@ -36,6 +36,7 @@ from streamshard.errors import (
     ConfigError,
     RankMismatchError,
     StreamShardError,
+    describe,
     log,
     warn_user,
 )

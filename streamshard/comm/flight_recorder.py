@@ -23,7 +23,6 @@ import atexit
 import enum
 import json
 import re
-import sys
 import threading
 import time
 import uuid
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
 from streamshard.comm.groups import MOST_CONNECTED, NETWORK_ADVICE, base_store
-from streamshard.errors import log
+from streamshard.errors import describe, log, uncaught
 from streamshard.torch_private import count_collectives
 
 _ENTRIES = 512  # a log keeps its last so many entries
@@ -379,12 +378,13 @@ def _run(recorder_of: weakref.ref[FlightRecorder]) -> None:
 def _end() -> None:
     """Tell the other ranks which error ends this process, and end the threads.
 
-    Python aborts if it ends a daemon thread inside a C++ call, such as one of the store.
+    Python aborts if it ends a daemon thread inside a C++ call, such as one of the store. A forked child has no threads:
+    it must not use its parent's connection to the store, and its error is not the rank's.
     """
-    if (error := getattr(sys, "last_value", None)) is not None:
-        for recorder in list(_alive):
-            recorder.post_failure(f"its process ends with {type(error).__name__}: {error}")
-    if alive := [thread for thread in list(_threads) if thread.is_alive()]:  # a forked child has none
+    if alive := [thread for thread in list(_threads) if thread.is_alive()]:
+        if (error := uncaught()) is not None:
+            for recorder in list(_alive):
+                recorder.post_failure(f"its process ends with {describe(error)}")
         _is_over.set()
         for thread in alive:
             thread.join(_END_WITHIN_S)

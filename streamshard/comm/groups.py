@@ -9,7 +9,6 @@ import fcntl
 import os
 import socket
 import struct
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
@@ -20,7 +19,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not r
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard.device import accelerator, has_streams, serves
-from streamshard.errors import CommunicationError, ConfigError, ShardingError
+from streamshard.errors import CommunicationError, ConfigError, ShardingError, uncaught
 from streamshard.torch_private import backend_of, set_timeout
 
 NETWORK_ADVICE = (
@@ -136,7 +135,7 @@ def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
     it until its timeout. So the group is aborted first.
     """
     if dist.is_initialized() and (group := group_of()) is not None and group is dist.group.WORLD:
-        if getattr(sys, "last_value", None) is not None:
+        if uncaught() is not None:
             with contextlib.suppress(RuntimeError):  # gloo cannot abort
                 group.abort()
         dist.destroy_process_group()

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
 from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of
-from streamshard.errors import CheckpointError, CommunicationError, ShardingError, StreamShardError
+from streamshard.errors import CheckpointError, CommunicationError, ShardingError, StreamShardError, describe
 from streamshard.torch_private import AllgatherOptions
 
 _VALUE, _ERROR = b"v", b"e"  # first bytes of what a rank sends
@@ -225,7 +225,7 @@ class RankGroup:
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
-        return value if self.total_size == 1 else any(self.gather_bytes(b"1" * value))
+        return value if self.total_size == 1 else any(self.gather_bytes(b"yes" if value else b""))
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, pickled. Blocks; for set-up."""
@@ -306,8 +306,3 @@ def raise_if(error: Exception | None) -> None:
     """Raise `error` if there is one: the action of `gather_results` for an error that this rank has kept until now."""
     if error is not None:
         raise error
-
-
-def describe(error: BaseException) -> str:
-    """`error` in words, for other ranks. The package's own errors need no class name."""
-    return str(error) if isinstance(error, StreamShardError) else f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from streamshard.comm.objects import describe
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, describe
 from streamshard.planning.discovery import FoundUnit, UnitsArgument, find_groups
 from streamshard.planning.structure import modules_inside, params_of
 from streamshard.torch_private import FakeTensorMode, tree_leaves

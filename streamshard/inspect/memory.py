@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from torch import nn
 
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
-from streamshard.errors import log
+from streamshard.errors import log, uncaught
 from streamshard.planning.memory import Category, largest_of, plan_slots
 from streamshard.planning.structure import modules_inside
 
@@ -106,7 +105,7 @@ def report_if_out_of_memory(engine: Engine) -> None:
 
 @atexit.register
 def _report_at_exit() -> None:
-    if is_out_of_memory(getattr(sys, "last_value", None)):
+    if is_out_of_memory(uncaught()):
         for engine in _engines:
             log.error("%s", explain_out_of_memory(engine, "holds"))
 

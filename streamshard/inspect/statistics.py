@@ -22,7 +22,7 @@ class Statistics:
         grad_norm: as given; None if it was not.
         loss_scale: of the next step; None without a scaler.
         step_s: seconds since the last reading.
-        compute_s: seconds of the model's computation, see `streamshard.inspect.trace.Trace.summary`.
+        compute_s: seconds of the model's computation, see `streamshard.inspect.timeline.Trace.summary`.
         exposed_all_gather_s: seconds in which compute waited for weights.
         exposed_reduction_s: seconds in which compute waited for reductions of gradients.
     """

@@ -70,7 +70,7 @@ class StreamedUnit:
         self.is_bound = False
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Exchanging a module's
         # `_parameters` is one assignment, whatever the number of parameters. Weak: the model holds this object.
-        self._bindings: list[tuple[weakref.ref[nn.Module], str, object, object]] = []
+        self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
         self.is_trainable = False
 
     # -- construction ---------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class StreamedUnit:
 
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
         """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
-        self._bindings.append((weakref.ref(owner), key, sharded, computing))
+        self._bindings.append((weakref.ref(owner), key, (sharded, computing)))
 
     # -- the journey ----------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class StreamedUnit:
         self.is_bound = is_bound
         if self.is_streamed:
             (be_present if is_bound else be_absent)(self.views)
-        for owner_of, key, *values in self._bindings:
+        for owner_of, key, values in self._bindings:
             if (owner := owner_of()) is not None:
                 owner.__dict__[key] = values[is_bound]
 

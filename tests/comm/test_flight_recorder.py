@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import queue
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -364,3 +366,18 @@ def test_the_thread_ends_with_its_ranks(context: RankContext) -> None:
         del ranks
         thread.join(60)
     assert not thread.is_alive()
+
+
+@on_ranks(2)
+def test_an_error_in_a_forked_child_is_not_the_ranks(context: RankContext) -> None:
+    """The child must not talk over its parent's connection to the store, at its end either."""
+    ranks = RankGroup(_world())
+    if context.rank == 1:
+        child = os.fork()
+        if child == 0:
+            sys.last_value = ValueError("of the child alone")
+            recorder._end()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    ranks.gather_bytes(b"")
+    assert ranks.recorder._read_failure() is None

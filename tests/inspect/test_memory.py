@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from streamshard import CommunicationError, Precision, StreamShard
-from streamshard.build import check_model, make_engine
+from streamshard.build import check_model, plan_engine
 from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import SlotCount
 from streamshard.engine.engine import Engine
@@ -96,7 +96,7 @@ def test_what_fewer_slots_save_is_the_difference_between_plans(
 
     def planned(**slots: SlotCount) -> Engine:
         checked = check_model(TinyLM(TinyConfig(depth=7)), None, (), {"precision": precision, **slots})
-        return make_engine(checked, PlannedRanks(4, "nccl"), None, lambda unit, flat_params: None)
+        return plan_engine(checked, PlannedRanks(4, "nccl"))
 
     def held(**slots: SlotCount) -> int:
         return sum(n for what, n in report_memory(planned(**slots)).held_bytes.items() if what != "scratch")

@@ -27,7 +27,7 @@ from streamshard.errors import ConfigError, ShardingError, log
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
-from streamshard.inspect.trace import Span, Trace
+from streamshard.inspect.timeline import Span, Trace
 from streamshard.optim import WholeParameterOptimizer
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -121,6 +121,8 @@ def test_the_picture_has_a_legend_in_plain_words(trace: Trace, tmp_path: Path) -
     trace = dataclasses.replace(trace, total_us=1e3 * trace.total_us)
     trace.save_picture(tmp_path / "short.png")
     assert (tmp_path / "short.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="step.bytes': Format 'bytes' is not supported"):
+        trace.save_picture(tmp_path / "step.bytes")
 
 
 # Ways of training in which what is traced begins, ends or is given up in another order.
