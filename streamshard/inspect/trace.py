@@ -14,15 +14,16 @@ of communication. Nothing is measured outside of `trace` and of the steps in ``S
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -86,6 +87,13 @@ class StepTracer(Observer):
         _watch_optimizers(engine.streams)
         if first == 1:
             self._running.enter_context(self._recorder.record())
+        atexit.register(_warn_if_unwritten, ref(self))
+
+    def warn_if_unwritten(self) -> None:
+        """Warn on the first rank if the last of the steps has not come."""
+        if self._step < self._last and self._recorder.trace.rank == 0:
+            why = "no trace was written: the run ended after step %d, before the last of trace_steps=(%d, %d)"
+            log.warning(why, self._step, self._first, self._last)
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """See `Observer`."""
@@ -110,6 +118,11 @@ class StepTracer(Observer):
                 log.info("the trace of steps %d to %d is in %s", self._first, self._last, self._directory.absolute())
         except (OSError, ConfigError) as error:  # training goes on
             warn_user(f"the trace of steps {self._first} to {self._last} is incomplete: {error}")
+
+
+def _warn_if_unwritten(tracer_of: Callable[[], StepTracer | None]) -> None:
+    if (tracer := tracer_of()) is not None:
+        tracer.warn_if_unwritten()
 
 
 # -- recording --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -460,6 +461,22 @@ def test_training_goes_on_when_a_trace_cannot_be_written(context: RankContext) -
             stack_step(model, Call(1, 0, 1, 1.0))
         with pytest.raises(ConfigError, match="needs matplotlib: pip install matplotlib"):
             found.save_picture(Path(directory, "step.png"))
+
+
+@pytest.mark.parametrize("last", [1, 2])
+@on_ranks(1)
+def test_a_run_that_ends_before_its_trace_says_so(context: RankContext, last: int) -> None:
+    """At exit, on the first rank."""
+    with tempfile.TemporaryDirectory() as directory, mock.patch.object(atexit, "register") as at_exit:
+        model = StreamShard(Stack(), precision=BF16, trace=directory, trace_steps=(1, last))
+        stack_step(model, Call(0, 0, 1, 1.0))
+        adamw(model).step()
+    with mock.patch.object(log, "warning") as warning:
+        for call in at_exit.call_args_list:
+            call.args[0](*call.args[1:])
+    told = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    words = "no trace was written: the run ended after step 1, before the last of trace_steps=(1, 2)"
+    assert told == [words] * (last == 2)
 
 
 @on_ranks(1)
