@@ -198,7 +198,8 @@ class Fence:
             work: on the CPU, the work that has to complete before the point is reached.
             stream: the device's stream to record on; None: the current one.
         """
-        self.complete()
+        if self.work is not None:  # a call costs host time, and each layer records several fences
+            self.complete()
         self.work = work
         self._recorded = True
         if self._event is not None:
@@ -219,7 +220,7 @@ class Fence:
             for observer in self._streams.observers:
                 observer.on_block(self, None)
             (stream or self._streams.device_stream(self.target)).wait_event(self._event)
-        else:
+        elif self.work is not None:
             self.complete()
         for observer in self._streams.observers:
             observer.on_wait(self)
