@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import Benchmark
+from benchmarks.__main__ import Benchmark, main
 from benchmarks._report import render
 from tests.launched import ROOT
 
@@ -18,6 +18,7 @@ STEP_TIME = ROOT / "benchmarks" / "results" / "step_time-cpu-8x512-256.json"
 
 
 def _benchmarks(*arguments: str) -> str:
+    """What ``python -m benchmarks`` prints, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100.0)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -25,22 +26,26 @@ def _benchmarks(*arguments: str) -> str:
 
 
 @pytest.mark.ranks
-def test_a_benchmark_is_run_and_rendered(tmp_path: Path) -> None:
+def test_a_benchmark_is_run_and_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = _benchmarks("--quick", "--only", "world_size", "--out", str(tmp_path))
     assert "\nworld_size             ended well" in told
     result = json.loads((tmp_path / "world_size.json").read_text())
     assert (result["benchmark"], result["config"]["rounds"]) == ("world_size", 2)
-    _benchmarks("report", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "report", str(tmp_path)])
+    main()
     page = (tmp_path / "report.md").read_text()
     assert "| | ranks 8 | ranks 16 |" in page
     assert "not complete" not in page
     assert (tmp_path / "world_size.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.ranks
-def test_the_list_names_every_script_that_measures() -> None:
+def test_the_list_names_every_script_that_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A new script has to be added to the list. Those whose name begins with _ are shared; gpu.py runs two of them."""
-    names = {line.split()[0].partition(".")[0] for line in _benchmarks("--list").splitlines()}
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--list"])
+    main()
+    names = {line.split()[0].partition(".")[0] for line in capsys.readouterr().out.splitlines()}
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.startswith("_")}
     assert names == scripts - {"one_device", "shared_gpu"}
 
