@@ -246,10 +246,24 @@ def _take_back(optimizer: Optimizer, stepped: dict[str, Any]) -> None:
     optimizer.state.clear()
     optimizer.state.update(state)
     optimizer.__dict__.update(stepped)
+    if type(optimizer) in _declared:
+        _refuse_kept_grads(optimizer, plain)
     # On all ranks, whatever they have of a parameter: a backward of an earlier forward raises.
     torch.autograd.graph.increment_version([param for param in plain if grad_of(param) is not None])
     for each in plain.values():
         each.grad = None
+
+
+def _refuse_kept_grads(optimizer: Optimizer, plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
+    """Raise if a gradient itself, not a copy of it, has become state: the next backward writes to its memory."""
+    for param, each in plain.items():
+        for key, value in optimizer.state.get(param, {}).items():
+            kept = value.untyped_storage() if isinstance(value, torch.Tensor) and each.grad is not None else None
+            if kept is not None and kept.data_ptr() == each.grad.untyped_storage().data_ptr():  # type: ignore[union-attr]
+                raise ShardingError(
+                    f"{_name_of(type(optimizer))} keeps the gradient of {param.piece.name!r} in its state, as {key!r}, "
+                    "and the next backward writes to its memory: let the optimizer keep grad.clone()"
+                )
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

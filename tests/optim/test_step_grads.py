@@ -221,6 +221,28 @@ def test_norms_that_bitsandbytes_is_asked_for_are_refused(context: RankContext, 
         optimizer.step()
 
 
+@elementwise
+class _KeepsGrads(_Foreign):
+    """Uses the gradients of the last step. Its second group keeps copies."""
+
+    def update(self, params: list[Tensor]) -> None:
+        for param in params:
+            assert param.grad is not None
+            is_copy = any(param is each for each in self.param_groups[1]["params"])
+            self.state[param]["previous"] = param.grad.clone() if is_copy else param.grad.view(-1)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_keeps_gradients_in_its_state_is_refused(context: RankContext) -> None:
+    """The next backward writes to their memory. A clone is the optimizer's own."""
+    model = sharded_model()
+    params = [*model.parameters()]
+    _backward(model)
+    _KeepsGrads([{"params": []}, {"params": params}]).step()
+    with pytest.raises(ShardingError, match=r"keeps the gradient of '.*' in its state, as 'previous', .*clone\(\)"):
+        _KeepsGrads([{"params": params[:1]}, {"params": params[1:]}]).step()
+
+
 # -- state that is not one number for each element --------------------------------------------------------------------
 
 
