@@ -252,8 +252,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.finish", Swap("self._has_taken = self.waits = False", "self.waits = False"), "loops"),
         ("UnitGrads.finish", Swap("self._has_taken = self.waits = False", "self._has_taken = False"), "invariants"),
         ("UnitGrads.open", Drop("self._leave_slot()"), "dial"),
-        ("UnitGrads._are_held", Swap("getrefcount(self._life) > 2 + len(made)", "False"), "pieces"),
-        ("UnitGrads._are_held", Swap("any(getrefcount(grad.in_main) > 2 for grad in made)", "False"), "pieces"),
         ("UnitGrads.leave_unreduced", Swap("grad.is_used or grad.is_kept or", "grad.is_used or"), "invariants"),
         ("UnitGrads.leave_unreduced", Drop("self.waits = self.waits or has_trained"), "dial"),
         ("UnitGrads.open", Drop("self.write(param_index, spilled)"), "unit_size"),

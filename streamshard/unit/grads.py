@@ -12,7 +12,6 @@ slot, and using ``.grad`` raises.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -268,21 +267,11 @@ class UnitGrads:
         for grad in self._trained:
             grad.in_main = None
 
-    def _are_held(self) -> bool:
-        """Whether anything but this unit refers to gradients of an earlier backward, or to tensors on their memory.
-
-        What nothing refers to cannot be used, so it need not raise either. It is given again: to make a new tensor for
-        each gradient in each step would take a fifth of the engine's host time in layers of many parameters.
-        """
-        made = [grad for grad in self._trained if grad.in_main is not None]
-        # One reference is the attribute, the other the argument of the call. Each gradient refers to the life.
-        return getrefcount(self._life) > 2 + len(made) or any(getrefcount(grad.in_main) > 2 for grad in made)
-
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `finish`: what autograd puts there meanwhile is its own."""
         with AsTensors():
             are_same = [grad.take() for grad in self._trained]
-        if not all(are_same) and self._are_held():
+        if not all(are_same):
             self._renew()
         self._adds = any(grad.is_kept for grad in self._trained)
         if self._adds:
