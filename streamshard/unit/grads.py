@@ -143,11 +143,13 @@ class ParamGrad:
         """Move ``.grad``, if there is one, into the main grads. Inside `AsTensors`.
 
         Returns:
-            Whether ``.grad`` is `in_main`, as the last backward has left it.
+            Whether ``.grad`` is `in_main`, as the last backward has left it, and lies where it lay (``grad.data = x``).
         """
         grad = grad_attribute.__get__(self.shard.param)
         self.is_kept = grad is not None
         is_same = grad is self.in_main
+        if is_same and grad is not None and grad.numel():
+            is_same = grad.data_ptr() == self._local.data_ptr()
         if grad is not None:
             if not is_same:
                 self._local.copy_(grad)

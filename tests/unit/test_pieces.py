@@ -258,6 +258,24 @@ def test_one_kept_gradient_or_a_view_of_it_raises(context: RankContext) -> None:
         assert not hasattr(weight.grad, "mark")
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("setting", ["data", "set_"])
+def test_a_backward_adds_to_a_gradient_that_was_given_other_memory(context: RankContext, setting: str) -> None:
+    """``p.grad.data = x``, as GrokFast and some ways of clipping write it, without clearing it by None."""
+    model, plain = _pair()
+    for each in (model, plain):
+        for number in range(3):
+            grad = each.layers[1].linear.weight.grad
+            if setting == "data":
+                grad.data = grad * 0.5
+            else:
+                grad.set_(grad * 0.5)
+            if number == 1:
+                each.zero_grad(set_to_none=False)
+            stack_step(each, Call(number, 0, 1, 1.0))
+    assert_same(full_grads(model), {name: param.grad for name, param in plain.named_parameters()}, "gradients")
+
+
 # -- what sharding forbids --------------------------------------------------------------------------------------------
 
 
