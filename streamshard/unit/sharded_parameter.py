@@ -76,13 +76,19 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with AsTensors():
             grad_attribute.__set__(self, grad)
 
+    @grad.deleter
+    @skip
+    def grad(self) -> None:
+        put_grad(self, None)
+
     def _check(self, name: str, value: torch.Tensor) -> None:
         """Raise unless `value` is a piece of the same elements."""
         with AsTensors():
-            if isinstance(value, ShardedTensor):
-                fits = value.piece.is_like(self.piece) and not value.why_unusable
-            else:
-                fits = self.piece.takes(value)
+            if isinstance(value, ShardedTensor) and value.why_unusable:
+                raise ShardingError(
+                    f".{name} of parameter {self.piece.name!r} = {value.piece.what}, which {value.why_unusable}"
+                )
+            fits = value.piece.is_like(self.piece) if isinstance(value, ShardedTensor) else self.piece.takes(value)
         if not fits:
             raise ShardingError(
                 f".{name} of parameter {self.piece.name!r} was set to a tensor of shape {tuple(value.shape)}, which is "

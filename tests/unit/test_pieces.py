@@ -233,10 +233,25 @@ def test_a_gradient_kept_over_zero_grad_raises_after_the_next_backward(context: 
     for view in views:
         with pytest.raises(ShardingError, match=r"was kept from an earlier .*clone"):
             view.add_(1.0)
+    if context.world_size > 1:
+        with pytest.raises(ShardingError, match=r"\.grad of .*weight' = the gradient .*, which was kept"):
+            weight.grad = kept
     (copied + 0.0 * weight.grad).norm()
     assert kept.shape == weight.shape
     stack_step(model, Call(0, 0, 1, 2.0))  # adds to the same gradient
     assert torch.equal(weight.grad, 4.0 * copied)
+
+
+@on_ranks(1, 2)
+def test_del_clears_a_gradient(context: RankContext) -> None:
+    """As in torch."""
+    model, _ = _pair()
+    weight = model.layers[1].linear.weight
+    wanted = weight.grad.clone()
+    del weight.grad
+    assert weight.grad is None
+    stack_step(model, Call(0, 0, 1, 1.0))
+    assert torch.equal(weight.grad, wanted)
 
 
 @on_ranks(2)
