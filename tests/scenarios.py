@@ -85,23 +85,6 @@ def _lent(layer: Layer, lenders: Sequence[Layer], x: Tensor) -> Tensor:
     return Layer.forward(layer, x)
 
 
-class NestedStack(RoutedStack):
-    """Each layer is called by the one before it, in the middle of its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for place, layer in enumerate(self.layers):
-            inner = self.layers[place + 1] if place < 4 else None
-            layer.forward = functools.partial(_around, layer, inner)  # type: ignore[method-assign]  # a method's place
-        self.route = [0]
-
-
-def _around(layer: Layer, inner: nn.Module | None, x: Tensor) -> Tensor:
-    y = Layer.forward(layer, x)
-    out: Tensor = layer.linear(y if inner is None else y + inner(y))
-    return out
-
-
 def _one_backward(model: nn.Module, call: Call) -> None:
     stack_step(model, call)
 
@@ -284,7 +267,6 @@ SCENARIOS: dict[str, Scenario] = {
     "summoning": Scenario(RoutedStack, _summoning),
     "a backward that fails": Scenario(RoutedStack, _failing_backward),
     "weights read elsewhere": Scenario(ReadingStack, _one_backward, resident=("layers.0", "layers.2")),
-    "layers in layers": Scenario(NestedStack, _one_backward),
     "a forward that fails": Scenario(RoutedStack, _failing_forward),
 }
 

@@ -1,12 +1,10 @@
 """One backward, from the loss to the gradients that the optimizer sees: what happens when, in the order of events.
 
 [Note: pre-backward]
-Backward needs a unit's weights when one of its saved tensors is unpacked: each unit's forward runs under saved-tensor
-hooks that hold back views of the slot (0.03 ms of host time per layer, docs/internals/log.md). This is exact, whatever
-the loss is made of. A hook on the graph nodes of the unit's outputs says it earlier, and also says it where
-recomputation (torch.utils.checkpoint) has taken the saved tensors away. Autograd runs the nodes that were created last
-first. So when a unit is needed, the gradients of the units before it are complete, unless the program still has a
-visit of them: a unit is reduced after its last visit.
+Autograd runs the nodes that were created last first. So a prehook on the nodes of a layer's outputs says in time that
+backward needs the layer's weights, and the gradients of the units before it are complete, unless the program still has
+a visit of them: a unit is reduced after its last visit. A backward that comes to a layer by another way raises, see
+[Note: absent weights] in `streamshard.unit.unsharded_parameter`.
 
 [Note: several passes]
 A backward may go through several passes. It takes each one when it reaches it, and does not ask beforehand which

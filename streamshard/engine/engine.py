@@ -44,7 +44,7 @@ class Graph:
 
 
 class Use(NamedTuple):
-    """One call of a unit's layer: what the tensors that the layer saved and returned refer to in backward.
+    """One call of a unit's layer: what the nodes of its outputs refer to in backward.
 
     Attributes:
         unit: whose layer was called.
@@ -129,8 +129,6 @@ class Engine:
         inputs: asked before each pass, see `Inputs`.
         is_whole: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
-        shared_spans: the addresses of the slots that units share, first and last (exclusive) of each.
-        shared_range: the addresses between which all of these lie.
         step_lock: held by the thread that is inside an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
@@ -155,9 +153,6 @@ class Engine:
         self.empty: dict[str, None] = {}
         self.step_lock = threading.RLock()
         self._warnings: set[str] = set()
-        slots = {unit.weight_slot for unit in self.units if unit.weight_slot.is_shared}
-        self.shared_spans = [(slot.first_byte, slot.last_byte) for slot in slots]
-        self.shared_range = min(self.shared_spans, default=(0, 0))[0], max(self.shared_spans, default=(0, 0))[1]
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
 
     @property
@@ -259,9 +254,7 @@ class Engine:
             return
         if slot.content is not None:
             holder = self.units[slot.content]
-            if holder.is_bound and self.phase is not None:
-                if self.phase.is_forward:  # a layer of `holder` has called a layer of `unit`
-                    holder.end_use()
+            if holder.is_bound:
                 holder.release()
         self.casts.before_gather(unit)
         with self.ranks.guard("the gather of", unit.name):

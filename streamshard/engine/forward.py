@@ -53,7 +53,7 @@ class Forward(Phase):
     computing = None
 
     def __init__(self, engine: Engine, units: frozenset[int]) -> None:
-        has_graph = torch.is_grad_enabled()
+        self._has_graph = has_graph = torch.is_grad_enabled()
         visits = [index for index in engine.order.order if index in units or index == ROOT_UNIT]
         self.graph = Graph({ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
         self._engine = engine
@@ -66,17 +66,33 @@ class Forward(Phase):
     def begin(self) -> None:
         """Issue the first all-gathers, and bind the root unit."""
         engine = self._engine
+        self._mark_absent(in_forward=True)
         for unit in engine.resident:
             be_absent(unit.views)
         engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
         self._reach(engine.root_unit)
         self._bind(engine.root_unit)
 
+    def _mark_absent(self, *, in_forward: bool) -> None:
+        if self._has_graph:
+            for unit in self._engine.units[1:]:
+                if unit.weight_slot.is_shared:
+                    unit.writes.expire(in_forward=in_forward)
+
     # -- layers ---------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: StreamedUnit) -> Use:
-        """See `Phase`. A resident unit's layer inside another unit's layer does not end the other unit's visit."""
+        """See `Phase`. A resident unit's layer inside another unit's layer does not end the other unit's visit.
+
+        Raises:
+            ShardingError: a layer of another streamed unit runs.
+        """
         self._engine.streams.observe(StepEvent.FORWARD_BEGINS, unit.index)
+        if unit.is_streamed and (outer := next((u for u in self._running if u.is_streamed and u is not unit), None)):
+            raise ShardingError(
+                f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same buffers: "
+                f"keep one of them in place, StreamShard(model, resident=[{unit.name!r}])"
+            )
         is_inside = bool(self._running) and not unit.is_streamed
         if is_inside:
             self._use_in_place(unit)
@@ -96,10 +112,6 @@ class Forward(Phase):
         finally:
             if unit not in self._running:
                 unit.release()
-        if self._running and unit.is_streamed:  # the outer layer goes on, and its weights may have left
-            outer = self._running[-1]
-            self._reach(outer)
-            self._bind(outer)
 
     def read(self, unit: StreamedUnit) -> None:
         """See `Phase`."""
@@ -163,8 +175,8 @@ class Forward(Phase):
             self._in_place.add(unit.index)
             if unit.index != ROOT_UNIT:
                 be_present(unit.views)
+            unit.writes.forget()  # else `bind` does
         unit.take_trainability()
-        unit.writes.forget()
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -188,6 +200,7 @@ class Forward(Phase):
             except ShardingError as raised:
                 error = refused = raised
         engine.reshard_all()
+        self._mark_absent(in_forward=False)
         if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
         # A rank whose forward has failed still takes part in what ranks exchange.

@@ -1,4 +1,4 @@
-"""Turns calls of modules and autograd's use of saved tensors into engine events. Owns no state.
+"""Turns calls of modules and graph nodes into engine events. Owns no state.
 
 The watched class of a module has a ``__call__`` that reports to the engine. Unlike a forward hook, ``__call__`` sees
 every exception, and is neither compiled by ``module.compile()`` nor recomputed by a checkpointing layer.
@@ -11,22 +11,19 @@ import functools
 import inspect
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard.engine.backward import pre_backward, watch_node
+from streamshard.engine.backward import watch_node
 from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
 from streamshard.errors import ShardingError
-from streamshard.torch_private import saved_tensors_hooks, skip, untraced
-from streamshard.unit.unit import StreamedUnit
-from streamshard.unit.unsharded_parameter import advice, name_of_weight
+from streamshard.torch_private import skip, untraced
 
 
 class _Watched(ShardedModule):
@@ -73,7 +70,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         graph = untraced(forward.finish, error)
         error = None  # its traceback refers to this frame, which would keep the forward's graph alive
     if graph is not None:
-        untraced(_watch_outputs, output, (), engine, graph)
+        untraced(_watch_outputs, output, [], engine, graph)
         if handle.is_root:
             untraced(_warn_of_rounded_loss, output, engine)
     return output if handle.output_dtype is None else untraced(_cast, output, handle.output_dtype)
@@ -91,17 +88,13 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     if handle.cast_dtype is not None:
         args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
     use: Use = untraced(phase.pre_forward, unit)
-    has_graph = torch.is_grad_enabled()
+    given = untraced(_nodes_of, args, kwargs) if torch.is_grad_enabled() else None
     try:
-        if has_graph and unit.weight_slot.is_shared:
-            with holding_back_weights(engine, use):
-                output = call(*args, **kwargs)
-        else:
-            output = call(*args, **kwargs)
+        output = call(*args, **kwargs)
     finally:
         untraced(phase.post_forward, unit)
-    if has_graph:
-        untraced(_watch_outputs, output, args, engine, use)
+    if given is not None:
+        untraced(_watch_outputs, output, given, engine, use)
     return output
 
 
@@ -160,78 +153,21 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> N
 # -- backward ------------------------------------------------------------------------------------------------------
 
 
-@skip
-def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[None]:
-    """Saved-tensor hooks around a layer that computes with the weights of `use`'s unit. See [Note: pre-backward].
+def _nodes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Any]]:
+    """The tensors that a layer is called with, each with its graph node."""
+    return [(value, value.grad_fn) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
 
-    Autograd calls only the innermost pair of hooks. So tensors that are not weights go on to the pair that was active
-    outside (checkpointing, ``save_on_cpu``). Autograd does not check versions of packed tensors, so `unpack` does.
 
-    Tensors are packed detached, and autograd puts the graph back when it unpacks: a node's own output, packed as it is,
-    and the node would keep each other alive, a cycle that Python's collector does not see.
+def _watch_outputs(output: Any, given: Sequence[tuple[torch.Tensor, Any]], engine: Engine, origin: Graph | Use) -> None:
+    """Watch the node of each tensor that a call has made or changed, see `watch_node`.
 
-    The hooks are closures: they run for every saved tensor, and find local names faster than attributes.
+    Args:
+        output: of the call.
+        given: tensors that it was called with, each with its node before.
+        engine, origin: see `watch_node`.
     """
-    unit, spans, (lowest, highest) = use.unit, engine.shared_spans, engine.shared_range
-    slot = unit.weight_slot
-    first_byte, last_byte = slot.first_byte, slot.last_byte
-    outer = saved_tensors_hooks(False)
-    own = use.unit.unsharded_ids
-
-    def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
-        """Called in forward with each tensor that is saved."""
-        if id(tensor) in own:
-            return tensor, use
-        try:
-            address = tensor.data_ptr()
-        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
-            address = 0
-        if first_byte <= address < last_byte:
-            if (base := tensor._base) is not None and id(base) not in own and name_of_weight(base) is not None:
-                _refuse_stale(tensor, use.unit)
-            return tensor.detach(), use
-        if lowest <= address < highest and any(first <= address < last for first, last in spans):
-            _refuse_stale(tensor, use.unit)  # the weight of another unit
-        if outer is not None:
-            return outer[0](tensor), None
-        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
-
-    @skip
-    def unpack(packed: tuple[Any, Any]) -> Any:
-        """Called in backward when a saved tensor is read."""
-        saved, mark = packed
-        if mark is use:
-            phase = engine.phase
-            if phase is None or phase.computing is not unit or not unit.is_bound:
-                untraced(pre_backward, engine, use)
-            return saved
-        if mark is None and outer is not None:
-            return outer[1](saved)
-        if saved._version != mark:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tuple(saved.shape)} {saved.dtype}, saved in the forward of {use.unit.name!r}, is at version "
-                f"{saved._version}; expected version {mark} instead"
-            )
-        return saved
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _refuse_stale(tensor: torch.Tensor, unit: StreamedUnit) -> NoReturn:
-    """Raise: a layer of `unit` computes with `tensor`, which is, or was, a weight of another streamed unit."""
-    name = name_of_weight(tensor if tensor._base is None else tensor._base)
-    what, where = ("a weight", "") if name is None else (repr(name), f", {advice(name)}")
-    raise ShardingError(
-        f"a layer of {unit.name!r} computes with {what} of another layer, in a buffer that layers take turns in: give "
-        f"it a clone(), or keep that weight in place{where}"
-    )
-
-
-def _watch_outputs(output: Any, inputs: tuple[Any, ...], engine: Engine, origin: Graph | Use) -> None:
-    """Watch the node of each tensor in `output` that is not one of `inputs`, see `watch_node`."""
-    for tensor in tensors_in(output):
-        if tensor.grad_fn is None or any(tensor is given for given in inputs):
+    for tensor in (*tensors_in(output), *(tensor for tensor, _ in given)):
+        if tensor.grad_fn is None or any(tensor is each and tensor.grad_fn is node for each, node in given):
             continue
         watch_node(tensor.grad_fn, engine, origin)
         # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.

@@ -96,8 +96,6 @@ class WeightSlot:
     Attributes:
         buffer: [bytes of its largest unit] uint8; with one rank, the all-gather input of its unit's first flat
             parameter.
-        first_byte: its address.
-        last_byte: the address behind it.
         content: index of the unit whose weights the slot holds or receives; None: of no unit.
         arrived: fence of rule 1, recorded after the all-gather.
         released: fence of rule 2, recorded after a unit's last use.
@@ -108,8 +106,6 @@ class WeightSlot:
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
         self.buffer = buffer
-        self.first_byte = buffer.data_ptr()
-        self.last_byte = self.first_byte + buffer.nbytes
         self.is_shared = is_shared
         self.content: int | None = None
         self.is_in_wire_dtype = False

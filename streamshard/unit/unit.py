@@ -47,7 +47,6 @@ class StreamedUnit:
         params: this rank's part of each parameter, in the order of the flat parameters; complete when
             `make_unsharded` is called.
         views: the unsharded parameters, one for each of `params`, made once; see [Note: absent weights].
-        unsharded_ids: the ids of `views`.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
         writes: notices writes of forwards to `views`.
     """
@@ -63,9 +62,8 @@ class StreamedUnit:
     def __post_init__(self) -> None:
         self.name = self.layout.name or "the root unit"
         self.params: list[ParamShard] = []
-        self.writes = Writes()
+        self.writes = Writes(self.name)
         self.views: list[UnshardedParameter] = []
-        self.unsharded_ids: frozenset[int] = frozenset()
         self._sharded: list[nn.Parameter] = []  # parameters, in the same order
         self.is_bound = False
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Exchanging a module's
@@ -90,7 +88,6 @@ class StreamedUnit:
                 self.grads.add(param, view)
                 self.writes.watch(view, alias, param.param, param.name)
         self._sharded = [param.param for param in self.params]
-        self.unsharded_ids = frozenset(map(id, self.views))
 
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
         """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
@@ -175,7 +172,13 @@ class StreamedUnit:
     def _set_bound(self, is_bound: bool) -> None:
         self.is_bound = is_bound
         if self.is_streamed:
-            (be_present if is_bound else be_absent)(self.views)
+            if is_bound:
+                be_present(self.views)
+                self.writes.forget()
+            else:
+                be_absent(self.views)
+                if self.weight_slot.is_shared:
+                    self.writes.expire()
         for owner_of, key, values in self._bindings:
             if (owner := owner_of()) is not None:
                 owner.__dict__[key] = values[is_bound]

@@ -10,12 +10,17 @@ A streamed unit has its weights in a slot only while one of its layers runs. At 
 have another class, `AbsentWeight`, which answers questions about shape, dtype and device. Any other operation needs the
 values: it raises and names the weight if the unit is streamed, and all-gathers the unit if it is resident. An unsharded
 parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight.
+Saved tensors have no such class. So the version counters of absent weights, and of their views, have other numbers, one
+inside a forward and one outside: if a backward reads weights that are not in place, or views that were computed with
+while they were not, autograd raises its error of in-place changes. The numbers say which unit it was.
 Changing the class is one assignment per parameter and use, 30 ns. torch offers nothing else: a tensor whose storage was
 exchanged reads whatever lies there, and no storage raises when it is read.
 """
 
 from __future__ import annotations
 
+import atexit
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple, NoReturn
@@ -24,8 +29,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from streamshard.errors import ShardingError
-from streamshard.torch_private import AsTensors, data_attribute, skip, tree_leaves, untraced
+from streamshard.errors import ShardingError, log, uncaught
+from streamshard.torch_private import AsTensors, data_attribute, set_versions, skip, tree_leaves, untraced
 from streamshard.unit.global_ops import answers_without_values, name_of
 
 
@@ -83,13 +88,20 @@ class AbsentWeight(nn.Parameter):
 
 
 class Writes:
-    """Notices writes of forwards to the unsharded parameters of one unit."""
+    """Notices writes of forwards to the unsharded parameters of one unit, and lets absent ones raise in a backward.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the unit.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._absent_version = _ABSENT + 2 * len(_unit_names)
+        _unit_names.append(name)
         self._names: list[str] = []
         self._views: list[UnshardedParameter] = []
         self._aliases: list[torch.Tensor] = []  # with the views' version counters: a view may be absent
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # while the weights are in place
+        self._absent: list[int] = []  # while they are not
         self._before: dict[int, torch.Tensor] = {}  # by index, copies of weights whose .data was read
 
     def watch(self, view: UnshardedParameter, alias: torch.Tensor, param: nn.Parameter, name: str) -> None:
@@ -99,16 +111,27 @@ class Writes:
         self._views.append(view)
         self._aliases.append(alias)
         self._versions.append(alias._version)
+        self._absent.append(self._absent_version)
 
     def forget(self) -> None:
-        """A layer is about to compute: forget earlier writes."""
-        self._versions = [alias._version for alias in self._aliases]
+        """The weights are in place, and layers are about to compute: forget earlier writes."""
+        set_versions(self._aliases, self._versions)
         self._before.clear()
 
     def remember(self, index: int) -> None:
         """Copy the weight at `index`, because the forward may be about to write it through ``.data``."""
         if index not in self._before:
             self._before[index] = self._bytes(index).clone()
+
+    def expire(self, *, in_forward: bool | None = None) -> None:
+        """The weights may leave their slot: a backward that reads them raises. See [Note: absent weights].
+
+        Args:
+            in_forward: whether a forward is under way, from now on; None: as before.
+        """
+        if in_forward is not None:
+            self._absent = [self._absent_version + in_forward] * len(self._aliases)
+        set_versions(self._aliases, self._absent)
 
     def refuse(self) -> None:
         """Raise if a view was written to since `forget`.
@@ -158,12 +181,6 @@ def let_be_absent(view: UnshardedParameter, ask: Callable[[], None]) -> None:
     be_absent((view,))
 
 
-def name_of_weight(view: torch.Tensor) -> str | None:
-    """The fully qualified name of the unsharded parameter `view`; None if `view` is none, or is never absent."""
-    known = _known.get(view)
-    return None if known is None or known.ask is None else known.name
-
-
 def advice(name: str) -> str:
     """How to keep the layer of weight `name` in place, for messages."""
     return f"StreamShard(model, resident=[{name.rpartition('.')[0]!r}])"
@@ -188,3 +205,31 @@ def _refuse(name: str, what: str) -> NoReturn:
         "torch.no_grad(); make what a forward updates, such as an EMA codebook, a buffer; renormalise the rows of "
         "nn.Embedding(max_norm=...) between steps"
     )
+
+
+# -- backward reads absent weights ------------------------------------------------------------------------------------
+
+_ABSENT = 1 << 24  # the first version of absent weights: others count in-place changes
+_unit_names: list[str] = []  # of all units so far; each has two versions
+
+
+@atexit.register
+def _explain_at_exit() -> None:
+    if (why := explain_version(uncaught())) is not None:
+        log.error("%s", why)
+
+
+def explain_version(error: BaseException | None) -> str | None:
+    """What a user has done if `error` is autograd's about a version that `Writes.expire` has set; None if it is not."""
+    found = re.search(r"is at version (\d+); expected version (\d+)", str(error))
+    now, saved = (int(version) - _ABSENT for version in found.groups()) if found is not None else (-1, -1)
+    if max(now, saved) < 0:
+        return None
+    name = _unit_names[max(now, saved) // 2]
+    keep = f"or keep the layer's weights in place: StreamShard(model, resident=[{name!r}])"
+    if saved < 0:
+        return (
+            f"backward has come to {name!r} by a tensor that this layer has not returned: one that a hook took, or an "
+            f"attribute, or inside an object of your own class. Return it in a tuple, dict or dataclass, {keep}"
+        )
+    return f"a layer has computed with a view of a weight of {name!r}, which did not run: give it a clone(), {keep}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.errors import ShardingError
+from streamshard.unit.unsharded_parameter import explain_version
 from tests.models import DIM, Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -150,35 +153,37 @@ def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext, slots:
 
 
 class Calling(Layer):
-    """Gives its weight, or a part of it, to a layer that it calls."""
+    """Calls another layer, with its own weight."""
 
-    inner: Sequence[Layer] = ()
-    makes: Callable[[Tensor], Tensor] = staticmethod(lambda weight: weight)
+    inner: Sequence[Layer] = ()  # a tuple: no submodule
 
     def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
         """[rows, DIM] -> the same"""
-        weight = self.makes(self.linear.weight)
         y = super().forward(x if given is None else F.linear(x, given))
         for layer in self.inner:
-            y = y + layer(y, weight)
+            y = y + layer(y, self.linear.weight)
         return y
 
 
-@on_ranks(2)
-def test_a_weight_that_a_layer_gives_to_another_raises(context: RankContext) -> None:
-    """Another unit may use the slot while the other layer runs."""
-    given: list[Any] = [(Calling.makes, True), (Calling.makes, False), (Tensor.t, True)]
-    # A layer whose weights go to the other slot, and one whose weights go to the same.
-    cases = [*((*each, place) for each in given for place in (1, 2)), (Tensor.detach, True, 1)]
-    for makes, has_grad, distance in cases:
-        model: Any = Stack()
-        model.layers = nn.ModuleList(Calling() for _ in range(4))
-        model.layers[0].inner, model.layers[0].makes = (model.layers[distance],), makes
-        model.order = lambda model=model: [model.layers[0]]
-        model = StreamShard(model, precision=FP32)
-        raises = pytest.raises(ShardingError, match="layers take turns in|other layers have its buffer")
-        with torch.set_grad_enabled(has_grad), raises:
+def _calling() -> Any:
+    model: Any = Stack()
+    model.layers = nn.ModuleList(Calling() for _ in range(4))
+    model.layers[0].inner = (model.layers[2],)
+    model.order = lambda model=model: [model.layers[0], model.layers[1]]
+    return model
+
+
+@on_ranks()
+@each_setting
+def test_a_layer_that_calls_another_streamed_layer_raises(context: RankContext, settings: str) -> None:
+    """Both would need the same slot. If one of them is resident, the model trains as in plain PyTorch."""
+    for has_grad in (True, False):
+        model = StreamShard(_calling(), **SETTINGS[settings])
+        message = r"a layer of 'layers\.0' calls a layer of 'layers\.2'.*resident=\['layers\.2'\]"
+        with torch.set_grad_enabled(has_grad), pytest.raises(ShardingError, match=message):
             model(vector_batch(0, context.rank))
+    for resident in ("layers.0", "layers.2"):
+        assert_trains_like_plain(context, _calling, stack_step, resident=[resident], **SETTINGS[settings])
 
 
 class Keeping(Layer):
@@ -187,13 +192,14 @@ class Keeping(Layer):
     def __init__(self, shelf: list[Any], distance: int) -> None:
         super().__init__()
         self.shelf, self.distance = shelf, distance
+        self.makes: Callable[[Tensor], Tensor] = lambda weight: weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, DIM] -> the same"""
         x = super().forward(x)
         if len(self.shelf) >= self.distance:
             x = F.linear(x, self.shelf[-self.distance]())
-        weight = self.linear.weight
+        weight = self.makes(self.linear.weight)
         self.shelf.append(lambda: weight)
         return x
 
@@ -220,6 +226,28 @@ def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContex
     assert kept.shape == (16, 16) and isinstance(kept, nn.Parameter)
     with pytest.raises(ShardingError, match="was read inside a forward and is used after it"):
         kept.norm()
+
+
+@on_ranks(2)
+def test_backward_through_a_view_of_another_layers_weight_raises(context: RankContext) -> None:
+    """In a layer of the same slot, and of the other one. The view of a layer's own weight is fine."""
+    views: list[Callable[[Tensor], Tensor]] = [Tensor.t, Tensor.detach, lambda weight: weight[:]]
+    for makes, distance in itertools.product(views, (1, 2)):
+        model: Any = Stack()
+        shelf: list[Any] = []
+        model.layers = nn.ModuleList(Keeping(shelf, distance) for _ in range(4))
+        for layer in model.layers:
+            layer.makes = makes
+        model = StreamShard(model, precision=FP32)
+        out = model(vector_batch(0, context.rank)).square().mean()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            out.backward()
+        why = explain_version(raised.value)
+        assert why is not None and re.search(rf"a view of a weight of 'layers\.{3 - distance}'.*a clone", why), why
+        for layer in model.layers:
+            layer.distance = 100
+        shelf.clear()
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
 class OwnWeight(torch.autograd.Function):

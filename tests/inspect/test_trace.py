@@ -133,7 +133,6 @@ UNEVEN = (
     "evaluation between steps",
     "a backward that fails",
     "a forward that fails",
-    "layers in layers",
 )
 
 

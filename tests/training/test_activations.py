@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from streamshard import StreamShard
+from streamshard.unit.unsharded_parameter import explain_version
 from tests.models import Layer, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, assert_trains_like_plain, case, stack_step
+from tests.reference import FP32, Call, assert_trains_like_plain, case, stack_step
 
 
 @dataclass
@@ -119,23 +123,55 @@ def test_activations_may_be_packed_modified_hooked_and_moved(context: RankContex
             assert_trains_like_plain(context, build, stack_step)
 
 
+def _stashing() -> nn.Module:
+    return Calling(Stashing, lambda layer, x: layer(x))
+
+
 @on_ranks(2)
 def test_the_loss_may_use_activations_from_inside_layers(context: RankContext) -> None:
-    """An auxiliary loss on an activation that the root does not return, also when the output is not used at all."""
+    """Auxiliary losses on activations that the model does not return, beside the loss of its output."""
 
-    def build() -> nn.Module:
-        return Calling(Stashing, lambda layer, x: layer(x))
+    def step(model: Any, call: Call) -> Tensor:
+        loss = model(vector_batch(call.step, call.rank)).square().mean()
+        for layer in model.layers:
+            loss = loss + layer.stash.square().mean()
+            layer.stash = None
+        return call.backward(loss)
 
-    for use_output, which in ((True, (0, 1, 2, 3)), (False, (2,))):
+    assert_trains_like_plain(context, _stashing, step, checked=(0, 2))
 
-        def step(model: Any, call: Call, use_output: bool = use_output, which: Any = which) -> Tensor:
-            out = model(vector_batch(call.step, call.rank))
-            loss = out.square().mean() if use_output else torch.zeros(())
-            for index in which:
-                loss = loss + model.layers[index].stash.square().mean()
-            for layer in model.layers:
-                layer.stash = None
-            return call.backward(loss)
 
-        with case((use_output, which)):
-            assert_trains_like_plain(context, build, step, checked=(0, 2))
+def _only_inside(model: Any, call: Call) -> Tensor:
+    model(vector_batch(call.step, call.rank))
+    return call.backward(sum(layer.stash.square().mean() for layer in model.layers))  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankContext) -> None:
+    """No gradient comes to the layer's output, so nothing says that backward needs its weights."""
+    model = StreamShard(_stashing(), precision=FP32)
+    call = Call(0, context.rank, context.world_size, 1.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            _only_inside(model, call)
+        why = explain_version(raised.value)
+        assert why is not None and re.search(r"'layers\.3' by a tensor.*resident=\['layers\.3'\]", why), why
+    assert explain_version(RuntimeError("is at version 1; expected version 0 instead")) is None
+    assert_trains_like_plain(context, _stashing, _only_inside, resident=["layers.3"])
+
+
+@on_ranks(2)
+def test_a_layer_may_change_its_input_in_place(context: RankContext) -> None:
+    """And return it, or nothing."""
+
+    class Adding(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x += torch.tanh(self.linear(x.clone()))
+            return x
+
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        x = x * 1.0
+        layer(x)
+        return layer(x=x)  # type: ignore[no-any-return]
+
+    assert_trains_like_plain(context, lambda: Calling(Adding, call), stack_step)
