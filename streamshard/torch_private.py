@@ -19,7 +19,7 @@ Imported under torch's own names:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -60,7 +60,7 @@ graph_task_id = torch._C._current_graph_task_id
 
 # Sets the version counters of tensors, by which autograd notices that a saved tensor has changed. torch has a context
 # manager around it, torch.autograd._unsafe_preserve_version_counter, which can only restore versions.
-set_versions: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = torch._C._autograd._unsafe_set_version_counter
+set_versions: Any = torch._C._autograd._unsafe_set_version_counter
 
 # Exchanges the tensors inside two Parameter objects; the user's object stays. torch.utils.swap_tensors refuses tensors
 # with weak references (pytorch/pytorch#186796), which RNN modules keep to their weights.

@@ -48,8 +48,8 @@ class Backward(Phase):
 
     def __init__(self, engine: Engine) -> None:
         self.graph: Graph | None = None
-        self.computing: StreamedUnit | None = None
         self._engine = engine
+        self._computing: StreamedUnit | None = None  # whose backward is running
         is_local = not engine.casts.is_synced and not engine.is_alone
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
         replicas = engine.reductions.replicas
@@ -126,7 +126,7 @@ class Backward(Phase):
 
     def _advance(self, unit: StreamedUnit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
-        if self.computing is unit:
+        if self._computing is unit:
             return
         visit = self._schedule.find(unit.index)
         if visit is None:  # outside of the program, or needed again after its visit
@@ -134,7 +134,7 @@ class Backward(Phase):
         if not unit.is_streamed and visit > self._next_visit:
             return  # resident: its weights stay, and the visits before may still come
         engine = self._engine
-        self.computing = unit
+        self._computing = unit
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, unit.index)
         for other in engine.units[1:]:
             if other.is_bound and other is not unit:
@@ -144,7 +144,7 @@ class Backward(Phase):
     @property
     def _next_visit(self) -> int:
         """The visit after that of the unit that is computing."""
-        return self._schedule.released + (self.computing is not None)
+        return self._schedule.released + (self._computing is not None)
 
     def _issue(self, ops: Sequence[Op]) -> None:
         for op in ops:
@@ -181,7 +181,7 @@ class Backward(Phase):
 
     def _recompute(self, unit: StreamedUnit) -> None:
         visits, following = self._schedule.visits, self._next_visit
-        if self.computing is not unit and following < len(visits) and visits[following] == unit.index:
+        if self._computing is not unit and following < len(visits) and visits[following] == unit.index:
             self._advance(unit)
         self._engine.unshard(unit)
         unit.bind()
@@ -197,7 +197,7 @@ class Backward(Phase):
             grad: [shape of the unsharded parameter], any float dtype; the sum over all uses in this graph.
         """
         engine = self._engine
-        if self.computing is not unit and unit.is_streamed:
+        if self._computing is not unit and unit.is_streamed:
             self._advance(unit)
         scale = engine.inputs.grad_scale
         engine.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)
@@ -211,7 +211,7 @@ class Backward(Phase):
         for unit in engine.units[1:]:
             if unit.is_bound:
                 unit.release()
-        self.computing = None
+        self._computing = None
         self._issue(self._schedule.finish())
         engine.reductions.start_late_ones()
 

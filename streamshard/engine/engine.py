@@ -64,11 +64,9 @@ class Phase(Protocol):
 
     Attributes:
         is_forward: which of the two.
-        computing: the unit whose backward is running; None between units, and in a forward.
     """
 
     is_forward: bool
-    computing: StreamedUnit | None
 
     @property
     def is_current(self) -> bool:

@@ -50,7 +50,6 @@ class Forward(Phase):
 
     is_forward = True
     is_current = True
-    computing = None
 
     def __init__(self, engine: Engine, units: frozenset[int]) -> None:
         self._has_graph = has_graph = torch.is_grad_enabled()
