@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.unit.unsharded_parameter import explain_version
@@ -158,6 +161,54 @@ def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankCont
         assert why is not None and re.search(r"'layers\.3' by a tensor.*resident=\['layers\.3'\]", why), why
     assert explain_version(RuntimeError("is at version 1; expected version 0 instead")) is None
     assert_trains_like_plain(context, _stashing, _only_inside, resident=["layers.3"])
+
+
+class Carrying(Layer):
+    """Takes and returns a container, with outputs of earlier layers in it, in one of several ways."""
+
+    def __init__(self, way: str, place: int) -> None:
+        super().__init__()
+        self.way, self.place = way, place
+
+    def forward(self, state: Any) -> Any:  # type: ignore[override]  # a container
+        """State to state; the activation is [rows, DIM]"""
+        x = state.x if self.way == "object" else state["x"]
+        if self.way == "dropped" and self.place in (1, 2):
+            return {"x": x[:]}  # a view, made without weights
+        y = super().forward(x.clone())
+        if self.way == "object":
+            return types.SimpleNamespace(x=y)
+        if self.way == "not returned":
+            x.copy_(y)
+            return None
+        return {"x": y, "earlier": [*state.get("earlier", ()), y]}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["returned", "object", "not returned", "dropped"])
+def test_layers_may_carry_outputs_of_earlier_layers(context: RankContext, way: str) -> None:
+    """Each layer's outputs say when its backward begins, and no other tensor that it returns; with checkpoints too."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Carrying(way, place) for place in range(5))
+            self.is_checkpointed = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            state: Any = types.SimpleNamespace(x=x) if way == "object" else {"x": x * 1.0}
+            for layer in self.layers:
+                call = functools.partial(checkpoint, layer, use_reentrant=False) if self.is_checkpointed else layer
+                state = call(state) or state
+            if way == "object":
+                return state.x  # type: ignore[no-any-return]
+            return state["x"] + sum(state.get("earlier", ()))  # type: ignore[no-any-return]
+
+    def step(model: Any, call: Call) -> Tensor:
+        model.is_checkpointed = call.step % 2 == 1 and way != "not returned"
+        return stack_step(model, call)
+
+    assert_trains_like_plain(context, Chain, step, checked=(0, 2))
 
 
 @on_ranks(2)
