@@ -67,6 +67,9 @@ set_versions: Any = torch._C._autograd._unsafe_set_version_counter
 swap_tensor = torch._C._swap_tensor_impl
 
 
+# The saved-tensor hooks that are active now. torch.autograd.graph can set hooks, but not read them.
+saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 # The sequence number of the next graph node that this thread makes. Nodes have no public number.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 

@@ -12,18 +12,20 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard.engine.backward import watch_node
+from streamshard.engine.backward import pre_backward, watch_node
 from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
 from streamshard.errors import ShardingError
-from streamshard.torch_private import sequence_number, skip, untraced
+from streamshard.torch_private import saved_tensors_hooks, sequence_number, skip, untraced
+from streamshard.unit.unsharded_parameter import refuse_absent
 
 
 class _Watched(ShardedModule):
@@ -88,14 +90,19 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     if handle.cast_dtype is not None:
         args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
     use: Use = untraced(phase.pre_forward, unit)
-    has_graph, first = torch.is_grad_enabled(), sequence_number()
+    first, outer = sequence_number(), saved_tensors_hooks(False)
     # Recomputation has threads of its own, and sequence numbers of its own in each.
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
     try:
-        output = call(*args, **kwargs)
+        if outer is not None and unit.weight_slot.is_shared:
+            with holding_back_weights(engine, use, *outer):
+                output = call(*args, **kwargs)
+        else:
+            output = call(*args, **kwargs)
     finally:
         untraced(phase.post_forward, unit)
-    if has_graph and not untraced(_watch_nodes, tensors_in(output), first, given, engine, use) and unit.is_trainable:
+    is_watched = untraced(_watch_nodes, tensors_in(output), first, given, engine, use)
+    if not is_watched and unit.is_trainable and torch.is_grad_enabled():
         untraced(_watch_nodes, tensors_deep_in([output, args, kwargs]), first, given, engine, use)
     return output
 
@@ -153,6 +160,39 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> N
 
 
 # -- backward ------------------------------------------------------------------------------------------------------
+
+
+@skip
+def holding_back_weights(
+    engine: Engine, use: Use, pack_other: Callable[[torch.Tensor], Any], unpack_other: Callable[[Any], torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Saved-tensor hooks around a layer that computes with the weights of `use`'s unit, inside the hooks of others.
+
+    Autograd does not check the versions of tensors that hooks have packed. So where others have hooks around a layer
+    (checkpoints, ``save_on_cpu``), they get no weights, and backward puts the weights in place when it unpacks one.
+
+    Args:
+        engine: of the model.
+        use: the call of the layer.
+        pack_other, unpack_other: the hooks around the layer.
+    """
+    slot = use.unit.weight_slot
+
+    def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
+        """Called in forward with each tensor that is saved."""
+        refuse_absent(tensor)
+        return (tensor.detach(), use) if slot.holds(tensor) else (pack_other(tensor), None)
+
+    @skip
+    def unpack(packed: tuple[Any, Any]) -> Any:
+        """Called in backward when a saved tensor is read."""
+        saved, is_weight = packed
+        if not is_weight:
+            return unpack_other(saved)
+        untraced(pre_backward, engine, use)
+        return saved
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _watch_nodes(

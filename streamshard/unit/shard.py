@@ -106,11 +106,19 @@ class WeightSlot:
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
         self.buffer = buffer
+        self._first_byte = buffer.data_ptr()
         self.is_shared = is_shared
         self.content: int | None = None
         self.is_in_wire_dtype = False
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the slot."""
+        try:
+            return 0 <= tensor.data_ptr() - self._first_byte < self.buffer.nbytes
+        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
+            return False
 
 
 class Scratch:

@@ -225,11 +225,25 @@ def explain_version(error: BaseException | None) -> str | None:
     now, saved = (int(version) - _ABSENT for version in found.groups()) if found is not None else (-1, -1)
     if max(now, saved) < 0:
         return None
-    name = _unit_names[max(now, saved) // 2]
-    keep = f"or keep the layer's weights in place: StreamShard(model, resident=[{name!r}])"
-    if saved < 0:
-        return (
-            f"backward has come to {name!r} by a tensor that this layer has not returned: one that a hook took, or an "
-            f"attribute, or inside an object of your own class. Return it in a tuple, dict or dataclass, {keep}"
-        )
-    return f"a layer has computed with a view of a weight of {name!r}, which did not run: give it a clone(), {keep}"
+    if saved >= 0:
+        return _why_a_view_is_refused(saved)
+    name = _unit_names[now // 2]
+    return (
+        f"backward has come to {name!r} by a tensor that this layer has not returned: one that a hook took, or an "
+        f"attribute. Let the layer return it, {_keep(name)}"
+    )
+
+
+def refuse_absent(tensor: torch.Tensor) -> None:
+    """Raise if `tensor`, with which a layer computes, is a view of an absent weight."""
+    if tensor._version >= _ABSENT:
+        raise ShardingError(_why_a_view_is_refused(tensor._version - _ABSENT))
+
+
+def _why_a_view_is_refused(version: int) -> str:
+    name = _unit_names[version // 2]
+    return f"a layer computes with a view of a weight of {name!r}, which does not run: give it a clone(), {_keep(name)}"
+
+
+def _keep(name: str) -> str:
+    return f"or keep the layer's weights in place: StreamShard(model, resident=[{name!r}])"
