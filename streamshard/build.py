@@ -392,11 +392,10 @@ def _allocate_weight_slots(
 ) -> dict[int, WeightSlot]:
     sizes = largest_of(plan.weights, [layout.weight_bytes for layout in layouts])
     slots: dict[int, WeightSlot] = {}
-    for slot, is_shared in zip(plan.weights, plan.shared, strict=True):
-        if slot not in slots:
-            # Slots of one unit each hold its all-gather inputs, which other ranks read.
-            buffer = ledger.allocate(Category.WEIGHT_SLOTS, sizes[slot], torch.uint8, is_visible=plan.keeps_weights)
-            slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_shared)
+    for slot, units in Counter(plan.weights).items():
+        # Slots of one unit each hold its all-gather inputs, which other ranks read.
+        buffer = ledger.allocate(Category.WEIGHT_SLOTS, sizes[slot], torch.uint8, is_visible=plan.keeps_weights)
+        slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=units > 1)
     return slots
 
 

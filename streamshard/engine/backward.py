@@ -309,7 +309,7 @@ def pre_backward(engine: Engine, use: Use) -> None:
             )
         _refuse_changed(unit, use.versions)
         return
-    if torch.is_grad_enabled() and unit.weight_slot.is_shared:
+    if torch.is_grad_enabled() and unit.is_streamed and not engine.is_alone:
         raise ShardingError(
             f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
             "with more than one rank gradients cannot be differentiated again"

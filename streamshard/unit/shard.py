@@ -99,7 +99,7 @@ class WeightSlot:
         content: index of the unit whose weights the slot holds or receives; None: of no unit.
         arrived: fence of rule 1, recorded after the all-gather.
         released: fence of rule 2, recorded after a unit's last use.
-        is_shared: whether several streamed units use the slot.
+        is_shared: whether several units use the slot.
         is_in_wire_dtype: the weights have arrived, or will, in the wire buffer, and `StreamedUnit.finish_gather` has
             to convert them.
     """

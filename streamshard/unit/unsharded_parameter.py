@@ -221,6 +221,11 @@ def _explain_at_exit() -> None:
 
 def explain_version(error: BaseException | None) -> str | None:
     """What a user has done if `error` is autograd's about a version that `Writes.expire` has set; None if it is not."""
+    if _unit_names and "is a view and its base or another view of its base has been modified inplace" in str(error):
+        return (
+            "if your code changes nothing in place, backward has come to a layer by a tensor that this layer has not "
+            "returned, such as attention maps that a hook took. Let the layer return it, or make the layer resident"
+        )
     found = re.search(r"is at version (\d+); expected version (\d+)", str(error))
     now, saved = (int(version) - _ABSENT for version in found.groups()) if found is not None else (-1, -1)
     if max(now, saved) < 0:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.unit.unsharded_parameter import explain_version
-from tests.models import Layer, vector_batch
+from tests.models import DIM, Layer, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_trains_like_plain, case, stack_step
 
@@ -160,7 +160,10 @@ def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankCont
         why = explain_version(raised.value)
         assert why is not None and re.search(r"'layers\.3' by a tensor.*resident=\['layers\.3'\]", why), why
     assert explain_version(RuntimeError("is at version 1; expected version 0 instead")) is None
-    assert_trains_like_plain(context, _stashing, _only_inside, resident=["layers.3"])
+    for slots in ("all", 2):  # with a slot for each layer, weights stay where they are
+        with case(slots):
+            resident = ["layers.3"] if slots == 2 else []
+            assert_trains_like_plain(context, _stashing, _only_inside, resident=resident, weight_slots=slots)
 
 
 class Carrying(Layer):
@@ -248,6 +251,30 @@ def test_a_loss_of_one_layer_inside_a_checkpoint_of_several(context: RankContext
     for hooks in (False, True):
         with case(f"hooks={hooks}"):
             assert_trains_like_plain(context, functools.partial(Segment, hooks), step, steps=4, checked=(0, 3))
+
+
+class Attending(nn.Module):
+    """Keeps its attention maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, 2)
+        self.maps: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        y, self.maps = self.attention(x, x, x)
+        return x + y  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_a_loss_of_attention_maps_alone_raises(context: RankContext) -> None:
+    """Torch names no version where a layer computes with chunks of a weight."""
+    model: Any = StreamShard(Calling(Attending, lambda layer, x: layer(x)), precision=FP32)
+    model(vector_batch(0, context.rank))
+    with pytest.raises(RuntimeError, match="another view of its base has been modified inplace") as raised:
+        model.layers[1].maps.square().mean().backward()
+    assert "attention maps" in str(explain_version(raised.value))
 
 
 @on_ranks(2)
