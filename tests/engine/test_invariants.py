@@ -31,7 +31,6 @@ from tests.reference import (
     Call,
     adamw,
     assert_same,
-    counted_collectives,
     full_grads,
     heard_collectives,
     sharded_model,
@@ -52,17 +51,6 @@ class Trouble(Exception):
 
 class Stop(BaseException):
     """Something like KeyboardInterrupt."""
-
-
-class _Stopping(Observer):
-    """Is where `Stop` comes from."""
-
-    def __init__(self, moment: StepEvent) -> None:
-        self._moment = moment
-
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        if moment is self._moment:
-            raise Stop
 
 
 class _Checks(Observer):
@@ -263,69 +251,6 @@ def test_weights_changed_behind_torchs_back_after_no_sync_are_seen(
         param.data.zero_()
     with torch.no_grad():  # once: at the end of this pass contents are forgotten anyway
         assert torch.equal(model(batch), torch.zeros_like(before))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
-def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
-    context: RankContext, settings: dict[str, Any]
-) -> None:
-    """The next step is right: of what lies in grad slots nothing is taken for its own."""
-    model = sharded_model(**settings)
-    stack_step(model, _call(context, 0))
-    model.zero_grad()
-    engine = engine_inside(model)
-
-    def fail(*_: Any) -> None:
-        raise Trouble
-
-    model.layers[2].register_full_backward_hook(fail)
-    with pytest.raises(Trouble):
-        stack_step(model, _call(context, 1))
-    with engine.streams.observed_by(_Stopping(StepEvent.BACKWARD_ENDS)), pytest.raises(Stop):
-        model(vector_batch(1, context.rank))
-    assert engine.phase is None
-    _assert_units_at_rest(engine)
-    model.layers[2]._backward_hooks.clear()
-    stack_step(model, _call(context, 2))
-    assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
-
-
-class _Remembering(Layer):
-    """Computes with what was left here, and returns it too."""
-
-    memory: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Any:
-        y: Tensor = super().forward(x if self.memory is None else x + self.memory)
-        return y, self.memory
-
-
-class _Recurrent(Stack):
-    """The first layer remembers what the last one has made of the flat parameter before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Remembering() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Any:
-        y, memory = self.layers[0](x)
-        for layer in list(self.layers)[1:]:
-            y, _ = layer(y)
-        self.layers[0].memory = y
-        return self.head(y), memory
-
-
-@on_ranks(2)
-def test_backward_does_not_reenter_a_pass_that_it_has_left(context: RankContext) -> None:
-    """Outputs of the later of two passes are the earlier one's nodes: each unit is reduced once in each pass."""
-    model = sharded_model(_Recurrent)
-    for number in range(2):
-        outputs = [model(vector_batch(2 * number + part, context.rank))[0] for part in range(2)]
-        with counted_collectives(model) as counts:
-            torch.cat(outputs).square().mean().backward()
-        assert counts["reduce_scatter"] == 2 * 4 + 1
-        model.layers[0].memory = None
 
 
 def _grads_of(context: RankContext, *steps: int, **settings: Any) -> dict[str, Any]:

@@ -30,20 +30,9 @@ from tests.reference import (
     stack_step,
 )
 from tests.scenarios import PRECISIONS as BASE
-from tests.scenarios import over_sockets, reference, trained
 
 PRECISIONS = {**BASE, "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16)}
 ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-
-
-@on_ranks(3)
-def test_more_ranks_train_like_the_default(context: RankContext) -> None:
-    """Two ranks, and all ways of training, are test_matrix's."""
-    scenario = "layers unused on some ranks"
-    for name, precision in PRECISIONS.items():
-        with over_sockets() if precision.param_dtype is torch.bfloat16 else contextlib.nullcontext():
-            found = trained(context, scenario, precision, **ZERO_1)
-        assert_same(found, reference(context, scenario, precision), name, EXACT)
 
 
 # Bytes per parameter with Adam, for N ranks, without what a setting's slots add; "all" slots are in the formula.

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.comm.streams import Collective
@@ -114,41 +113,6 @@ def test_parameters_can_be_frozen_and_unfrozen_after_sharding(context: RankConte
             assert_trains_like_plain(
                 context, TinyLM, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4), **SETTINGS[settings]
             )
-
-
-class Checkpointed(TinyLM):
-    """Inputs made to require gradients, blocks recomputed: the usual fine-tuning set-up."""
-
-    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """See `TinyLM`."""
-        x = x.requires_grad_() if x.is_leaf else x
-        for block in self.blocks:
-            x = checkpoint(block, x, mask, use_reentrant=False)  # type: ignore[assignment]
-        return x
-
-
-def _with_adapters() -> nn.Module:
-    """LoRA: the model frozen, low-rank updates on two projections of each block."""
-    model = Checkpointed().requires_grad_(False)
-    for block in model.blocks:
-        inner: Any = block
-        inner.attention.qkv = Adapter(inner.attention.qkv)
-        inner.up = Adapter(inner.up)
-    return model
-
-
-@on_ranks(1, 2)
-def test_adapters_on_a_frozen_model_train(context: RankContext) -> None:
-    """Only the adapters get gradients and move, under checkpoints, in micro-batches."""
-
-    def in_two(model: Any, call: Call) -> Tensor:
-        with model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext():
-            lm_step(model, call._replace(step=2 * call.step))
-        return lm_step(model, call._replace(step=2 * call.step + 1))
-
-    for settings in SETTINGS.values():
-        model = assert_trains_like_plain(context, _with_adapters, in_two, optimizer=trainable_adamw, **settings)
-    assert sum(p.requires_grad for p in model.parameters()) == 16
 
 
 @on_ranks()

@@ -61,7 +61,7 @@ def _cells() -> Iterator[tuple[int, str, str]]:
         chosen = names if scenario in EVERYWHERE else (names[number % 6],)
         yield from ((2, scenario, setting) for setting in chosen)
     # More than two exchange with several peers.
-    yield from ((3, "layers unused on some ranks", setting) for setting in ("ZeRO-3", "ZeRO-3, fp32", "16-bit"))
+    yield from ((3, "layers unused on some ranks", setting) for setting in ("ZeRO-3, fp32", "ZeRO-1", "16-bit"))
 
 
 # Scenarios whose steps run on plain PyTorch too, where one process plays all ranks.

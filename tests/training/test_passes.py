@@ -242,24 +242,6 @@ def test_one_rank_runs_a_backward_through_a_backward(context: RankContext) -> No
     assert_trains_like_plain(context, Stack, _gradient_penalty)
 
 
-@on_ranks(1, 2)
-def test_evaluation_between_training_steps(context: RankContext) -> None:
-    """It sees the weights of the last step, disturbs nothing, and may come before the first training step."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        total = torch.zeros(())
-        model.eval()
-        for rows, mode in ((3, torch.no_grad), (1, torch.inference_mode)):
-            with mode():
-                out = model(token_batch(call.step + 50, call.rank, rows=rows))
-                assert not out.requires_grad
-                total = total + out.clone().square().sum()
-        model.train()
-        return total.clone() + lm_step(model, call)
-
-    assert_trains_like_plain(context, lambda: TinyLM(TinyConfig(dropout=0.2)), step)
-
-
 @on_ranks(2)
 def test_generate_gives_the_tokens_of_plain_pytorch(context: RankContext) -> None:
     """Before and after training steps; every rank has its own prompt."""
