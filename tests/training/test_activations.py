@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,18 +27,29 @@ class Record:
     nothing: None = None
 
 
+class Pair(NamedTuple):
+    """A tensor and a number."""
+
+    tensor: Tensor
+    number: int
+
+
 class Packing(nn.Module):
-    """Takes its input by keyword, two containers deep; returns its result in others, beside values of other types."""
+    """Takes its input by keyword, two containers deep; returns its result in others, beside values of other types.
+
+    Containers without a tensor that needs a gradient are passed on as they are: caches, for example.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
 
-    def forward(self, *, mask: Tensor, inputs: dict[str, list[Tensor]]) -> Any:
+    def forward(self, *, mask: Tensor, inputs: dict[str, list[Tensor]], cache: list[Tensor]) -> Any:
         """x + tanh(W x), and its double"""
         x = inputs["x"][0]
         y = x + torch.tanh(self.linear(x)) * mask
-        return {"a": [(y, None)], "r": Record(y * 2)}, "text"
+        cache.append(y.detach())
+        return {"a": [(y, None)], "p": Pair(y, 3), "m": y.max(0), "r": Record(y * 2)}, "text", cache
 
 
 class Stashing(nn.Module):
@@ -75,9 +86,10 @@ class Calling(nn.Module):
 
 
 def _pack(layer: nn.Module, x: Tensor) -> Tensor:
-    packed, text = layer(mask=torch.ones(16), inputs={"x": [x]})
-    assert text == "text"
-    out: Tensor = packed["a"][0][0] + packed["r"].value
+    cache: list[Tensor] = []
+    packed, text, returned = layer(mask=torch.ones(16), inputs={"x": [x]}, cache=cache)
+    assert text == "text" and returned is cache and len(cache) == 1 and packed["p"].number == 3
+    out: Tensor = packed["a"][0][0] + packed["p"].tensor + packed["m"].values + packed["r"].value
     return out
 
 
@@ -86,6 +98,21 @@ def _overwrite(layer: nn.Module, x: Tensor) -> Tensor:
     out[:, :4].mul_(0.5)
     out += 0.1 * x
     return out
+
+
+class Adding(Layer):
+    """Changes its input in place, and returns it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + tanh(W x)"""
+        x += torch.tanh(self.linear(x.clone()))
+        return x
+
+
+def _change_input(layer: nn.Module, x: Tensor) -> Tensor:
+    x = x * 1.0
+    layer(x)
+    return layer(x=x)  # type: ignore[no-any-return]
 
 
 def _hook(layer: nn.Module, x: Tensor) -> Tensor:
@@ -106,6 +133,7 @@ def _save_on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
 CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
     "containers": (Packing, _pack),
     "outputs overwritten": (Layer, _overwrite),
+    "inputs overwritten": (Adding, _change_input),
     "hooks on activations": (Layer, _hook),
     "activations saved elsewhere": (Layer, _save_on_cpu),
 }
@@ -158,20 +186,3 @@ def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankCont
         assert why is not None and re.search(r"'layers\.3' by a tensor.*resident=\['layers\.3'\]", why), why
     assert explain_version(RuntimeError("is at version 1; expected version 0 instead")) is None
     assert_trains_like_plain(context, _stashing, _only_inside, resident=["layers.3"])
-
-
-@on_ranks(2)
-def test_a_layer_may_change_its_input_in_place(context: RankContext) -> None:
-    """And return it, or nothing."""
-
-    class Adding(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            x += torch.tanh(self.linear(x.clone()))
-            return x
-
-    def call(layer: nn.Module, x: Tensor) -> Tensor:
-        x = x * 1.0
-        layer(x)
-        return layer(x=x)  # type: ignore[no-any-return]
-
-    assert_trains_like_plain(context, lambda: Calling(Adding, call), stack_step)

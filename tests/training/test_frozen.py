@@ -69,12 +69,11 @@ def adapted(dtype: torch.dtype = HALF) -> nn.Module:
 
 FROZEN = {
     "all but the head": ("embedding", "positions", "blocks.", "norm"),
-    "attention of every block": tuple(f"blocks.{i}.attention." for i in range(4)),
     "units of every kind": ("blocks.0.", "blocks.1.attention", "blocks.2.up.bias", "norm", "embedding"),
 }
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 2)
 def test_frozen_parameters_get_no_gradient_and_the_others_the_right_one(context: RankContext) -> None:
     """Whole units, parts of a unit, everything before or after some point, at both ends of the dial."""
     for name, prefixes in FROZEN.items():
@@ -93,7 +92,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_the_right_one(context:
 
 SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
     "unfreeze a block": {0: ("blocks.1.",), 2: ()},
-    "move up the stack": {0: ("blocks.0.",), 1: ("blocks.1.",), 2: ("blocks.2.",), 3: ("blocks.3.",)},
     "freeze part of a block and the edge": {0: (), 1: ("blocks.2.attention.", "embedding"), 3: ("head",)},
 }
 

@@ -39,7 +39,7 @@ class RecomputedInside(Block):
 
 
 class Recomputed(TinyLM):
-    """A `TinyLM` that recomputes `span` blocks at a time (0: none), with blocks of the class `inside`."""
+    """A `TinyLM` that recomputes `span` blocks at a time, with blocks of the class `inside`."""
 
     span = 1
     reentrant = False
@@ -53,8 +53,6 @@ class Recomputed(TinyLM):
 
     def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The blocks, `span` of them in one checkpoint."""
-        if self.span == 0:
-            return super().run_blocks(x, mask)
         for first in range(0, 4, self.span):
             blocks = list(self.blocks)[first : first + self.span]
 
@@ -79,8 +77,6 @@ def _recomputed(**attributes: Any) -> type[Recomputed]:
 
 
 RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
-    "inside a unit": _recomputed(span=0, inside=RecomputedInside),
-    "two units at a time": _recomputed(span=2),
     "three units, then one, reentrant": _recomputed(span=3, reentrant=True),
     "a checkpoint in a checkpoint": _recomputed(span=2, inside=RecomputedInside),
     "some operations only": _recomputed(context_fn=_keeping_matmuls),

@@ -39,10 +39,11 @@ from tests.simulated import (
     simulated_device,
 )
 
+ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
     "ZeRO-3, fp32": (FP32, {}),
     "ZeRO-3": (BF16, {}),
-    "ZeRO-1, fp32": (FP32, {"weight_slots": "all", "grad_slots": "all"}),
+    "ZeRO-1, fp32": (FP32, ALL_SLOTS),
     "3 and 4 slots": (BF16, {"weight_slots": 3, "grad_slots": 4}),
     "several layers": (BF16, {"min_unit_size": 600}),
 }
@@ -113,25 +114,24 @@ def test_replicas_average_in_time(context: RankContext) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("shape", "slots"), [((2, 2), {}), ((2, 2), ALL_SLOTS), ((4, 1), {})])
+def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, int], slots: dict[str, Any]) -> None:
     """No races, though no host waits for a work. Collectives go before what computes.
 
     A model may be freed in the middle of a pass, after an exception say, while gathers are under way: the device's
     allocator would reuse the memory at once, if ``record_stream`` did not tell it to wait.
     """
-    for slots in ({}, {"weight_slots": "all", "grad_slots": "all"}):
-        with simulated_device() as device, checking_streams(device) as checker:
-            model = sharded("a kept graph", BF16, mesh=_mesh(*shape), **slots)
-            with checker.of(model):
-                train(model, "a kept graph", context)
-        engine = engine_inside(model)
-        own = {engine.streams.device_stream(name) for name in (StreamName.COMM, StreamName.REPLICA)}
-        assert all(stream.device == engine.streams.device and stream.priority < 0 for stream in own)
-        used = {buffer: {each.stream for each in checker.accesses_to(buffer)} for _, buffer in engine.ledger.buffers}
-        assert own & set().union(*used.values())
-        for buffer, streams in used.items():
-            assert streams - {device.compute} <= device.kept.get(buffer.data_ptr(), set())
+    with simulated_device() as device, checking_streams(device) as checker:
+        model = sharded("a kept graph", BF16, mesh=_mesh(*shape), **slots)
+        with checker.of(model):
+            train(model, "a kept graph", context)
+    engine = engine_inside(model)
+    own = {engine.streams.device_stream(name) for name in (StreamName.COMM, StreamName.REPLICA)}
+    assert all(stream.device == engine.streams.device and stream.priority < 0 for stream in own)
+    used = {buffer: {each.stream for each in checker.accesses_to(buffer)} for _, buffer in engine.ledger.buffers}
+    assert own & set().union(*used.values())
+    for buffer, streams in used.items():
+        assert streams - {device.compute} <= device.kept.get(buffer.data_ptr(), set())
 
 
 @on_ranks(2)
@@ -185,7 +185,7 @@ def counting_waits(device: SimulatedDevice) -> Iterator[list[str]]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+@pytest.mark.parametrize("slots", [{}, ALL_SLOTS])
 def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict[str, Any]) -> None:
     """Nor does clipping by the model's own method; micro-batches neither."""
     with simulated_device() as device:
@@ -290,8 +290,10 @@ class _SharedExpert(nn.Module):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("side_first", [False, True])
-@pytest.mark.parametrize("slots", [{"weight_slots": "all"}, {"weight_slots": "all", "grad_slots": "all"}])
+@pytest.mark.parametrize(
+    ("side_first", "slots"),
+    [(False, {"weight_slots": "all"}), (True, ALL_SLOTS)],
+)
 def test_gradients_that_come_on_other_streams_are_in_time(
     context: RankContext, side_first: bool, slots: dict[str, Any]
 ) -> None:

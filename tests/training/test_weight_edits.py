@@ -28,12 +28,6 @@ def _through_data(model: nn.Module) -> None:
         p.data.mul_(0.5)
 
 
-def _one_layer(model: Any) -> None:
-    with torch.no_grad():
-        model.layers[1].linear.weight.mul_(0.5)
-        model.head.bias.add_(0.25)
-
-
 def _full_state_dict(model: nn.Module) -> None:
     model.load_state_dict({name: value * 0.5 for name, value in full_weights(model).items()})
 
@@ -63,7 +57,6 @@ def _fused_step(model: nn.Module) -> None:
 EDITS: dict[str, Callable[[Any], None]] = {
     "in place": _in_place,
     "through .data": _through_data,
-    "one layer only": _one_layer,
     "load_state_dict of the whole": _full_state_dict,
     "load_state_dict of a submodule": _submodules_state_dict,
     "summoned and written back": _summoned,
