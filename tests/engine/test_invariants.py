@@ -53,6 +53,17 @@ class Stop(BaseException):
     """Something like KeyboardInterrupt."""
 
 
+class _Stopping(Observer):
+    """Is where `Stop` comes from."""
+
+    def __init__(self, moment: StepEvent) -> None:
+        self._moment = moment
+
+    def on_event(self, moment: StepEvent, unit: int | None) -> None:
+        if moment is self._moment:
+            raise Stop
+
+
 class _Checks(Observer):
     """At every event a bound unit has its weights in its slot, and backward is in one block at a time."""
 
@@ -253,6 +264,32 @@ def test_weights_changed_behind_torchs_back_after_no_sync_are_seen(
         assert torch.equal(model(batch), torch.zeros_like(before))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
+def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
+    context: RankContext, settings: dict[str, Any]
+) -> None:
+    """The next step is right: of what lies in grad slots nothing is taken for its own."""
+    model = sharded_model(**settings)
+    stack_step(model, _call(context, 0))
+    model.zero_grad()
+    engine = engine_inside(model)
+
+    def fail(*_: Any) -> None:
+        raise Trouble
+
+    model.layers[2].register_full_backward_hook(fail)
+    with pytest.raises(Trouble):
+        stack_step(model, _call(context, 1))
+    with engine.streams.observed_by(_Stopping(StepEvent.BACKWARD_ENDS)), pytest.raises(Stop):
+        model(vector_batch(1, context.rank))
+    assert engine.phase is None
+    _assert_units_at_rest(engine)
+    model.layers[2]._backward_hooks.clear()
+    stack_step(model, _call(context, 2))
+    assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
+
+
 def _grads_of(context: RankContext, *steps: int, **settings: Any) -> dict[str, Any]:
     model = sharded_model(**settings)
     for step in steps:
@@ -378,17 +415,6 @@ def test_gradients_in_parts_are_not_added_during_their_average(context: RankCont
             outputs = [model(vector_batch(2 * number + k, context.rank).requires_grad_()) for k in range(2)]
             torch.cat(outputs).square().mean().backward()
             adamw(model).step()
-
-
-@on_ranks(2)
-def test_a_unit_is_averaged_over_replicas_once(context: RankContext) -> None:
-    """Also where one rank has the whole shard, and nothing tells a slot that was reduced from one that was not."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = sharded_model(mesh=mesh)
-    for number in range(2):
-        with heard_collectives(engine_inside(model)) as heard:
-            stack_step(model, _call(context, number))
-        assert len(heard[Collective.ALL_REDUCE]) == 5
 
 
 @on_ranks(2)

@@ -107,17 +107,6 @@ def _in_recomputation(model: nn.Module, call: Call) -> None:
         model.run_blocks = original
 
 
-def _second_backward(model: nn.Module, call: Call) -> None:
-    """Backward twice without retain_graph."""
-    tokens = token_batch(call.step, call.rank)
-    loss = next_token_loss(model(tokens), tokens)
-    loss.backward()  # type: ignore[no-untyped-call]
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise Trouble("second backward") from error
-
-
 IN_BACKWARD: dict[str, Callable[[nn.Module, Call], None]] = {
     "at the start of backward": _in_backward_of("head"),
     "in the middle of backward": _in_backward_of("blocks.1"),
@@ -131,7 +120,6 @@ TROUBLES: dict[str, Callable[[nn.Module, Call], None]] = {
     "at the end of backward": _in_backward_of("embedding"),
     "in the loss, output kept": _in_the_loss_with_output_kept,
     "in evaluation": _in_an_evaluation,
-    "a second backward": _second_backward,
 }
 
 

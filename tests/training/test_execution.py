@@ -9,19 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import Layer, Stack, TinyLM, token_batch, vector_batch
+from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     Call,
     adamw,
-    assert_same,
     assert_trains_like_ddp,
     assert_trains_like_plain,
-    built,
     case,
-    full_grads,
-    lm_step,
-    sharded_model,
     stack_step,
 )
 from tests.scenarios import RoutedStack
@@ -108,29 +103,6 @@ def test_experts_that_run_on_some_ranks_only_train_like_ddp(context: RankContext
 
     for units in ([Experts], [Layer]):
         assert_trains_like_ddp(context, _expert_stack, step, optimizer=adamw, units=units)
-
-
-@on_ranks(2)
-def test_submodules_called_outside_the_roots_forward_give_the_right_output(context: RankContext) -> None:
-    """Embedding and block gather what they need; a part of a block is right or raises."""
-    plain: Any = built(TinyLM)
-    model: Any = sharded_model(TinyLM)
-    tokens = token_batch(0, context.rank)
-    for number in range(2):
-        with torch.no_grad():
-            x, wanted = model.embedding(tokens), plain.embedding(tokens)
-            assert_same({"embedding": x}, {"embedding": wanted}, "submodule")
-            assert_same({"block": model.blocks[2](x)}, {"block": plain.blocks[2](wanted)}, "submodule")
-            try:
-                part = model.blocks[0].up(x)
-            except RuntimeError:
-                pass
-            else:
-                assert_same({"part": part}, {"part": plain.blocks[0].up(x)}, "part of a block")
-        for rank in range(2):
-            lm_step(plain, Call(number, rank, 2, 0.5))
-        lm_step(model, Call(number, context.rank, 2, 1.0))
-        assert_same(full_grads(model), full_grads(plain), "gradients of the step between")
 
 
 class EncoderDecoder(nn.Module):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,13 +30,9 @@ from tests.reference import (
     lm_step,
     stack_step,
 )
-from tests.scenarios import BF16, PRECISIONS, over_sockets
+from tests.scenarios import BF16, PRECISIONS
 
 HALF = torch.bfloat16
-WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "shared memory": contextlib.nullcontext,
-    "sockets": over_sockets,
-}
 
 
 def freeze(model: nn.Module, *prefixes: str) -> nn.Module:
@@ -139,11 +133,9 @@ def test_frozen_weights_are_computed_with_as_if_they_were_kept_in_fp32(context: 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_frozen_parameters_take_two_bytes_over_n_and_are_not_reduced(context: RankContext, way: str) -> None:
+def test_frozen_parameters_take_two_bytes_over_n_and_are_not_reduced(context: RankContext) -> None:
     """Main weights and gradients, slots of gradients and moments are those of the adapters, padding aside."""
-    with WAYS[way]():
-        model: Any = StreamShard(adapted(), precision=BF16)
+    model: Any = StreamShard(adapted(), precision=BF16)
     stack_step(model, Call(0, context.rank, 2, 1.0))
     report = model.memory_report()
     trained = 4 * 4 * DIM  # four layers with two adapters of rank 2

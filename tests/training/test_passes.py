@@ -141,13 +141,6 @@ def _two_forwards(model: nn.Module, call: Call) -> Tensor:
     return call.backward(torch.cat(outputs).square().mean())
 
 
-def _kept_without_backward(model: Any, call: Call) -> Tensor:
-    """A forward whose output is kept for long but never used, and one whose graph is thrown away."""
-    model.kept = model(vector_batch(call.step + 100, call.rank))
-    model(vector_batch(call.step + 200, call.rank)).square().mean()
-    return stack_step(model, call)
-
-
 def _evaluation_between(model: nn.Module, call: Call) -> Tensor:
     """Forwards without gradients between forward and backward."""
     loss = model(vector_batch(call.step, call.rank)).square().mean()
@@ -172,7 +165,6 @@ BACKWARDS: dict[str, Callable[[Any, Call], Tensor]] = {
     "two losses": _two_losses,
     "two forwards": _two_forwards,
     "backwards in reverse": _backwards_in_reverse,
-    "a kept forward without backward": _kept_without_backward,
     "evaluation between forward and backward": _evaluation_between,
     "a partial backward first": _partial_backward,
 }
