@@ -202,26 +202,6 @@ def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
             call(model)
 
 
-@on_ranks(2)
-def test_a_long_wait_for_a_rank_that_does_not_shard_a_model_is_logged(context: RankContext) -> None:
-    """It may still load its weights, or has taken another branch."""
-    apart = dist.new_group()
-    with _warnings() as told:
-        if context.rank == 0:
-            thread = threading.Thread(target=_model, args=("sockets",))
-            thread.start()
-            story = told.get(timeout=60)
-            dist.barrier(apart)
-            thread.join(60)
-            assert (
-                re.match(r"rank 0: waited .* the start of StreamShard\(model\), .*rank 1 has not come", story)
-                is not None
-            )
-        else:
-            dist.barrier(apart)
-            _model("sockets")
-
-
 @on_ranks(1)
 def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> None:
     """After 30, 60 and 120 seconds."""

@@ -29,26 +29,14 @@ from streamshard.errors import CommunicationError
 from streamshard.inspect import engine_inside
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, RankFailure, await_groups_of_before, on_ranks, open_pool
-from tests.reference import EXACT, FP32, assert_same, full_weights
-from tests.scenarios import BF16, PRECISIONS, over_sockets, reference, sharded, train
+from tests.reference import FP32
+from tests.scenarios import BF16, PRECISIONS, sharded, train
 
 
 def _shared(model: nn.Module) -> SharedMemoryTransport:
     transport = engine_inside(model).ranks.transport
     assert isinstance(transport, SharedMemoryTransport)
     return transport
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_sockets_and_shared_memory_train_alike_bit_by_bit(context: RankContext, precision: str) -> None:
-    """Both sum in rank order. With fp32 peers read the main weights themselves."""
-    scenario = "layers unused on some ranks"
-    with over_sockets():
-        model = sharded(scenario, PRECISIONS[precision])
-    assert type(engine_inside(model).ranks.transport) is PairwiseTransport
-    train(model, scenario, context)
-    assert_same(full_weights(model), reference(context, scenario, PRECISIONS[precision]), scenario, EXACT)
 
 
 # -- whose memory it is -------------------------------------------------------------------------------------------

@@ -229,16 +229,6 @@ def test_every_transport_has_every_reduction(context: RankContext, through: str,
     _check_reductions(ranks, mode, sums=ranks.streams.has_streams)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("through", ["sockets", "shared memory", "a device"])
-def test_scratch_is_what_the_mode_needs(context: RankContext, through: str) -> None:
-    """A shard to add from or to widen, or the chunks that are summed, as far as they do not lie elsewhere."""
-    ranks = TRANSPORTS[through](torch.device("cpu"))
-    numels = [ranks.transport.scratch_numel(10, mode) for mode in ReductionMode]
-    wanted = {"sockets": [10] * 3, "shared memory": [0] * 3, "a device": [10, 40, 10]}
-    assert numels == wanted[through]
-
-
 @pytest.mark.gpu
 @on_ranks(1, 2, backend="nccl")
 @pytest.mark.parametrize("is_late", [False, True])

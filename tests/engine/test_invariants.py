@@ -31,7 +31,6 @@ from tests.reference import (
     Call,
     adamw,
     assert_same,
-    counted_collectives,
     full_grads,
     heard_collectives,
     sharded_model,
@@ -291,43 +290,6 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
 
 
-class _Remembering(Layer):
-    """Computes with what was left here, and returns it too."""
-
-    memory: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Any:
-        y: Tensor = super().forward(x if self.memory is None else x + self.memory)
-        return y, self.memory
-
-
-class _Recurrent(Stack):
-    """The first layer remembers what the last one has made of the flat parameter before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Remembering() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Any:
-        y, memory = self.layers[0](x)
-        for layer in list(self.layers)[1:]:
-            y, _ = layer(y)
-        self.layers[0].memory = y
-        return self.head(y), memory
-
-
-@on_ranks(2)
-def test_backward_does_not_reenter_a_pass_that_it_has_left(context: RankContext) -> None:
-    """Outputs of the later of two passes are the earlier one's nodes: each unit is reduced once in each pass."""
-    model = sharded_model(_Recurrent)
-    for number in range(2):
-        outputs = [model(vector_batch(2 * number + part, context.rank))[0] for part in range(2)]
-        with counted_collectives(model) as counts:
-            torch.cat(outputs).square().mean().backward()
-        assert counts["reduce_scatter"] == 2 * 4 + 1
-        model.layers[0].memory = None
-
-
 def _grads_of(context: RankContext, *steps: int, **settings: Any) -> dict[str, Any]:
     model = sharded_model(**settings)
     for step in steps:
@@ -453,17 +415,6 @@ def test_gradients_in_parts_are_not_added_during_their_average(context: RankCont
             outputs = [model(vector_batch(2 * number + k, context.rank).requires_grad_()) for k in range(2)]
             torch.cat(outputs).square().mean().backward()
             adamw(model).step()
-
-
-@on_ranks(2)
-def test_a_unit_is_averaged_over_replicas_once(context: RankContext) -> None:
-    """Also where one rank has the whole shard, and nothing tells a slot that was reduced from one that was not."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = sharded_model(mesh=mesh)
-    for number in range(2):
-        with heard_collectives(engine_inside(model)) as heard:
-            stack_step(model, _call(context, number))
-        assert len(heard[Collective.ALL_REDUCE]) == 5
 
 
 @on_ranks(2)

@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,18 +30,29 @@ class Record:
     nothing: None = None
 
 
+class Pair(NamedTuple):
+    """A tensor and a number."""
+
+    tensor: Tensor
+    number: int
+
+
 class Packing(nn.Module):
-    """Takes its input by keyword, two containers deep; returns its result in others, beside values of other types."""
+    """Takes its input by keyword, two containers deep; returns its result in others, beside values of other types.
+
+    Containers without a tensor that needs a gradient are passed on as they are: caches, for example.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
 
-    def forward(self, *, mask: Tensor, inputs: dict[str, list[Tensor]]) -> Any:
+    def forward(self, *, mask: Tensor, inputs: dict[str, list[Tensor]], cache: list[Tensor]) -> Any:
         """x + tanh(W x), and its double"""
         x = inputs["x"][0]
         y = x + torch.tanh(self.linear(x)) * mask
-        return {"a": [(y, None)], "r": Record(y * 2)}, "text"
+        cache.append(y.detach())
+        return {"a": [(y, None)], "p": Pair(y, 3), "m": y.max(0), "r": Record(y * 2)}, "text", cache
 
 
 class Stashing(nn.Module):
@@ -78,9 +89,10 @@ class Calling(nn.Module):
 
 
 def _pack(layer: nn.Module, x: Tensor) -> Tensor:
-    packed, text = layer(mask=torch.ones(16), inputs={"x": [x]})
-    assert text == "text"
-    out: Tensor = packed["a"][0][0] + packed["r"].value
+    cache: list[Tensor] = []
+    packed, text, returned = layer(mask=torch.ones(16), inputs={"x": [x]}, cache=cache)
+    assert text == "text" and returned is cache and len(cache) == 1 and packed["p"].number == 3
+    out: Tensor = packed["a"][0][0] + packed["p"].tensor + packed["m"].values + packed["r"].value
     return out
 
 
@@ -89,6 +101,21 @@ def _overwrite(layer: nn.Module, x: Tensor) -> Tensor:
     out[:, :4].mul_(0.5)
     out += 0.1 * x
     return out
+
+
+class Adding(Layer):
+    """Changes its input in place, and returns it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + tanh(W x)"""
+        x += torch.tanh(self.linear(x.clone()))
+        return x
+
+
+def _change_input(layer: nn.Module, x: Tensor) -> Tensor:
+    x = x * 1.0
+    layer(x)
+    return layer(x=x)  # type: ignore[no-any-return]
 
 
 def _hook(layer: nn.Module, x: Tensor) -> Tensor:
@@ -109,6 +136,7 @@ def _save_on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
 CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
     "containers": (Packing, _pack),
     "outputs overwritten": (Layer, _overwrite),
+    "inputs overwritten": (Adding, _change_input),
     "hooks on activations": (Layer, _hook),
     "activations saved elsewhere": (Layer, _save_on_cpu),
 }

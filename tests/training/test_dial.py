@@ -18,7 +18,6 @@ from tests.reference import (
     EXACT,
     FP32,
     Call,
-    Tolerance,
     adamw,
     assert_same,
     assert_trains_like_plain,
@@ -30,20 +29,9 @@ from tests.reference import (
     stack_step,
 )
 from tests.scenarios import PRECISIONS as BASE
-from tests.scenarios import over_sockets, reference, trained
 
 PRECISIONS = {**BASE, "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16)}
 ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-
-
-@on_ranks(3)
-def test_more_ranks_train_like_the_default(context: RankContext) -> None:
-    """Two ranks, and all ways of training, are test_matrix's."""
-    scenario = "layers unused on some ranks"
-    for name, precision in PRECISIONS.items():
-        with over_sockets() if precision.param_dtype is torch.bfloat16 else contextlib.nullcontext():
-            found = trained(context, scenario, precision, **ZERO_1)
-        assert_same(found, reference(context, scenario, precision), name, EXACT)
 
 
 # Bytes per parameter with Adam, for N ranks, without what a setting's slots add; "all" slots are in the formula.
@@ -153,22 +141,6 @@ def test_zero_1_reduces_once_for_all_micro_batches(context: RankContext) -> None
         assert _counts(model, context, 1) == (1 + depth, 0)
         assert _counts(model, context, 2) == (0, 0)
     assert _counts(model, context, 3) == (1 + depth + 1, 1 + depth)
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(2, "16-bit wire"), (3, "bf16")])
-def test_waiting_gradients_are_added_to_those_that_were_there(context: RankContext, precision: str) -> None:
-    """A reduced gradient, two that wait, and a last one: four micro-batches in all."""
-    grads = []
-    for settings in ({}, ZERO_1):
-        torch.manual_seed(3)
-        model: Any = StreamShard(Stack(), precision=PRECISIONS[precision], **settings)
-        for number in range(4):
-            with model.no_sync() if number in (1, 2) else contextlib.nullcontext():
-                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-        grads.append(full_grads(model))
-    narrow = PRECISIONS[precision].slot_grad_dtype is not torch.float32
-    assert_same(grads[1], grads[0], "gradients", Tolerance(2e-2, 1e-3) if narrow else Tolerance(1e-5, 1e-6))
 
 
 class _Alternating(Stack):

@@ -107,17 +107,6 @@ def _in_recomputation(model: nn.Module, call: Call) -> None:
         model.run_blocks = original
 
 
-def _second_backward(model: nn.Module, call: Call) -> None:
-    """Backward twice without retain_graph."""
-    tokens = token_batch(call.step, call.rank)
-    loss = next_token_loss(model(tokens), tokens)
-    loss.backward()  # type: ignore[no-untyped-call]
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise Trouble("second backward") from error
-
-
 IN_BACKWARD: dict[str, Callable[[nn.Module, Call], None]] = {
     "at the start of backward": _in_backward_of("head"),
     "in the middle of backward": _in_backward_of("blocks.1"),
@@ -127,13 +116,10 @@ IN_BACKWARD: dict[str, Callable[[nn.Module, Call], None]] = {
 TROUBLES: dict[str, Callable[[nn.Module, Call], None]] = {
     **IN_BACKWARD,
     "inside a block": _in_forward_of("blocks.1.up"),
-    "in the head": _in_forward_of("head"),
     "interrupted in forward": _in_forward_of("blocks.2", Stop),
-    "inside a block's backward": _in_backward_of("blocks.2.up"),
     "at the end of backward": _in_backward_of("embedding"),
     "in the loss, output kept": _in_the_loss_with_output_kept,
     "in evaluation": _in_an_evaluation,
-    "a second backward": _second_backward,
 }
 
 
@@ -144,12 +130,17 @@ def _fail(model: nn.Module, call: Call, where: str) -> None:
 
 @on_ranks(1, 2)
 def test_after_an_exception_the_next_step_is_right(context: RankContext) -> None:
-    """On all ranks, from the very first step on; the user clears gradients and goes on."""
+    """On all ranks, from the very first step on; the user clears gradients and goes on.
+
+    Meanwhile layers hold the shards: the user may edit or freeze them, and the engine hears nothing of it.
+    """
     names = list(TROUBLES)
 
     def step(model: nn.Module, call: Call) -> Tensor:
         if isinstance(model, StreamShard):
             _fail(model, call, names[call.step])
+            held = {param for module in model.modules() for param in module._parameters.values()} - {None}
+            assert held == set(model.parameters())
             model.zero_grad()
         return lm_step(model, call)
 
@@ -221,7 +212,7 @@ def test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step(context:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (3, "all")])
+@pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, "all")])
 def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankContext, slots: Any) -> None:
     """With a warning; gradients that wait inside `no_sync` too, whether the user clears them or not."""
     for waits, clears in ((False, False), (True, False), (True, True)):
@@ -239,17 +230,6 @@ def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankCont
         with case((waits, clears)), mock.patch.object(log, "warning") as warned:
             assert_trains_like_plain(context, TinyLM, step, grad_slots=slots)
         assert "all gradients of the model are discarded" in warned.call_args.args[0]
-
-
-@on_ranks(1, 2)
-def test_after_an_exception_layers_hold_the_shards_again(context: RankContext) -> None:
-    """The user may edit or freeze a layer's parameters, and the engine hears nothing of it."""
-    model = StreamShard(TinyLM(), precision=FP32)
-    shards = set(model.parameters())
-    modules = list(model.modules())
-    for where in TROUBLES:
-        _fail(model, Call(0, context.rank, context.world_size, 1.0), where)
-        assert {param for module in modules for param in module._parameters.values() if param is not None} <= shards
 
 
 @on_ranks(2)

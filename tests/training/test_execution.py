@@ -9,19 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import Layer, Stack, TinyLM, token_batch, vector_batch
-from tests.ranks import RankContext, RankFailure, RankPool, on_ranks
+from tests.models import Layer, Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     Call,
     adamw,
-    assert_same,
     assert_trains_like_ddp,
     assert_trains_like_plain,
-    built,
     case,
-    full_grads,
-    lm_step,
-    sharded_model,
     stack_step,
 )
 from tests.scenarios import RoutedStack
@@ -74,86 +69,14 @@ def test_ranks_may_run_different_layers(context: RankContext) -> None:
                 assert_trains_like_ddp(context, lambda: RoutedStack(4), planned_step(plans))
 
 
-def _train_with_one_rank_in_reverse(context: RankContext) -> None:
-    plans = {(step, 1): [3, 2, 1, 0] for step in range(4)}
-    assert_trains_like_ddp(context, lambda: RoutedStack(4), planned_step(plans))
-
-
-def test_ranks_that_run_layers_in_different_orders_train_like_ddp_or_raise(ranks: RankPool) -> None:
-    """Collectives have one order on all ranks. An error names a layer; nothing hangs."""
-    try:
-        ranks(2, group_timeout_s=4.0).run(_train_with_one_rank_in_reverse)
-    except RankFailure as failure:
-        story = str(failure)
-        assert "no answer" not in story
-        assert "layers." in story.rsplit("Error", 1)[-1]
-
-
-class Branching(nn.Module):
-    """A layer that uses one of two branches, or none, and has a weight that it never uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-        self.spare = nn.Parameter(torch.ones(16))
-        self.choice: int | None = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> the same"""
-        return x if self.choice is None else x + torch.tanh(self.branches[self.choice](x))
-
-
-class BranchingStack(nn.Module):
-    """Three branching layers, and an unused module outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Branching() for _ in range(3))
-        self.unused = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> [rows, 1]"""
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.head(x)
-        return out
-
-
-def branching_step(choose: Any) -> Any:
-    """Step function in which layer `index` takes branch ``choose(step, rank, index)``."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        inner: Any = model.module if hasattr(model, "module") else model
-        for index, layer in enumerate(inner.layers):
-            layer.choice = choose(call.step, call.rank, index)
-        return stack_step(model, call)
-
-    return step
-
-
-BRANCHES: dict[str, Any] = {
-    "by layer, step and rank": lambda step, rank, index: (step + rank + index) % 2,
-    "none on rank 0": lambda step, rank, index: rank if rank else None,
-    "none in step 1": lambda step, rank, index: None if step == 1 else 1,
-}
-
-
-@on_ranks(2)
-def test_branches_inside_a_layer_train_like_ddp(context: RankContext) -> None:
-    """Parts of a unit without gradients: None where no rank has one, zeros added where some have."""
-    for name, choose in BRANCHES.items():
-        with case(name):
-            assert_trains_like_ddp(context, BranchingStack, branching_step(choose))
-
-
 class Experts(nn.Module):
-    """Each token goes to one expert; experts that get no token do not run."""
+    """Each token goes to one expert; experts that get no token do not run. A weight is never used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(16, 4)
         self.experts = nn.ModuleList(Layer() for _ in range(4))
+        self.spare = nn.Parameter(torch.ones(16))
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, 16] -> the same"""
@@ -180,29 +103,6 @@ def test_experts_that_run_on_some_ranks_only_train_like_ddp(context: RankContext
 
     for units in ([Experts], [Layer]):
         assert_trains_like_ddp(context, _expert_stack, step, optimizer=adamw, units=units)
-
-
-@on_ranks(2)
-def test_submodules_called_outside_the_roots_forward_give_the_right_output(context: RankContext) -> None:
-    """Embedding and block gather what they need; a part of a block is right or raises."""
-    plain: Any = built(TinyLM)
-    model: Any = sharded_model(TinyLM)
-    tokens = token_batch(0, context.rank)
-    for number in range(2):
-        with torch.no_grad():
-            x, wanted = model.embedding(tokens), plain.embedding(tokens)
-            assert_same({"embedding": x}, {"embedding": wanted}, "submodule")
-            assert_same({"block": model.blocks[2](x)}, {"block": plain.blocks[2](wanted)}, "submodule")
-            try:
-                part = model.blocks[0].up(x)
-            except RuntimeError:
-                pass
-            else:
-                assert_same({"part": part}, {"part": plain.blocks[0].up(x)}, "part of a block")
-        for rank in range(2):
-            lm_step(plain, Call(number, rank, 2, 0.5))
-        lm_step(model, Call(number, context.rank, 2, 1.0))
-        assert_same(full_grads(model), full_grads(plain), "gradients of the step between")
 
 
 class EncoderDecoder(nn.Module):

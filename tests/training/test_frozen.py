@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.comm.streams import Collective
@@ -33,13 +30,9 @@ from tests.reference import (
     lm_step,
     stack_step,
 )
-from tests.scenarios import BF16, PRECISIONS, over_sockets
+from tests.scenarios import BF16, PRECISIONS
 
 HALF = torch.bfloat16
-WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "shared memory": contextlib.nullcontext,
-    "sockets": over_sockets,
-}
 
 
 def freeze(model: nn.Module, *prefixes: str) -> nn.Module:
@@ -70,12 +63,11 @@ def adapted(dtype: torch.dtype = HALF) -> nn.Module:
 
 FROZEN = {
     "all but the head": ("embedding", "positions", "blocks.", "norm"),
-    "attention of every block": tuple(f"blocks.{i}.attention." for i in range(4)),
     "units of every kind": ("blocks.0.", "blocks.1.attention", "blocks.2.up.bias", "norm", "embedding"),
 }
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 2)
 def test_frozen_parameters_get_no_gradient_and_the_others_the_right_one(context: RankContext) -> None:
     """Whole units, parts of a unit, everything before or after some point, at both ends of the dial."""
     for name, prefixes in FROZEN.items():
@@ -94,7 +86,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_the_right_one(context:
 
 SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
     "unfreeze a block": {0: ("blocks.1.",), 2: ()},
-    "move up the stack": {0: ("blocks.0.",), 1: ("blocks.1.",), 2: ("blocks.2.",), 3: ("blocks.3.",)},
     "freeze part of a block and the edge": {0: (), 1: ("blocks.2.attention.", "embedding"), 3: ("head",)},
 }
 
@@ -114,41 +105,6 @@ def test_parameters_can_be_frozen_and_unfrozen_after_sharding(context: RankConte
             assert_trains_like_plain(
                 context, TinyLM, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4), **SETTINGS[settings]
             )
-
-
-class Checkpointed(TinyLM):
-    """Inputs made to require gradients, blocks recomputed: the usual fine-tuning set-up."""
-
-    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """See `TinyLM`."""
-        x = x.requires_grad_() if x.is_leaf else x
-        for block in self.blocks:
-            x = checkpoint(block, x, mask, use_reentrant=False)  # type: ignore[assignment]
-        return x
-
-
-def _with_adapters() -> nn.Module:
-    """LoRA: the model frozen, low-rank updates on two projections of each block."""
-    model = Checkpointed().requires_grad_(False)
-    for block in model.blocks:
-        inner: Any = block
-        inner.attention.qkv = Adapter(inner.attention.qkv)
-        inner.up = Adapter(inner.up)
-    return model
-
-
-@on_ranks(1, 2)
-def test_adapters_on_a_frozen_model_train(context: RankContext) -> None:
-    """Only the adapters get gradients and move, under checkpoints, in micro-batches."""
-
-    def in_two(model: Any, call: Call) -> Tensor:
-        with model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext():
-            lm_step(model, call._replace(step=2 * call.step))
-        return lm_step(model, call._replace(step=2 * call.step + 1))
-
-    for settings in SETTINGS.values():
-        model = assert_trains_like_plain(context, _with_adapters, in_two, optimizer=trainable_adamw, **settings)
-    assert sum(p.requires_grad for p in model.parameters()) == 16
 
 
 @on_ranks()
@@ -177,11 +133,9 @@ def test_frozen_weights_are_computed_with_as_if_they_were_kept_in_fp32(context: 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_frozen_parameters_take_two_bytes_over_n_and_are_not_reduced(context: RankContext, way: str) -> None:
+def test_frozen_parameters_take_two_bytes_over_n_and_are_not_reduced(context: RankContext) -> None:
     """Main weights and gradients, slots of gradients and moments are those of the adapters, padding aside."""
-    with WAYS[way]():
-        model: Any = StreamShard(adapted(), precision=BF16)
+    model: Any = StreamShard(adapted(), precision=BF16)
     stack_step(model, Call(0, context.rank, 2, 1.0))
     report = model.memory_report()
     trained = 4 * 4 * DIM  # four layers with two adapters of rank 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -52,27 +51,6 @@ def test_names_attributes_and_parameters_stay(context: RankContext, tied: bool) 
             assert param is before[name]
             assert isinstance(param, nn.Parameter) and param.is_leaf and param.requires_grad
         lm_step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-@on_ranks(2)
-def test_the_users_own_hooks_run_as_before(context: RankContext) -> None:
-    """Module hooks fire once per call, and see full-shape weights inside forward."""
-    model = TinyLM()
-    seen: list[tuple[str, int]] = []
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, *_: object) -> None:
-            seen.append((name, sum(p.numel() for p in module.parameters())))
-
-        return hook
-
-    block = model.blocks[1]
-    sizes = [sum(p.numel() for p in part.parameters()) for part in (block.up, block.down)]
-    block.up.register_forward_hook(note("up, before sharding"))
-    StreamShard(model, precision=FP32)
-    block.down.register_forward_pre_hook(note("down, after sharding"))
-    lm_step(model, Call(0, context.rank, 2, 1.0))
-    assert seen == [("up, before sharding", sizes[0]), ("down, after sharding", sizes[1])]
 
 
 @on_ranks(2)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,23 @@ from torch.optim import Optimizer
 from streamshard import StreamShard
 from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, lm_step, piece_of, sgd, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    assert_trains_like_plain,
+    built,
+    case,
+    full_grads,
+    full_weights,
+    lm_step,
+    piece_of,
+    sgd,
+    sharded_model,
+    stack_step,
+)
 
 
 def _micro(model: nn.Module, call: Call, number: int, of: int) -> Tensor:
@@ -92,74 +107,54 @@ def test_the_user_alone_clears_gradients(context: RankContext) -> None:
             assert all(grad is None if set_to_none else not grad.any() for grad in left)  # type: ignore[union-attr]
 
 
-NORMS = [2.0, 1.0, math.inf]
+def _by_the_model(model: Any, norm_type: float) -> Tensor:
+    clip = model.clip_grad_norm_ if isinstance(model, StreamShard) else _by_torch(model.parameters())
+    found: Tensor = clip(0.01, norm_type)
+    return found
 
 
-def clipped(
-    clips: Sequence[Callable[[Any], Tensor]], norms: list[tuple[str, Tensor]]
-) -> Callable[[nn.Module], Optimizer]:
-    """SGD that clips before each step, with each of `clips` in turn, and notes the norm."""
-
-    def make(model: nn.Module) -> Optimizer:
-        optimizer = sgd(model)
-        step = optimizer.step
-        turns = itertools.cycle(clips)
-
-        def clip_and_step() -> None:
-            norms.append(("sharded" if isinstance(model, StreamShard) else "plain", next(turns)(model)))
-            step()
-
-        optimizer.step = clip_and_step  # type: ignore[method-assign,assignment]
-        return optimizer
-
-    return make
-
-
-def _with_model(model: Any, norm_type: float) -> Tensor:
-    if isinstance(model, StreamShard):
-        found: Tensor = model.clip_grad_norm_(0.01, norm_type)
-        return found
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
-
-
-def _with_torch(model: Any, norm_type: float, foreach: bool | None) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type, foreach=foreach)
-
-
-def _blocks_only(model: Any) -> Tensor:
-    return nn.utils.clip_grad_norm_([p for n, p in model.named_parameters() if n.startswith("blocks.")], 0.01)
-
-
-def _one_parameter(model: Any) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.head.weight, 0.01)
+def _by_torch(params: Any) -> Callable[..., Tensor]:
+    return functools.partial(nn.utils.clip_grad_norm_, params)
 
 
 def _in_two_steps(model: Any) -> Tensor:
-    total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, total)
     return total
+
+
+CLIPS: dict[str, Callable[[Any], Tensor]] = {
+    "the model's method": lambda model: _by_the_model(model, 2.0),
+    "sum of absolute values": lambda model: _by_the_model(model, 1.0),
+    "largest": lambda model: _by_the_model(model, math.inf),
+    "torch's": lambda model: _by_torch(model.parameters())(0.01),
+    "torch's largest": lambda model: _by_torch(model.parameters())(0.01, math.inf),
+    "one by one": lambda model: _by_torch(model.parameters())(0.01, foreach=False),
+    "blocks only": lambda model: _by_torch(model.blocks.parameters())(0.01),
+    "one parameter": lambda model: _by_torch(model.head.weight)(0.01),
+    "in two steps": _in_two_steps,
+}
 
 
 @on_ranks(1, 3)
 def test_clipping_uses_the_norm_over_all_ranks(context: RankContext) -> None:
     """The model's method and `torch.nn.utils.clip_grad_norm_`, of all parameters and of some."""
-    ours = [functools.partial(_with_model, norm_type=norm_type) for norm_type in NORMS]
-    torchs = [functools.partial(_with_torch, norm_type=norm_type, foreach=None) for norm_type in NORMS]
-    one_by_one = functools.partial(_with_torch, norm_type=2.0, foreach=False)
-    clips = [*ours, *torchs, one_by_one, _blocks_only, _one_parameter, _in_two_steps]
-    norms: list[tuple[str, Tensor]] = []
-    settings: Any = {"optimizer": clipped(clips, norms), "steps": len(clips), "checked": range(len(clips))}
-    assert_trains_like_plain(context, TinyLM, lm_step, **settings)
-    plain, sharded = ([float(norm) for kind, norm in norms if kind == wanted] for wanted in ("plain", "sharded"))
-    assert len(plain) == len(sharded) == len(clips)
-    assert sharded == pytest.approx(plain, rel=1e-5)
-    assert all(isinstance(norm, Tensor) and norm.shape == () for _, norm in norms)
-    assert min(plain) > 0.01  # all of them clip
+    plain, model, size = built(TinyLM), sharded_model(TinyLM), context.world_size
+    for name, clip in CLIPS.items():
+        plain.zero_grad()
+        model.zero_grad()
+        for rank in range(size):
+            lm_step(plain, Call(0, rank, size, 1 / size))
+        lm_step(model, Call(0, context.rank, size, 1.0))
+        wanted, found = clip(plain), clip(model)
+        assert isinstance(found, Tensor) and found.shape == ()
+        assert float(found) == pytest.approx(float(wanted), rel=1e-5) and wanted > 0.01, name
+        assert_same(full_grads(model), full_grads(plain), name)
 
 
 @on_ranks(2)
 def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext) -> None:
-    """One bad element on one rank's piece: every rank's norm says so. Without any gradient the norm is zero."""
+    """One bad element on one rank's piece: every rank's norm says so, and skips. Without any gradient it is zero."""
     model: Any = StreamShard(TinyLM(), precision=FP32)
     assert float(model.clip_grad_norm_(1.0)) == float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
     lm_step(model, Call(0, context.rank, 2, 1.0))
@@ -168,4 +163,9 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext
         piece_of(biggest.grad).view(-1)[0] = math.nan
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-    assert not torch.isfinite(model.clip_grad_norm_(1.0))
+    optimizer, before = adamw(model), full_weights(model)
+    if not model.clip_grad_norm_(1.0) <= 100.0:
+        optimizer.zero_grad()
+    optimizer.step()
+    assert not optimizer.state
+    assert_same(full_weights(model), before, "weights after a skipped step", EXACT)

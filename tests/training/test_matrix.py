@@ -49,10 +49,11 @@ SETTINGS: dict[str, Setting] = {
     "3 and 4 slots": Setting(BF16, {"weight_slots": 3, "grad_slots": 4}),
     "several layers": Setting(BF16, {"min_unit_size": 600}),  # two layers of 16 x 16 in bf16
     "16-bit": Setting(PRECISIONS["16-bit"]),
+    "16-bit wire": Setting(PRECISIONS["16-bit wire"]),
 }
 # Settings differ in how gradients are added: these scenarios run at all of them, the others at one each, in turn.
 EVERYWHERE = ("no_sync", "a kept graph", "layers unused on some ranks")
-OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots", "several layers")
+OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots", "several layers", "16-bit wire")
 
 
 def _cells() -> Iterator[tuple[int, str, str]]:
@@ -61,7 +62,9 @@ def _cells() -> Iterator[tuple[int, str, str]]:
         chosen = names if scenario in EVERYWHERE else (names[number % 6],)
         yield from ((2, scenario, setting) for setting in chosen)
     # More than two exchange with several peers.
-    yield from ((3, "layers unused on some ranks", setting) for setting in ("ZeRO-3", "ZeRO-3, fp32", "16-bit"))
+    yield from (
+        (3, "layers unused on some ranks", setting) for setting in ("ZeRO-3, fp32", "ZeRO-1", "16-bit", "16-bit wire")
+    )
 
 
 # Scenarios whose steps run on plain PyTorch too, where one process plays all ranks.

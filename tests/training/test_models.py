@@ -114,7 +114,6 @@ class Detaching(Stack):
 
 
 SHAPES: dict[str, Callable[[], nn.Module]] = {
-    "largest layer first": lambda: Stack((16, 64, 8)),
     "layers smaller than the number of ranks": _smaller_than_ranks,
     "a weight of two layers": WeightShared,
     "parameters that the root reads": RootUsesParts,
@@ -128,16 +127,6 @@ def test_models_of_every_shape_train_like_plain_pytorch(context: RankContext) ->
     for name, build in SHAPES.items():
         with case(name):
             assert_trains_like_plain(context, build, stack_step)
-
-
-@on_ranks(2)
-def test_sparse_gradients_of_an_embedding_are_added_up(context: RankContext) -> None:
-    """They become dense."""
-
-    def make_sparse(model: Any, number: int) -> None:
-        model.embedding.sparse = isinstance(model, StreamShard)
-
-    assert_trains_like_plain(context, TinyLM, lm_step, prepare=make_sparse)
 
 
 class Flat(nn.LSTM):

@@ -39,7 +39,7 @@ class RecomputedInside(Block):
 
 
 class Recomputed(TinyLM):
-    """A `TinyLM` that recomputes `span` blocks at a time (0: none), with blocks of the class `inside`."""
+    """A `TinyLM` that recomputes `span` blocks at a time, with blocks of the class `inside`."""
 
     span = 1
     reentrant = False
@@ -53,8 +53,6 @@ class Recomputed(TinyLM):
 
     def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The blocks, `span` of them in one checkpoint."""
-        if self.span == 0:
-            return super().run_blocks(x, mask)
         for first in range(0, 4, self.span):
             blocks = list(self.blocks)[first : first + self.span]
 
@@ -79,8 +77,6 @@ def _recomputed(**attributes: Any) -> type[Recomputed]:
 
 
 RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
-    "inside a unit": _recomputed(span=0, inside=RecomputedInside),
-    "two units at a time": _recomputed(span=2),
     "three units, then one, reentrant": _recomputed(span=3, reentrant=True),
     "a checkpoint in a checkpoint": _recomputed(span=2, inside=RecomputedInside),
     "some operations only": _recomputed(context_fn=_keeping_matmuls),
@@ -145,13 +141,6 @@ def _two_forwards(model: nn.Module, call: Call) -> Tensor:
     return call.backward(torch.cat(outputs).square().mean())
 
 
-def _kept_without_backward(model: Any, call: Call) -> Tensor:
-    """A forward whose output is kept for long but never used, and one whose graph is thrown away."""
-    model.kept = model(vector_batch(call.step + 100, call.rank))
-    model(vector_batch(call.step + 200, call.rank)).square().mean()
-    return stack_step(model, call)
-
-
 def _evaluation_between(model: nn.Module, call: Call) -> Tensor:
     """Forwards without gradients between forward and backward."""
     loss = model(vector_batch(call.step, call.rank)).square().mean()
@@ -176,7 +165,6 @@ BACKWARDS: dict[str, Callable[[Any, Call], Tensor]] = {
     "two losses": _two_losses,
     "two forwards": _two_forwards,
     "backwards in reverse": _backwards_in_reverse,
-    "a kept forward without backward": _kept_without_backward,
     "evaluation between forward and backward": _evaluation_between,
     "a partial backward first": _partial_backward,
 }
@@ -240,24 +228,6 @@ def test_gradients_that_come_in_parts_before_they_are_copied_are_added(context: 
 def test_one_rank_runs_a_backward_through_a_backward(context: RankContext) -> None:
     """Gradient penalties need second derivatives; more ranks refuse them."""
     assert_trains_like_plain(context, Stack, _gradient_penalty)
-
-
-@on_ranks(1, 2)
-def test_evaluation_between_training_steps(context: RankContext) -> None:
-    """It sees the weights of the last step, disturbs nothing, and may come before the first training step."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        total = torch.zeros(())
-        model.eval()
-        for rows, mode in ((3, torch.no_grad), (1, torch.inference_mode)):
-            with mode():
-                out = model(token_batch(call.step + 50, call.rank, rows=rows))
-                assert not out.requires_grad
-                total = total + out.clone().square().sum()
-        model.train()
-        return total.clone() + lm_step(model, call)
-
-    assert_trains_like_plain(context, lambda: TinyLM(TinyConfig(dropout=0.2)), step)
 
 
 @on_ranks(2)

@@ -31,7 +31,6 @@ from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, dropping, refer
 from tests.simulated import (
     CPU,
     SimulatedDevice,
-    SimulatedEvent,
     SimulatedStream,
     backward_elsewhere,
     checking_streams,
@@ -39,10 +38,11 @@ from tests.simulated import (
     simulated_device,
 )
 
+ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
     "ZeRO-3, fp32": (FP32, {}),
     "ZeRO-3": (BF16, {}),
-    "ZeRO-1, fp32": (FP32, {"weight_slots": "all", "grad_slots": "all"}),
+    "ZeRO-1, fp32": (FP32, ALL_SLOTS),
     "3 and 4 slots": (BF16, {"weight_slots": 3, "grad_slots": 4}),
     "several layers": (BF16, {"min_unit_size": 600}),
 }
@@ -113,25 +113,24 @@ def test_replicas_average_in_time(context: RankContext) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("shape", "slots"), [((2, 2), {}), ((2, 2), ALL_SLOTS), ((4, 1), {})])
+def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, int], slots: dict[str, Any]) -> None:
     """No races, though no host waits for a work. Collectives go before what computes.
 
     A model may be freed in the middle of a pass, after an exception say, while gathers are under way: the device's
     allocator would reuse the memory at once, if ``record_stream`` did not tell it to wait.
     """
-    for slots in ({}, {"weight_slots": "all", "grad_slots": "all"}):
-        with simulated_device() as device, checking_streams(device) as checker:
-            model = sharded("a kept graph", BF16, mesh=_mesh(*shape), **slots)
-            with checker.of(model):
-                train(model, "a kept graph", context)
-        engine = engine_inside(model)
-        own = {engine.streams.device_stream(name) for name in (StreamName.COMM, StreamName.REPLICA)}
-        assert all(stream.device == engine.streams.device and stream.priority < 0 for stream in own)
-        used = {buffer: {each.stream for each in checker.accesses_to(buffer)} for _, buffer in engine.ledger.buffers}
-        assert own & set().union(*used.values())
-        for buffer, streams in used.items():
-            assert streams - {device.compute} <= device.kept.get(buffer.data_ptr(), set())
+    with simulated_device() as device, checking_streams(device) as checker:
+        model = sharded("a kept graph", BF16, mesh=_mesh(*shape), **slots)
+        with checker.of(model):
+            train(model, "a kept graph", context)
+    engine = engine_inside(model)
+    own = {engine.streams.device_stream(name) for name in (StreamName.COMM, StreamName.REPLICA)}
+    assert all(stream.device == engine.streams.device and stream.priority < 0 for stream in own)
+    used = {buffer: {each.stream for each in checker.accesses_to(buffer)} for _, buffer in engine.ledger.buffers}
+    assert own & set().union(*used.values())
+    for buffer, streams in used.items():
+        assert streams - {device.compute} <= device.kept.get(buffer.data_ptr(), set())
 
 
 @on_ranks(2)
@@ -185,7 +184,7 @@ def counting_waits(device: SimulatedDevice) -> Iterator[list[str]]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+@pytest.mark.parametrize("slots", [{}, ALL_SLOTS])
 def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict[str, Any]) -> None:
     """Nor does clipping by the model's own method; micro-batches neither."""
     with simulated_device() as device:
@@ -290,8 +289,10 @@ class _SharedExpert(nn.Module):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("side_first", [False, True])
-@pytest.mark.parametrize("slots", [{"weight_slots": "all"}, {"weight_slots": "all", "grad_slots": "all"}])
+@pytest.mark.parametrize(
+    ("side_first", "slots"),
+    [(False, {"weight_slots": "all"}), (True, ALL_SLOTS)],
+)
 def test_gradients_that_come_on_other_streams_are_in_time(
     context: RankContext, side_first: bool, slots: dict[str, Any]
 ) -> None:
@@ -338,62 +339,6 @@ def test_small_gradients_are_copied_on_the_stream_that_has_made_them(context: Ra
         ):
             stack_step(model, Call(0, context.rank, 2, 1.0))
         assert used == {device.compute}
-
-
-class _Scales(nn.Module):
-    """A layer with nine parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(torch.ones(64) for _ in range(9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for scale in self.scales:
-            x = x * scale
-        return x
-
-
-def _stream_calls(layers: int) -> Counter[str]:
-    """Calls for streams in a step of a model with so many layers. The stream of the thread is named by its address."""
-    calls: Counter[str] = Counter()
-
-    def count(kind: type, name: str) -> Any:
-        function = getattr(kind, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return mock.patch.object(kind, name, counted)
-
-    with simulated_device() as device:
-        address = mock.Mock(side_effect=lambda index: id(getattr(device._local, "stream", device.compute)))
-        with mock.patch("streamshard.comm.streams.raw_stream_of", lambda _: address):
-            model = StreamShard(nn.Sequential(*(_Scales() for _ in range(layers))))
-        for _ in range(2):
-            model(torch.ones(1, 64)).float().sum().backward()
-            model.zero_grad()
-        with (
-            count(SimulatedDevice, "current_stream"),
-            count(SimulatedDevice, "stream"),
-            count(SimulatedEvent, "record"),
-            count(SimulatedStream, "wait_event"),
-        ):
-            model(torch.ones(1, 64)).float().sum().backward()
-    calls["current_stream"] -= calls["stream"]  # the simulated device's own
-    return calls
-
-
-@on_ranks(2)
-def test_a_layer_asks_the_device_for_few_streams_and_events(context: RankContext) -> None:
-    """Forward and backward of a layer of nine parameters: no stream objects, 3 contexts, 6 records, 6 waits."""
-    more, fewer = _stream_calls(12), _stream_calls(8)
-    assert {name: (more[name] - fewer[name]) / 4 for name in more} == {
-        "current_stream": 0,
-        "stream": 3,
-        "record": 6,
-        "wait_event": 6,
-    }
 
 
 def test_host_copies_hold_what_was_there_at_the_call() -> None:
