@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.programs.players import Operation, Player, Shown, State
-from tests.reference import full_grads
+from tests.reference import full_grads, full_weights
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,13 +68,9 @@ class Step(Operation):
     """The optimizer's."""
 
     edits_weights = True
-    refusal_keeps = True
 
     def is_legal(self, state: State) -> bool:
-        return state.has_gradients_to_see
-
-    def may_be_refused(self, state: State) -> bool:
-        return state.is_unreached  # if nothing has a gradient
+        return state.has_gradients_to_see and not state.is_unreached
 
     def perform(self, player: Player, number: int) -> Shown:
         player.optimizer.step()
@@ -122,8 +118,8 @@ class Save(Operation):
     """Keep a copy of all weights."""
 
     def perform(self, player: Player, number: int) -> Shown:
-        player.saved = player.copy_weights()
-        return dict(player.saved.params)
+        player.saved = full_weights(player.model)
+        return dict(player.saved)
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +130,7 @@ class Load(Operation):
 
     def perform(self, player: Player, number: int) -> Shown:
         if player.saved is not None:
-            player.load_weights(player.saved)
+            player.model.load_state_dict(player.saved)
         return {}
 
 
@@ -148,9 +144,7 @@ class Check(Operation):
         return not self.has_gradients or state.has_gradients_to_see
 
     def perform(self, player: Player, number: int) -> Shown:
-        weights = player.copy_weights()
-        own = weights.buffers[player.ranks.index(player.me)]  # plain torch has those of others too
-        found: Shown = {**weights.params, **own}
+        found: Shown = {**full_weights(player.model)}
         if self.has_gradients:
             found.update({f"gradient of {name}": grad for name, grad in full_grads(player.model).items()})
         return found

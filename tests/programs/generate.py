@@ -23,9 +23,7 @@ class Program(Brief):
         ranks: how many.
         depth: number of layers.
         is_tied: the first and the last layer share their weight.
-        has_norm: layers end with batch norm.
         optimizer: "sgd" (with momentum), "adamw", or "groups": AdamW with two groups of parameters.
-        precision: a key of `tests.programs.run.PRECISIONS`.
         units: "layers", "layers and head", or "found": by StreamShard.
         weight_slots: a setting of StreamShard, like the next three.
         grad_slots: as above.
@@ -38,9 +36,7 @@ class Program(Brief):
     ranks: int = 2
     depth: int = 3
     is_tied: bool = False
-    has_norm: bool = False
     optimizer: str = "sgd"
-    precision: str = "fp32"
     units: str = "layers"
     weight_slots: int | str = 2
     grad_slots: int | str = 2
@@ -76,10 +72,9 @@ PLANS = _rarely(st.builds(Plan, route=ROUTES), Plan()) | st.builds(
 FORWARDS = st.builds(
     Forward,
     plan=PLANS,
-    mode=st.sampled_from(["train", "train", "train", "evaluate", "evaluate with gradients"]),
+    has_graph=st.sampled_from([True, True, True, False]),
     is_kept=st.sampled_from([True, True, True, False]),
     raises_in=_rarely(_rarely(PLACES)),
-    has_penalty=SELDOM,
 )
 BACKWARDS = st.builds(Backward, picks=PICKS, retains=SELDOM)
 STEPS = st.tuples(st.just(Step()), st.builds(ZeroGrad, to_none=st.booleans(), by_optimizer=st.booleans()))
@@ -129,7 +124,6 @@ def programs(draw: st.DrawFn, longest: int = 16) -> Program:
     at_least = draw(st.sampled_from([1, longest // 4, longest // 2]))
     ops = [op for phrase in draw(st.lists(_phrases(), min_size=at_least, max_size=longest)) for op in phrase]
     slots: st.SearchStrategy[Any] = st.sampled_from([2, 3, "all"])
-    precision = draw(_rarely(st.sampled_from(["bf16", "bf16 sent", "bf16 summed"]), "fp32"))
     depth = draw(st.integers(1, 4))
     units = ["layers", "layers", "layers and head", "found" if depth > 1 else "layers"]  # a layer alone is not found
     return Program(
@@ -137,9 +131,7 @@ def programs(draw: st.DrawFn, longest: int = 16) -> Program:
         ranks=draw(st.sampled_from([2, 2, 2, 3])),
         depth=depth,
         is_tied=draw(st.sampled_from([False, False, True])),
-        has_norm=precision == "fp32" and draw(SELDOM),
         optimizer=draw(st.sampled_from(["sgd", "adamw", "groups"])),
-        precision=precision,
         units=draw(st.sampled_from(units)),
         weight_slots=draw(slots),
         grad_slots=draw(slots),

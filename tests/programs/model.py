@@ -56,24 +56,18 @@ class Plan(Brief):
 class Part(Layer):
     """A layer that does what a plan wants of it.
 
-    Args:
-        has_norm: it ends with batch norm.
-
     Attributes:
         others: all layers, in a tuple: no children.
     """
 
-    def __init__(self, *, has_norm: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(DIM) if has_norm else None
         self.others: tuple[Part, ...] = ()
 
     def forward(self, x: Tensor, *, calls: int | None = None) -> Tensor:
         """[rows, DIM] -> the same"""
         x = super().forward(x)
-        if calls is not None:
-            x = 0.5 * (x + self.others[calls](x))
-        return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
+        return x if calls is None else 0.5 * (x + self.others[calls](x))
 
 
 class Model(nn.Module):
@@ -83,9 +77,9 @@ class Model(nn.Module):
         plan: of the next forward.
     """
 
-    def __init__(self, depth: int, *, is_tied: bool, has_norm: bool) -> None:
+    def __init__(self, depth: int, *, is_tied: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Part(has_norm=has_norm) for _ in range(depth))
+        self.layers = nn.ModuleList(Part() for _ in range(depth))
         for layer in self.layers:
             layer.others = tuple(self.layers)  # type: ignore[assignment]
         self.gain = nn.Parameter(torch.ones(DIM))

@@ -23,17 +23,15 @@ class Forward(Operation):
 
     Attributes:
         plan: what happens inside.
-        mode: "train", "evaluate" (no gradients), or "evaluate with gradients".
+        has_graph: not an evaluation.
         is_kept: its losses wait for a `Backward`; else its graph is dropped at once.
         raises_in: a layer that raises.
-        has_penalty: the loss has a term of the parameters themselves.
     """
 
     plan: Plan = Plan()
-    mode: str = "train"
+    has_graph: bool = True
     is_kept: bool = True
     raises_in: int | None = None
-    has_penalty: bool = False
 
     def is_legal(self, state: State) -> bool:
         return not self.plan.left_out or self._is_in_order(state)
@@ -51,24 +49,19 @@ class Forward(Operation):
         if self.raises_in is not None:
             hook = player.model.layer(self.raises_in).linear.register_forward_pre_hook(_raise_in_forward)
         try:
-            losses = player.forward(number, self.plan, mode=self.mode)
+            losses = player.forward(number, self.plan, has_graph=self.has_graph)
         finally:
             if hook is not None:
                 hook.remove()
         first, seen = [loss for loss, _ in losses], [loss for _, loss in losses]
         shown = _named(player, "loss", first) | _named(player, "second loss", seen)
-        if self.has_penalty and self.mode != "evaluate":  # of pieces, so its value is not to be compared
-            first = [loss + _penalty(player.model) for loss in first]
-            player.has_penalties = True
         both: list[Any] = [first, seen]
         player.kept.extend(both[: self._keeps(player.program)])
         return shown
 
     def _keeps(self, program: Program) -> int:
         """How many losses."""
-        if self.mode == "evaluate with gradients" and program.has_norm:
-            return 0  # backward reads statistics, which the next forward may change
-        if not self.is_kept or self.mode == "evaluate":
+        if not self.is_kept or not self.has_graph:
             return 0
         visits = min(len(self.plan.places(program.depth, rank)) for rank in range(program.ranks))
         return 1 if self.plan.seen is None or self.plan.seen >= visits else 2
@@ -76,7 +69,7 @@ class Forward(Operation):
     def after(self, state: State, outcome: str) -> None:
         if outcome != "done":
             return
-        if self.mode != "evaluate":
+        if self.has_graph:
             state.is_unreached = True
             state.order = state.order or self.plan
         state.born.extend([state.edits] * self._keeps(state.program))
@@ -90,7 +83,7 @@ class Direct(Operation):
 
     def perform(self, player: Player, number: int) -> Shown:
         layer = player.model.layer(self.layer)
-        losses = [layer(vector_batch(number, rank)).float().square().mean() for _, rank in player.each_rank()]
+        losses = [layer(vector_batch(number, rank)).float().square().mean() for rank in player.ranks]
         player.kept.append(losses)
         return _named(player, "loss", losses)
 
@@ -113,21 +106,16 @@ class Backward(Operation):
     retains: bool = False
 
     def is_legal(self, state: State) -> bool:
-        return bool(state.born)
+        picked = self.picked(len(state.born)) if state.born else []
+        return bool(picked) and all(state.born[pick] == state.edits for pick in picked)  # of the weights as they are
 
     def picked(self, kept: int) -> list[int]:
         """Numbers of kept losses."""
         return list(dict.fromkeys(pick % kept for pick in self.picks))
 
-    def is_stale(self, state: State) -> bool:
-        """Whether weights have changed since one of its forwards."""
-        return any(state.born[pick] != state.edits for pick in self.picked(len(state.born)))
-
     def perform(self, player: Player, number: int) -> Shown:
         player.final.clear()
         self._differentiate(player)
-        if player.has_penalties:  # autograd adds several up in place, as if somebody had clipped the sum
-            list(player.model.parameters())
         if player.program.grad_slots == "all":  # hooks are called when gradients are reduced
             return {}
         return {f"end of {name}": torch.ones(()) for name in sorted(player.final)}
@@ -137,7 +125,7 @@ class Backward(Operation):
         picked = self.picked(len(player.kept))
         errors: list[Exception] = []
         try:
-            for place, _ in player.each_rank():
+            for place in range(len(player.ranks)):
                 total: Any = sum(player.kept[pick][place] for pick in picked) / len(player.ranks)
                 try:
                     if total.requires_grad:  # else everything was frozen
@@ -154,11 +142,6 @@ class Backward(Operation):
     def _drop(self, player: Player) -> None:
         picked = self.picked(len(player.kept))
         player.kept = [losses for pick, losses in enumerate(player.kept) if pick not in picked]
-
-    def follow(self, plain: Player) -> None:
-        """StreamShard has refused it, and let go of the losses: plain torch has retained them."""
-        if self.retains:
-            self._drop(plain)
 
     def after(self, state: State, outcome: str) -> None:
         picked = self.picked(len(state.born))
@@ -193,8 +176,3 @@ def _named(player: Player, what: str, losses: Sequence[Tensor | None]) -> Shown:
 
 def _raise_in_forward(module: nn.Module, args: Any) -> None:
     raise Trouble("forward")
-
-
-def _penalty(model: nn.Module) -> Tensor:
-    total: Any = sum(0.1 * param.square().sum() for param in model.parameters())
-    return total  # type: ignore[no-any-return]
