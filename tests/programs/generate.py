@@ -47,7 +47,6 @@ class Program(Brief):
 
 PARTS = st.none() | st.integers(-1, 3)
 PLACES = st.integers(0, 3)
-PAIRS = st.tuples(PLACES, PLACES)
 FACTORS = st.sampled_from([0.5, 0.9, 1.1])
 ROUTES = st.lists(PLACES, max_size=5).map(tuple)
 PICKS = st.lists(PLACES, min_size=1, max_size=3).map(tuple)
@@ -64,7 +63,6 @@ PLANS = _rarely(st.builds(Plan, route=ROUTES), Plan()) | st.builds(
     route=_rarely(ROUTES),
     left_out=_rarely(st.tuples(*[st.integers(-1, 3)] * 3), ()),
     recomputes=_rarely(st.sampled_from(["once more", "reentrant", "all once more", "all reentrant"]), ""),
-    calls=_rarely(PAIRS),
     seen=_rarely(PLACES),
     hooked=_rarely(PLACES),
     breaks_at=_rarely(_rarely(PLACES)),

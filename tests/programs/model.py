@@ -32,7 +32,6 @@ class Plan(Brief):
         route: layers that run; None: all in turn.
         left_out: by rank, a layer that this rank does not run; -1: none.
         recomputes: checkpointing, "once more" or "reentrant", of each layer, or behind "all " of all of them together.
-        calls: of two layers the first calls the second.
         seen: a visit of whose output there is a second loss.
         hooked: a visit whose output has a hook that scales its gradient.
         breaks_at: a visit whose output raises in backward.
@@ -41,7 +40,6 @@ class Plan(Brief):
     route: tuple[int, ...] | None = None
     left_out: tuple[int, ...] = ()
     recomputes: str = ""
-    calls: tuple[int, int] | None = None
     seen: int | None = None
     hooked: int | None = None
     breaks_at: int | None = None
@@ -53,23 +51,6 @@ class Plan(Brief):
         return [place % depth for place in route if out < 0 or place % depth != out % depth]
 
 
-class Part(Layer):
-    """A layer that does what a plan wants of it.
-
-    Attributes:
-        others: all layers, in a tuple: no children.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others: tuple[Part, ...] = ()
-
-    def forward(self, x: Tensor, *, calls: int | None = None) -> Tensor:
-        """[rows, DIM] -> the same"""
-        x = super().forward(x)
-        return x if calls is None else 0.5 * (x + self.others[calls](x))
-
-
 class Model(nn.Module):
     """Layers, a gain that the root uses itself, and a head.
 
@@ -79,9 +60,7 @@ class Model(nn.Module):
 
     def __init__(self, depth: int, *, is_tied: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Part() for _ in range(depth))
-        for layer in self.layers:
-            layer.others = tuple(self.layers)  # type: ignore[assignment]
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
         self.gain = nn.Parameter(torch.ones(DIM))
         self.head = nn.Linear(DIM, 1)
         if is_tied:
@@ -124,17 +103,11 @@ class Model(nn.Module):
         return x, seen
 
     def _visit(self, x: Tensor, place: int, plan: Plan) -> Tensor:
-        todo: dict[str, Any] = {}
-        if (pair := plan.calls) is not None and self._is(pair[0], place) and not self._is(pair[1], place):
-            todo["calls"] = pair[1] % len(self.layers)
         layer = self.layer(place)
         if plan.recomputes not in ("once more", "reentrant") or not torch.is_grad_enabled():
-            return layer(x, **todo)  # type: ignore[no-any-return]
-        out: Any = checkpoint(lambda x: layer(x, **todo), x, use_reentrant=plan.recomputes == "reentrant")
+            return layer(x)  # type: ignore[no-any-return]
+        out: Any = checkpoint(layer, x, use_reentrant=plan.recomputes == "reentrant")
         return out  # type: ignore[no-any-return]
-
-    def _is(self, number: int, place: int) -> bool:
-        return number % len(self.layers) == place
 
 
 def _halve(grad: Tensor) -> Tensor:

@@ -39,10 +39,9 @@ class Forward(Operation):
     def _is_in_order(self, state: State) -> bool:
         """Whether ranks may leave out layers: in a route that the first pass had, where nothing else departs."""
         plan, order = self.plan, state.order
-        is_plain = plan.route is None and plan.calls is None
         if plan.recomputes.startswith("all "):  # layers would run in another order in backward
             return False
-        return is_plain and self.raises_in is None and (order is None or order.route is None and order.calls is None)
+        return plan.route is None and self.raises_in is None and (order is None or order.route is None)
 
     def perform(self, player: Player, number: int) -> Shown:
         hook = None

@@ -6,9 +6,10 @@ import contextlib
 from typing import Any
 
 from streamshard import StreamShard
+from tests.models import Layer
 from tests.programs.between import Check
 from tests.programs.generate import Program
-from tests.programs.model import Model, Part, Trouble
+from tests.programs.model import Model, Trouble
 from tests.programs.players import FAILURES, Operation, Player, Shown, State
 from tests.ranks import RankContext
 from tests.reference import FP32, Tolerance, assert_same
@@ -68,7 +69,7 @@ def _attempt(op: Operation, player: Player, number: int) -> tuple[Shown, str, Ex
 
 
 def _sharded(program: Program, model: Model) -> Any:
-    units: dict[str, Any] = {"layers": [Part], "layers and head": [Part, "head"], "found": None}
+    units: dict[str, Any] = {"layers": [Layer], "layers and head": [Layer, "head"], "found": None}
     return StreamShard(
         model,
         units=units[program.units],
