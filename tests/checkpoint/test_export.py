@@ -45,14 +45,6 @@ def test_experts_are_split_by_their_own_size(world_size: int, tmp_path: Path) ->
     assert index["metadata"] == {"total_parameters": model.num_parameters(), "total_size": sum(sizes)}
 
 
-def test_dtype_defaults_to_that_before_sharding(tmp_path: Path) -> None:
-    """A bf16 model is exported in bf16 though its main weights are fp32, and the config says so."""
-    model = filled(llama, torch.bfloat16)
-    model.save_pretrained(tmp_path / "theirs")
-    export(model, tmp_path / "ours", 2)
-    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16"])
 def test_dtype_argument_converts_weights_and_config(dtype: Any, tmp_path: Path) -> None:
     """Every way of saying it equals ``model.to(dtype).save_pretrained``, and the model keeps its own config."""

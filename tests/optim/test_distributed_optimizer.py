@@ -262,6 +262,8 @@ def test_param_groups_are_the_inner_ones_after_loading_state(context: RankContex
     optimizer.param_groups[0]["lr"] = 0.5
     assert inner.param_groups[0]["lr"] == 0.5
     assert optimizer.state is inner.state
+    optimizer.param_groups = copy.copy(inner.param_groups)
+    assert optimizer.param_groups is inner.param_groups
 
 
 @on_ranks(1)
