@@ -132,22 +132,14 @@ def test_a_compiled_model_trains_as_ddp_does(context: RankContext, how: str) -> 
     same(ours, theirs)
 
 
-class Gan(nn.Module):
-    def __init__(self, seed: int, out: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        self.head = nn.Linear(5, out)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
+def _layers(seed: int, out: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)), nn.Linear(5, out))
 
 
 def _gan(make: Callable[..., Any], where: Path | None = None) -> list[dict[str, torch.Tensor]]:
     accelerator = make()
-    actor, critic = Gan(1, 5), Gan(2, 1)
+    actor, critic = _layers(1, 5), _layers(2, 1)
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (actor, critic)]
     actor, critic, *optimizers, data = accelerator.prepare(actor, critic, *optimizers, loader())
     criterion: nn.Module = nn.MSELoss()
