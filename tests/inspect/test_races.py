@@ -123,6 +123,26 @@ def test_a_race_names_buffer_bytes_operations_and_units(context: RankContext) ->
 
 
 @on_ranks(2)
+def test_two_streams_a_write_and_common_bytes_make_a_race(context: RankContext) -> None:
+    """Ranges of bytes count, not tensors. A fence orders what was before its record."""
+    model = StreamShard(Stack(), precision=FP32)
+    model(vector_batch(0, context.rank))
+    detector = RaceDetector(engine_inside(model))
+    slot = detector.engine.units[1].flat_params[0].weights
+    fence = Fence(detector.engine.streams, Rule.SHARDS_WRITTEN, COMM, "bench")
+    detector.on_collective(COMM, Collective.ALL_GATHER, None, (), (slot[60:64],))
+    detector.on_record(fence)
+    detector.on_collective(COMM, Collective.ALL_GATHER, None, (), (slot[64:128],))
+    detector.on_wait(fence)
+    for view in (slot[:64], slot[128:], slot[64:64], slot[64:128].clone()):
+        detector.on_operation(view, write=False, what="op")
+        assert not detector.found
+    for number, view in enumerate((slot[:65], slot[127:], slot[96:160].view(8, 8).t(), slot[0:200:100])):
+        detector.on_operation(view, write=False, what=f"op {number}")
+        assert len(detector.found) == number + 1
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("passes_on", [True, False])
 def test_a_wait_of_one_stream_orders_another_only_through_a_fence(context: RankContext, passes_on: bool) -> None:
     """Compute has waited for comm; the replica stream knows of it if compute tells."""
