@@ -67,6 +67,10 @@ set_versions: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = torch._C
 swap_tensor = torch._C._swap_tensor_impl
 
 
+# The sequence number of the next graph node that this thread makes. Nodes have no public number.
+sequence_number = torch.autograd._get_sequence_nr
+
+
 @skip
 def untraced(function: Callable[..., _T], *args: Any) -> _T:
     """Call `function`, and the functions that it calls, uncompiled.

@@ -11,7 +11,7 @@ import functools
 import inspect
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
 from streamshard.errors import ShardingError
-from streamshard.torch_private import skip, untraced
+from streamshard.torch_private import sequence_number, skip, untraced
 
 
 class _Watched(ShardedModule):
@@ -70,7 +70,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         graph = untraced(forward.finish, error)
         error = None  # its traceback refers to this frame, which would keep the forward's graph alive
     if graph is not None:
-        untraced(_watch_outputs, output, [], engine, graph)
+        untraced(_watch_nodes, tensors_in(output), 0, set(), engine, graph)
         if handle.is_root:
             untraced(_warn_of_rounded_loss, output, engine)
     return output if handle.output_dtype is None else untraced(_cast, output, handle.output_dtype)
@@ -88,13 +88,15 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     if handle.cast_dtype is not None:
         args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
     use: Use = untraced(phase.pre_forward, unit)
-    given = untraced(_nodes_of, args, kwargs) if torch.is_grad_enabled() else None
+    has_graph, first = torch.is_grad_enabled(), sequence_number()
+    # Recomputation has threads of its own, and sequence numbers of its own in each.
+    given = set() if phase.is_forward else {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
     try:
         output = call(*args, **kwargs)
     finally:
         untraced(phase.post_forward, unit)
-    if given is not None:
-        untraced(_watch_outputs, output, given, engine, use)
+    if has_graph and not untraced(_watch_nodes, tensors_in(output), first, given, engine, use) and unit.is_trainable:
+        untraced(_watch_nodes, tensors_deep_in([output, args, kwargs]), first, given, engine, use)
     return output
 
 
@@ -153,26 +155,29 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> N
 # -- backward ------------------------------------------------------------------------------------------------------
 
 
-def _nodes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Any]]:
-    """The tensors that a layer is called with, each with its graph node."""
-    return [(value, value.grad_fn) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-
-
-def _watch_outputs(output: Any, given: Sequence[tuple[torch.Tensor, Any]], engine: Engine, origin: Graph | Use) -> None:
-    """Watch the node of each tensor that a call has made or changed, see `watch_node`.
+def _watch_nodes(
+    tensors: Iterable[torch.Tensor], first: int, given: Collection[Any], engine: Engine, origin: Graph | Use
+) -> bool:
+    """Watch the nodes of `tensors` that a call has made, see `watch_node`.
 
     Args:
-        output: of the call.
-        given: tensors that it was called with, each with its node before.
+        tensors: outputs of the call, which may be inputs of it.
+        first: sequence number of the first node of the call.
+        given: nodes of the call's inputs.
         engine, origin: see `watch_node`.
+
+    Returns:
+        Whether there are any.
     """
-    for tensor in (*tensors_in(output), *(tensor for tensor, _ in given)):
-        if tensor.grad_fn is None or any(tensor is each and tensor.grad_fn is node for each, node in given):
-            continue
-        watch_node(tensor.grad_fn, engine, origin)
+    is_any = False
+    for tensor in tensors:
         # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
-        if tensor._base is not None and tensor._base.grad_fn is not None:
-            watch_node(tensor._base.grad_fn, engine, origin)
+        for each in (tensor, tensor._base):
+            node = None if each is None else each.grad_fn
+            if node is not None and node._sequence_nr() >= first and node not in given:
+                watch_node(node, engine, origin)
+                is_any = True
+    return is_any
 
 
 def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
@@ -207,6 +212,23 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def tensors_deep_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """All tensors in `value`, as `tensors_in` finds them, and in attributes of objects (spconv, PyTorch Geometric)."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_deep_in(list(value.values()), seen)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_deep_in(item, seen)
+    elif not isinstance(value, nn.Module | type):
+        yield from tensors_deep_in(getattr(value, "__dict__", {}), seen)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
