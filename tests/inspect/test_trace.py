@@ -26,7 +26,6 @@ from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
 from streamshard.errors import ConfigError, ShardingError, log
 from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.inspect.timeline import Span, Trace
 from streamshard.optim import WholeParameterOptimizer
@@ -156,27 +155,14 @@ def test_one_rank_alone_has_a_trace_without_communication(context: RankContext) 
     assert {span.activity for span in trace.spans} >= {"forward", "backward", "optimizer"}
 
 
-@on_ranks(2)
-def test_instruments_work_together_and_leave_nothing_behind(context: RankContext) -> None:
-    """In any order, all hear the same step, and its numbers are those of a step without them."""
-    make: dict[str, Any] = {"trace": record, "races": detect_races, "late": make_adversarial}
-    for order in (list(make), list(make)[::-1], ["late", "trace", "races"]):
-        plain, model = sharded("plain", BF16), sharded("plain", BF16)
-        streams = engine_inside(model).streams
-        for _ in range(2):
-            train(plain, "plain", context, steps=1)
-        train(model, "plain", context, steps=1)
-        with contextlib.ExitStack() as stack:
-            found = {name: stack.enter_context(make[name](model)) for name in order}
-            train(model, "plain", context, steps=1)
-        units = range(len(engine_inside(model).units))
-        assert Counter(span.unit for span in _of(found["trace"], "reduce_scatter")) == Counter(units)
-        assert found["races"].accesses > 100
-        assert_same(full_weights(model), full_weights(plain), "weights", EXACT)
+@on_ranks(1)
+def test_a_trace_that_ends_with_an_error_leaves_nothing_behind(context: RankContext) -> None:
+    """Only a body that ends well fills it."""
+    model = sharded("plain", BF16)
     with pytest.raises(ZeroDivisionError), record(model) as trace:
         raise ZeroDivisionError
-    assert streams.observers == ()
-    assert trace.spans == []  # only a body that ends well fills the trace
+    assert engine_inside(model).streams.observers == ()
+    assert trace.spans == []
 
 
 @on_ranks(2)

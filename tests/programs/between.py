@@ -1,4 +1,4 @@
-"""Operations between passes: gradients cleared, clipped and stepped with, weights frozen, edited, saved and loaded."""
+"""Operations between passes: gradients cleared, clipped and stepped with, weights frozen and edited."""
 
 from __future__ import annotations
 
@@ -79,22 +79,17 @@ class Step(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Clip(Operation):
-    """Clip gradients, by the model's method or one of torch's functions: "model", "torch", "inf" or "value"."""
+    """Clip gradients, by the model's method or by torch's."""
 
-    kind: str = "model"
+    by_model: bool = True
 
     def is_legal(self, state: State) -> bool:
         return state.has_gradients_to_see
 
     def perform(self, player: Player, number: int) -> Shown:
-        if self.kind == "value":
-            if any(param.grad is not None for param in player.model.parameters()):  # it wants one
-                torch.nn.utils.clip_grad_value_(player.model.parameters(), 0.01)
-            return {}
-        order = float("inf") if self.kind == "inf" else 2.0
-        if player.is_sharded and self.kind == "model":
-            return {"norm": player.model.clip_grad_norm_(0.1, order)}
-        return {"norm": torch.nn.utils.clip_grad_norm_(player.model.parameters(), 0.1, order)}
+        if player.is_sharded and self.by_model:
+            return {"norm": player.model.clip_grad_norm_(0.1)}
+        return {"norm": torch.nn.utils.clip_grad_norm_(player.model.parameters(), 0.1)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,27 +105,6 @@ class Edit(Operation):
         with torch.no_grad():
             for param in player.model.part(self.part).parameters():
                 param.mul_(self.factor)
-        return {}
-
-
-@dataclass(frozen=True, repr=False)
-class Save(Operation):
-    """Keep a copy of all weights."""
-
-    def perform(self, player: Player, number: int) -> Shown:
-        player.saved = full_weights(player.model)
-        return dict(player.saved)
-
-
-@dataclass(frozen=True, repr=False)
-class Load(Operation):
-    """Load the weights that were saved last."""
-
-    edits_weights = True
-
-    def perform(self, player: Player, number: int) -> Shown:
-        if player.saved is not None:
-            player.model.load_state_dict(player.saved)
         return {}
 
 

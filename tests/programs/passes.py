@@ -151,23 +151,6 @@ class Backward(Operation):
         state.is_held = state.holds and (state.is_quiet or (state.is_held and outcome != "done"))
 
 
-@dataclass(frozen=True, repr=False)
-class Forget(Operation):
-    """Drop a kept loss."""
-
-    pick: int = 0
-
-    def is_legal(self, state: State) -> bool:
-        return bool(state.born)
-
-    def perform(self, player: Player, number: int) -> Shown:
-        del player.kept[self.pick % len(player.kept)]
-        return {}
-
-    def after(self, state: State, outcome: str) -> None:
-        del state.born[self.pick % len(state.born)]
-
-
 def _named(player: Player, what: str, losses: Sequence[Tensor | None]) -> Shown:
     pairs = zip(player.ranks, losses, strict=True)
     return {f"{what} of rank {rank}": loss.detach() for rank, loss in pairs if loss is not None}

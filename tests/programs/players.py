@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from streamshard import StreamShard
 from tests.models import vector_batch
@@ -35,7 +34,6 @@ class Player:
     Attributes:
         kept: losses that wait for a backward, each of all ranks.
         final: names of parameters whose gradient was reported as complete since it was last cleared.
-        saved: weights.
         quiet: leaves the no_sync stretch that it is in.
     """
 
@@ -43,11 +41,10 @@ class Player:
         torch.manual_seed(11)
         self.program = program
         self.model = wrap(Model(program.depth, is_tied=program.is_tied))
-        self.optimizer = _optimizer(program.optimizer, self.model)
+        self.optimizer = (adamw if program.optimizer == "adamw" else sgd)(self.model)
         self.ranks = ranks
         self.kept: list[list[Tensor]] = []
         self.final: set[str] = set()
-        self.saved: dict[str, Tensor] | None = None
         self.quiet = contextlib.ExitStack()
         self.is_quiet = False
         for name, param in self.model.named_parameters():
@@ -82,15 +79,6 @@ class Player:
     def _losses(self, number: int, rank: int, trains_input: bool) -> tuple[Tensor, Tensor | None]:
         out, seen = self.model(vector_batch(number, rank).requires_grad_(trains_input), rank)
         return out.square().mean(), None if seen is None else seen.square().mean()
-
-
-def _optimizer(kind: str, model: nn.Module) -> Optimizer:
-    if kind != "groups":
-        return (adamw if kind == "adamw" else sgd)(model)
-    weights = [param for name, param in model.named_parameters() if name.endswith("weight")]
-    others = [param for name, param in model.named_parameters() if not name.endswith("weight")]
-    groups: Any = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 2e-2}]
-    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, weight_decay=0.0)
 
 
 @dataclass
