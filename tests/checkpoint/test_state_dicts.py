@@ -186,19 +186,6 @@ def test_assign_raises_whatever_is_given(context: RankContext, is_piece: bool) -
         model.load_state_dict(state, assign=True)
 
 
-@on_ranks(2)
-def test_whole_tensors_load_inside_summon_full_params(context: RankContext) -> None:
-    """And into parts of the model, outside."""
-    model, plain = _model()
-    other = Stack()
-    with model.summon_full_params(writeback=True):
-        model.load_state_dict(other.state_dict())
-    assert_same(full_weights(model), dict(other.state_dict()), "weights", EXACT)
-    model.layers[1].load_state_dict(plain.get_submodule("layers.1").state_dict())
-    wanted = {**other.state_dict(), **{k: v for k, v in plain.state_dict().items() if k.startswith("layers.1.")}}
-    assert_same(full_weights(model), wanted, "weights", EXACT)
-
-
 @on_ranks(1, 2)
 def test_views_of_main_weights_are_not_pickled(context: RankContext) -> None:
     """However it was come by, unless it is whole. A clone is the user's, who says that he knows."""

@@ -61,16 +61,6 @@ def _races_without(context: RankContext, scenario: str, precision: Precision, *w
     return races.found
 
 
-@on_ranks(2)
-def test_the_waits_of_each_slot_are_needed(context: RankContext) -> None:
-    """Both waits of a slot are gone. The reduction's own wait (rule 4) often hides behind that of a gather."""
-    for slot in ("weight slot 0", "weight slot 1", "weight slot 2", "grad slot 0", "grad slot 1"):
-        found = _races_without(context, "plain", BF16, slot)
-        rules = {race.rule for race in found}
-        assert {race.buffer for race in found} == {slot}
-        assert (Rule.WEIGHTS_ARRIVED in rules) if slot.startswith("weight") else (Rule.GRADS_DRAINED in rules)
-
-
 # What waits guard, in which scenario; the buffer, the rule and the first stream of the races without them.
 _WAITS: dict[str, tuple[tuple[str, ...], str, Precision, Category, Rule, StreamName]] = {
     "gathers for the cast, fp32": (

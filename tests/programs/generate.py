@@ -8,14 +8,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.programs.between import Check, Clip, Edit, Freeze, NoSync, Step, ZeroGrad
-from tests.programs.model import Brief, Plan
-from tests.programs.passes import Backward, Direct, Forward
+from tests.programs.model import Plan
+from tests.programs.operations import Backward, Check, Clip, Direct, Edit, Forward, Freeze, NoSync, Step, ZeroGrad
 from tests.programs.players import Operation
 
 
-@dataclass(frozen=True, repr=False)
-class Program(Brief):
+@dataclass(frozen=True)
+class Program:
     """Operations, and the model, ranks and settings that they are tried with.
 
     Attributes:

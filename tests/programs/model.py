@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +16,8 @@ class Trouble(Exception):
     """What a user's code raises in the middle of something."""
 
 
-class Brief:
-    """A dataclass whose repr is the Python that makes it, defaults left out."""
-
-    def __repr__(self) -> str:
-        given = (f for f in fields(self) if getattr(self, f.name) != f.default)  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
-
-
-@dataclass(frozen=True, repr=False)
-class Plan(Brief):
+@dataclass(frozen=True)
+class Plan:
     """What happens inside one forward. Layers are named by number, counted round; visits by place in the route.
 
     Attributes:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamshard import StreamShard
 from tests.models import vector_batch
-from tests.programs.model import Brief, Model, Plan, Trouble
+from tests.programs.model import Model, Plan, Trouble
 from tests.reference import adamw, sgd
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ class State:
         return not self.is_held and not self.is_torn
 
 
-@dataclass(frozen=True, repr=False)
-class Operation(Brief):
+@dataclass(frozen=True)
+class Operation:
     """Something that all ranks do. To add one: a dataclass with `perform`, a line in `tests.programs.generate`."""
 
     edits_weights: ClassVar[bool] = False

@@ -7,9 +7,9 @@ from typing import Any
 
 from streamshard import StreamShard
 from tests.models import Layer
-from tests.programs.between import Check
 from tests.programs.generate import Program
 from tests.programs.model import Model, Trouble
+from tests.programs.operations import Check
 from tests.programs.players import FAILURES, Operation, Player, Shown, State
 from tests.ranks import RankContext
 from tests.reference import FP32, Tolerance, assert_same
