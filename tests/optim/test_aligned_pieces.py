@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from streamshard import StreamShard
@@ -30,13 +30,8 @@ WIDTHS = (24, 40, 56, 24)
 
 
 @elementwise
-class _BlockwiseAdam(Optimizer):
-    """Moments in 8 bits with a scale for each block of elements, as torchao and bitsandbytes keep them.
-
-    Like those, it leaves small tensors as they are.
-    """
-
-    BLOCK, LEAST = 32, 64
+class _Blockwise(Optimizer):
+    """Scales gradients by what it keeps for each block of 32 elements, as 8-bit optimizers scale their moments."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -44,30 +39,12 @@ class _BlockwiseAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
-            if param.grad is None:
-                continue
-            state = self.state.setdefault(param, {"step": 0})
-            state["step"] += 1
-            grad, moments = param.grad.reshape(-1), []
-            for name, value, beta in (("m", grad, 0.9), ("v", grad.square(), 0.99)):
-                moments.append(self._read(state, name, grad.numel()).lerp(value, 1 - beta))
-                self._write(state, name, moments[-1])
-            scale = (1 - 0.99 ** state["step"]) ** 0.5 / (1 - 0.9 ** state["step"])
-            param.view(-1).sub_(0.01 * scale * moments[0] / (moments[1].sqrt() + 1e-3))
-
-    def _read(self, state: dict[str, Any], name: str, numel: int) -> Tensor:
-        if name not in state:
-            return torch.zeros(numel)
-        if state[name].dtype is torch.float32:
-            return state[name]
-        return (state[name].float() * state[name + "_scale"][:, None] / 127).view(-1)[:numel]
-
-    def _write(self, state: dict[str, Any], name: str, value: Tensor) -> None:
-        state[name] = value
-        if value.numel() >= self.LEAST:
-            blocks = nn.functional.pad(value, (0, -value.numel() % self.BLOCK)).view(-1, self.BLOCK)
-            state[name + "_scale"] = blocks.abs().amax(1).clamp(min=1e-12)
-            state[name] = (blocks / state[name + "_scale"][:, None] * 127).round().to(torch.int8)
+            if param.grad is not None:
+                numel = param.numel()
+                blocks = nn.functional.pad(param.grad.reshape(-1), (0, -numel % 32)).view(-1, 32)
+                largest = blocks.abs().amax(1, keepdim=True).clamp(min=1e-3)
+                scale = self.state[param].setdefault("scale", torch.ones_like(largest)).lerp_(largest, 0.5)
+                param.view(-1).sub_(0.01 * (blocks / scale).view(-1)[:numel])
 
 
 def _train_both(**settings: Any) -> Any:
@@ -75,7 +52,7 @@ def _train_both(**settings: Any) -> Any:
     torch.manual_seed(3)
     plain = Stack(WIDTHS)
     model: Any = StreamShard(copy.deepcopy(plain), precision=FP32, **settings)
-    steps = [(each, _BlockwiseAdam(each.parameters())) for each in (plain, model)]
+    steps = [(each, _Blockwise(each.parameters())) for each in (plain, model)]
     for number in range(4):
         for each, stepped in steps:
             each(vector_batch(number, 0, rows=8, dim=WIDTHS[0])).square().mean().backward()
@@ -85,7 +62,7 @@ def _train_both(**settings: Any) -> Any:
 
 
 @on_ranks(4)
-def test_blockwise_moments_are_those_of_the_unsharded_model(context: RankContext) -> None:
+def test_blockwise_state_is_that_of_the_unsharded_model(context: RankContext) -> None:
     """To the bit, where no block is cut; else they are others."""
     plain, model = _train_both(align_pieces_to=64)
     assert_same(full_weights(model), dict(plain.state_dict()), "weights", EXACT)
