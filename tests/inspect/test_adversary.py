@@ -10,7 +10,6 @@ from streamshard import Precision
 from streamshard.comm.streams import Rule
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
-from streamshard.inspect.races import detect_races
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, full_weights, sharded_model
@@ -41,16 +40,6 @@ def test_a_missing_wait_for_reductions_shows_as_wrong_weights(context: RankConte
         train(model, "plain", context)
         found = full_weights(model)
     assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@on_ranks(2)
-def test_the_detector_names_what_the_adversary_shows(context: RankContext) -> None:
-    """Both tools at once, and a wait missing."""
-    model = sharded("plain", BF16)
-    with make_adversarial(model), dropping(model, Rule.GRADS_DRAINED):
-        with detect_races(model, raise_at_exit=False) as races:
-            train(model, "plain", context)
-        assert {race.rule for race in races.found} == {Rule.GRADS_DRAINED}
 
 
 # -- what it does -------------------------------------------------------------------------------------------------

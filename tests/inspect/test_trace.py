@@ -148,14 +148,6 @@ def test_tracing_changes_no_number(context: RankContext) -> None:
 
 
 @on_ranks(1)
-def test_one_rank_alone_has_a_trace_without_communication(context: RankContext) -> None:
-    """Its compute row is the same."""
-    trace = _traced(context)
-    assert {span.stream for span in trace.spans} == {StreamName.COMPUTE}
-    assert {span.activity for span in trace.spans} >= {"forward", "backward", "optimizer"}
-
-
-@on_ranks(1)
 def test_a_trace_that_ends_with_an_error_leaves_nothing_behind(context: RankContext) -> None:
     """Only a body that ends well fills it."""
     model = sharded("plain", BF16)

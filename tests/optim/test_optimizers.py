@@ -84,22 +84,15 @@ def test_an_optimizer_trains_like_on_the_unsharded_model(context: RankContext, n
 # -- what needs whole parameters ----------------------------------------------------------------------------------
 
 
-WHOLE: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
-    "Muon": lambda model: torch.optim.Muon([param for param in model.parameters() if param.ndim == 2]),
-    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
-}
-
-
 @on_ranks(1)
-@pytest.mark.parametrize("name", list(WHOLE))
-def test_one_rank_has_whole_parameters(context: RankContext, name: str) -> None:
+def test_one_rank_has_whole_parameters(context: RankContext) -> None:
     """So every optimizer works there."""
-    model = sharded_model()
-    optimizer = WHOLE[name](model)
-    stack_step(model, Call(0, 0, 1, 1.0))
-    optimizer.step(lambda: 0.0)
-    assert all(weight.isfinite().all() for weight in full_weights(model).values())
+    for kind in (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor):
+        model = sharded_model()
+        optimizer: Any = kind([param for param in model.parameters() if param.ndim == 2])
+        stack_step(model, Call(0, 0, 1, 1.0))
+        optimizer.step(lambda: 0.0)
+        assert all(weight.isfinite().all() for weight in full_weights(model).values())
 
 
 # -- the whole state ----------------------------------------------------------------------------------------------

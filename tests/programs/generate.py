@@ -15,19 +15,12 @@ from tests.programs.players import Operation
 
 @dataclass(frozen=True)
 class Program:
-    """Operations, and the model, ranks and settings that they are tried with.
+    """Operations, in order, and the model, ranks and settings that they are tried with.
 
     Attributes:
-        ops: in order.
-        ranks: how many.
-        depth: number of layers.
         is_tied: the first and the last layer share their weight.
         optimizer: "sgd" (with momentum) or "adamw".
         units: "layers", "layers and head", or "found": by StreamShard.
-        weight_slots: a setting of StreamShard, like the next three.
-        grad_slots: as above.
-        min_unit_size: as above.
-        align_pieces_to: as above.
         sockets: between ranks, not shared memory.
     """
 
