@@ -421,9 +421,8 @@ def test_16_bit_gradients_are_those_that_the_dial_recommends(
 
 
 def test_through_shared_memory_no_batch_hides_the_ranks_own_copies() -> None:
-    assert _advice(_report(LATE, UNIT, transport="shared-memory"))[-1] == (
-        "note     choose a larger batch: compute grows, communication does not"
-    )
+    *_, advice = _advice(_report(LATE, UNIT, transport="shared-memory"))
+    assert advice == "note     choose a larger batch: compute grows, communication does not"
 
 
 def test_a_model_that_does_not_fit_is_a_problem() -> None:

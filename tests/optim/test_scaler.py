@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from streamshard import Precision, ShardingError
 from tests.models import Stack, vector_batch
+from tests.optim.test_optimizers import WAYS
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -28,7 +29,6 @@ SLOTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
     "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},
 }
-WAYS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 class Tiny(nn.Module):
