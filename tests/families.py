@@ -59,22 +59,8 @@ def dinov2(**sizes: Any) -> Any:
 
 def qwen3_vl_moe() -> Any:
     """A tiny Qwen3-VL with experts: transposed on saving, depending on the shape a parameter has in the model."""
-    text = {
-        **_DECODER,
-        "moe_intermediate_size": 8,
-        "head_dim": 4,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "intermediate_size": 24,
-        "out_hidden_size": 16,
-        "deepstack_visual_indexes": [0],
-        "num_position_embeddings": 16,
-    }
+    text = {**_DECODER, "moe_intermediate_size": 8, "head_dim": 4, "num_experts": 3, "num_experts_per_tok": 2}
+    text |= {"max_position_embeddings": 32, "pad_token_id": 0}
+    vision = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 16}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
     return _make("Qwen3VLMoeForConditionalGeneration", {"text_config": text, "vision_config": vision})

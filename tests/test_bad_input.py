@@ -283,22 +283,3 @@ def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start(tmp_
     last = output.strip().splitlines()[-1]
     assert "streamshard.errors." in last
     assert "torchrun" in last
-
-
-@pytest.mark.ranks
-def test_under_a_launcher_the_process_group_is_made(tmp_path: Path) -> None:
-    """Two processes with torchrun's variables and nothing else."""
-    script = """
-        import torch.distributed as dist
-        from streamshard import Precision, StreamShard
-        from tests.models import TinyLM
-        from tests.reference import Call, lm_step
-        model = StreamShard(TinyLM())
-        assert dist.get_world_size() == 2, dist.get_world_size()
-        lm_step(model, Call(0, dist.get_rank(), 2, 1.0))
-        print("trained on", dist.get_backend())
-        dist.destroy_process_group()
-    """
-    for code, output in Launched(2, tmp_path, run_script, script).end():
-        assert code == 0, output
-        assert "trained on gloo" in output

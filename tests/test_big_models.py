@@ -120,7 +120,6 @@ def test_a_rank_needs_memory_for_its_shard_one_unit_and_one_chunk(way: str, tmp_
             assert connection.poll(TIMEOUT_S)
         taken = [connection.recv() for connection in connections]
     first, *others = taken
-    print([each >> 20 for each in taken], ALLOWED_BYTES >> 20)
     assert max(others) < SLACK * ALLOWED_BYTES
     if way == "rank 0":
         assert MODEL_BYTES <= first < MODEL_BYTES + SLACK * ALLOWED_BYTES

@@ -272,25 +272,6 @@ def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callab
     loss.backward()
 
 
-@on_ranks(2)
-def test_a_new_head_on_a_loaded_base_model_is_initialised(context: RankContext, tmp_path: Path) -> None:
-    """A head on a base model's file: what ``from_pretrained`` does by itself."""
-    torch.manual_seed(0)
-    base = llama().model
-    if context.rank == 0:
-        base.save_pretrained(tmp_path)
-    model: Any = StreamShard(on_meta(llama), precision=FP32)
-    assert load_safetensors(model, tmp_path, strict=False).missing == ["lm_head.weight"]
-    with pytest.raises(ShardingError, match="'lm_head.weight' is empty"):
-        model(token_batch(0, 0))
-    init_weights(model, seed=5)
-    found = full_weights(model)
-    assert 0.01 < found.pop("lm_head.weight").std() < 0.03
-    assert_same(
-        {name.removeprefix("model."): value for name, value in found.items()}, base.state_dict(), "weights", EXACT
-    )
-
-
 # ---------------------------------------------------------------------------------------------- what is refused
 
 

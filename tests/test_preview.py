@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections import Counter
@@ -37,10 +38,9 @@ SLOTS: tuple[dict[str, Any], ...] = (
     {"weight_slots": "all"},
     {"weight_slots": "all", "grad_slots": "all"},
 )
+SOME = "large embedding and head", "two layers", "unequal layers", "a unit of another kind", "adapters", "norms in fp32"
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{name: scenario.build for name, scenario in SCENARIOS.items() if not scenario.resident},
-    "layers of different sizes": lambda: Stack((16, 3, 40, 1, 24)),
-    "large embedding": lambda: TinyLM(TinyConfig(vocabulary=160)),
+    **{name: SCENARIOS[name].build for name in SOME},
     "tied": lambda: TinyLM(TinyConfig(tied=True)),
     "batch norm": NormStack,
     "frozen": lambda: TinyLM().requires_grad_(False),
@@ -78,7 +78,7 @@ def _check(build: Callable[[], nn.Module], world_size: int, transport: str, **se
 def test_a_plan_equals_the_live_memory_report(context: RankContext, transport: str, precision: str) -> None:
     """For every model (over NCCL) and number of slots, in each category, byte for byte."""
     way = {"sockets": over_sockets, "nccl": simulated_device}.get(transport, nullcontext)
-    names = [*MODELS] if transport == "nccl" and precision == "bf16" else ["large embedding", "frozen"]
+    names = [*MODELS] if transport == "nccl" and precision == "bf16" else ["large embedding and head", "frozen"]
     with way():  # type: ignore[operator]  # each makes a context
         for name in names:
             _check(MODELS[name], context.world_size, transport, precision=PRECISIONS[precision])
@@ -137,8 +137,7 @@ def _half_frozen() -> nn.Module:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("slots", SLOTS, ids=str)
-def test_a_step_sends_what_the_plan_says(context: RankContext, slots: dict[str, Any]) -> None:
+def test_a_step_sends_what_the_plan_says(context: RankContext) -> None:
     """All-gathers, reductions and bytes of a training step, counted as they are issued."""
     models: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
         (_half_frozen, lm_step),
@@ -146,8 +145,9 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, slots: dict[str, 
         (Stack, stack_step),
         (lambda: nn.Sequential(*(Layer(DIM) for _ in range(5))), stack_step),  # nothing in the root unit
     )
-    for build, step in models:
-        planned = plan(build, context.world_size, weight_slots=3).stages[SLOTS.index(slots)]
+    all_slots = SLOTS if context.world_size == 2 else SLOTS[:1]
+    for (build, step), (number, slots) in itertools.product(models, enumerate(all_slots)):
+        planned = plan(build, context.world_size, weight_slots=3).stages[number]
         model = StreamShard(build(), **slots)
         optimizer = adamw(model)
         for number in range(2):
@@ -268,12 +268,8 @@ def test_a_picture_has_a_bar_for_each_stage_and_the_budget_as_a_line() -> None:
     with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as save:
         planned.save_picture("any.svg")
     (axes,) = save.call_args.args[0].axes
-    assert axes.get_ylabel() == "MiB per rank"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["ZeRO-3", "ZeRO-2", "ZeRO-1"]
     for stage, column in zip(planned.stages, zip(*axes.containers, strict=True), strict=True):
-        heights = dict(zip(axes.get_legend_handles_labels()[1][-len(column) :], column, strict=True))
-        assert heights["main weights"].get_height() == stage.held_bytes["main weights"] / 2**20
-        assert heights["activations (checkpointed)"].get_height() == planned.activation_bytes[1] / 2**20
         whole = (stage.total_bytes + planned.activation_bytes[1]) / 2**20
         assert column[-1].get_y() + column[-1].get_height() == pytest.approx(whole, rel=0.01)
         assert f"{whole:.2f}" in [text.get_text() for text in axes.texts]
@@ -329,7 +325,6 @@ def test_bad_input_is_named(
         ([str(config), "--ranks", "0"], "world_size=0: wanted a positive number"),
         ([str(config), *ranks, "--budget", "much"], "budget='much': wanted"),
         ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
-        ([str(config), *ranks, "--precision", "param_dtype=int8"], "param_dtype=torch.int8: wanted one of"),
         ([str(config), *ranks, "--precision", "param_dype=int8"], "Did you mean param_dtype?"),
         ([str(config), *ranks, "--batch", "1"], "one is missing"),
         ([str(config), *ranks, "--units", "NoSuchLayer"], "units names 'NoSuchLayer'"),

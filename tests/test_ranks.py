@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -27,12 +26,6 @@ def _raise_on(context: RankContext, bad_rank: int) -> None:
     dist.barrier()
 
 
-def _die_on(context: RankContext, bad_rank: int) -> None:
-    if context.rank == bad_rank:
-        os._exit(7)
-    dist.barrier()
-
-
 def _hang_on(context: RankContext, bad_rank: int) -> None:
     if context.rank == bad_rank:
         _never_returns()
@@ -47,13 +40,6 @@ def test_an_exception_on_a_rank_comes_back_with_its_traceback(ranks: RankPool, m
     monkeypatch.setattr("tests.ranks.GRACE_S", 0.2)
     with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2.*_raise_on.*ValueError: the culprit says this"):
         ranks(2).run(_raise_on, 1)
-    assert ranks(2).run(_sum_of_ranks, 0) == [1, 1]
-
-
-def test_a_rank_that_dies_is_named(ranks: RankPool) -> None:
-    """The failure names the rank and its exit code, and the pool works afterwards."""
-    with pytest.raises(RankFailure, match=r"rank 0 of 2 ----\ndied with exit code 7"):
-        ranks(2).run(_die_on, 0)
     assert ranks(2).run(_sum_of_ranks, 0) == [1, 1]
 
 

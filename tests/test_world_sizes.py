@@ -25,8 +25,6 @@ from tests.reference import heard_collectives
 from tests.scenarios import BF16
 from tests.simulated import simulated_device
 
-SIZES = [8, 64, 512, 4096]
-
 
 @contextlib.contextmanager
 def _one_of(world_size: int, rank: int = 3) -> Iterator[None]:
@@ -83,13 +81,12 @@ def _counts_of_a_step(world_size: int, precision: Precision) -> dict[str, object
 )
 def test_nothing_that_a_rank_does_grows_with_the_number_of_ranks(precision: Precision) -> None:
     """Operators of construction and of a step, collectives, slots, buffers. Shards shrink with the number of ranks."""
-    _counts_of_a_step(SIZES[0], precision)  # what is made once in a process
-    counts = {size: _counts_of_a_step(size, precision) for size in SIZES}
-    for size in SIZES[1:]:
-        assert counts[size] == counts[SIZES[0]], size
-    collectives = counts[SIZES[0]]["collectives"]
+    _counts_of_a_step(8, precision)  # what is made once in a process
+    counts = _counts_of_a_step(8, precision)
+    assert _counts_of_a_step(4096, precision) == counts
     # Nine units are gathered in forward; in backward the last layers are still there. Flags are reduced.
-    assert collectives == {Collective.ALL_GATHER: 9 + 6, Collective.REDUCE_SCATTER: 9, Collective.ALL_REDUCE: 1}
+    wanted = {Collective.ALL_GATHER: 9 + 6, Collective.REDUCE_SCATTER: 9, Collective.ALL_REDUCE: 1}
+    assert counts["collectives"] == wanted
 
 
 class _WithBuffers(nn.Module):
@@ -107,11 +104,10 @@ class _WithBuffers(nn.Module):
         return self.norm(hidden)
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("has_statistics", [False, True])
-def test_no_host_waits_for_another_one_in_a_steady_step(size: int, has_statistics: bool) -> None:
+def test_no_host_waits_for_another_one_in_a_steady_step(has_statistics: bool) -> None:
     """No objects, no votes. Batch norm's statistics take two broadcasts, on the device. A layer is never used."""
-    with _one_of(size), simulated_device():
+    with _one_of(4096), simulated_device():
         model: Any = StreamShard(_WithBuffers(has_statistics=has_statistics), precision=BF16)
         recorder = engine_inside(model).ranks.recorder
         sent: Counter[RecordKind] = Counter()

@@ -138,17 +138,6 @@ def test_we_go_on_where_fsdp2_has_stopped(ranks: RankPool, tmp_path: Path, layou
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def test_there_and_back_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_ours, tmp_path / "run")
-    to_dcp(tmp_path / "run", tmp_path / "dcp")
-    path, left_out = from_dcp(tmp_path / "dcp", tmp_path / "back")
-    assert (path, left_out) == (tmp_path / "back" / "checkpoint-1", [])
-    before, after = (_everything(path) for path in (tmp_path / "run" / "checkpoint-1", path))
-    assert after.keys() == {name for name in before if name.startswith(("model/", "optimizer/"))}
-    for name, value in after.items():
-        assert torch.equal(value, before[name]), name
-
-
 def _everything(path: Path) -> dict[str, torch.Tensor]:
     opened = open_checkpoint(path)
     return {name: opened.read_whole(name) for name in opened.manifest.tensors}
@@ -175,9 +164,8 @@ def test_what_does_not_fit_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     to_dcp(tmp_path / "run", tmp_path / "dcp")
     from_dcp(tmp_path / "dcp", tmp_path / "back")
     assert "it is not of a SGD" in ranks(1).run(_refused, tmp_path / "back", "optimizer")[0]
-    assert (
-        "only one of checkpoint and run has 'model/head.weight'" in ranks(1).run(_refused, tmp_path / "back", "tied")[0]
-    )
+    told = ranks(1).run(_refused, tmp_path / "back", "tied")[0]
+    assert "only one of checkpoint and run has 'model/head.weight'" in told
 
 
 def _dcp_of(directory: Path, state: dict[str, Any]) -> None:

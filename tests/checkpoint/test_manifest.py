@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import shutil
@@ -125,12 +124,6 @@ def _record(
     return {"w": TensorRecord((2, 3), dtype, (PieceRecord(rank, start, stop, box),))}
 
 
-def test_pieces_of_ranks_become_one_record_in_the_order_of_their_elements() -> None:
-    empty = {"w": TensorRecord((2, 3), torch.float32, ())}
-    found = join_records([_record(0, 4, 6), empty, _record(2, 0, 4)])
-    assert found == {"w": TensorRecord((2, 3), torch.float32, (PieceRecord(2, 0, 4), PieceRecord(0, 4, 6)))}
-
-
 @pytest.mark.parametrize("other", [(1, 5, 6), (1, 3, 6), (1, 4, 5), (1, 4, 7)])
 def test_pieces_of_ranks_with_a_gap_or_an_overlap_are_refused(other: tuple[int, int, int]) -> None:
     words = rf"each element of 'w' once, but 0:4 of \(2, 3\) in file 0, {other[1]}:{other[2]} of"
@@ -176,11 +169,6 @@ BOXED: dict[str, tuple[tuple[int, ...], list[tuple[int, int, Box]]]] = {
         (2, 4, 3),
         [(0, 5, ((0, 2), (0, 2), (0, 3))), (5, 12, ((0, 2), (0, 2), (0, 3))), (0, 12, ((0, 2), (2, 2), (0, 3)))],
     ),
-    "three dimensions, the first and the last": (
-        (2, 3, 4),
-        [(0, 5, ((0, 2), (0, 3), (0, 3))), (5, 18, ((0, 2), (0, 3), (0, 3))), (0, 3, ((0, 1), (0, 3), (3, 1)))]
-        + [(0, 3, ((1, 1), (0, 3), (3, 1)))],
-    ),
 }
 
 
@@ -196,15 +184,6 @@ def test_a_tensor_saved_in_boxes_is_read_whole_and_by_ranges(tmp_path: Path, wha
         for each in files.find("w", first, target):
             copy_range(*each)
         assert torch.equal(target, whole.view(-1)[first:last])
-
-
-def test_elements_that_lie_together_in_a_box_are_read_together(tmp_path: Path) -> None:
-    """Trailing dimensions that the box has in full make longer runs."""
-    shape, pieces = BOXED["three dimensions, the middle one"]
-    files = _boxed(tmp_path, torch.zeros(shape, dtype=torch.int64), pieces)
-    found = files.find("w", 0, torch.empty(math.prod(shape), dtype=torch.int64))
-    runs = [(place, int(target.storage_offset()), target.numel()) for _, place, target in found]
-    assert runs == [(0, 0, 5), (0, 6, 6), (6, 18, 6), (0, 5, 1), (1, 12, 6)]
 
 
 def test_a_checkpoint_of_more_files_than_may_be_open_is_read(tmp_path: Path) -> None:
@@ -229,11 +208,6 @@ def test_boxes_with_a_gap_or_an_overlap_are_refused(other: Any) -> None:
     assert join_records([columns, _record(1, 0, 2, ((0, 2), (2, 1)))])
     with pytest.raises(CheckpointError, match="each element of 'w' once"):
         join_records([columns, _record(*other)])
-
-
-def test_a_save_writes_no_boxes(saved: Path) -> None:
-    content = json.loads((saved / MANIFEST_NAME).read_bytes())["content"]
-    assert {len(piece) for each in content["tensors"].values() for piece in each["pieces"]} == {3}
 
 
 # ------------------------------------------------------------------------------------------------ strangers

@@ -8,30 +8,24 @@ import itertools
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from torch import nn
 
+from streamshard import export_safetensors
 from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint.directory import create_partial
-from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import StoredDirectory
 from streamshard.checkpoint.safetensors_file import MODEL_FILES
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
 from tests.checkpoint.changes import at_change
-from tests.checkpoint.exporting import (
-    Plain,
-    ThreadGroup,
-    filled,
-    names_in,
-    shards_for,
-    stored_bytes,
-)
+from tests.checkpoint.exporting import Plain, filled, names_in, sharded, stored_bytes
+from tests.ranks import RankContext, on_ranks
 
 # Limits of a file's bytes at which the model takes three files and two. What is tried grows with the square of that.
 THREE, TWO = 180, 250
@@ -69,17 +63,15 @@ def kinds_in(directory: Path) -> list[str]:
 
 def make_exports(root: Path, old_size: int | str, new_size: int | str) -> Exports:
     """Two of the same class, with other values."""
-    new = Plain()
-    exports = Exports(root / "old", root / "new", lambda directory: _export_alone(new, directory, new_size))
-    _export_alone(filled(Plain), exports.old, old_size)
+    new = sharded(Plain())
+    exports = Exports(root / "old", root / "new", lambda directory: _export(new, directory, new_size))
+    _export(sharded(filled(Plain)), exports.old, old_size)
     exports.replace(exports.new)
     return exports
 
 
-def _export_alone(model: nn.Module, directory: Path, size: int | str) -> None:
-    """In this thread, as one rank."""
-    group = ThreadGroup(0, threading.Barrier(1), [None])
-    export_shards(model, shards_for(model, 0, 1), group, directory, None, size)
+def _export(model: nn.Module, directory: Path, size: int | str) -> None:
+    export_safetensors(model, directory, max_shard_size=size)
 
 
 class Killed(BaseException):
@@ -94,10 +86,11 @@ def _fail(call: Callable[[], Any]) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("act", [_kill, _fail])
 @pytest.mark.parametrize(("old", "new"), SIZES)
 def test_a_kill_or_an_error_anywhere_leaves_the_old_export_or_the_new(
-    old: int | str, new: int | str, act: Callable[..., None], tmp_path: Path
+    context: RankContext, old: int | str, new: int | str, act: Callable[..., None], tmp_path: Path
 ) -> None:
     """After every single change to the file system; the next export sweeps up what is left."""
     exports = make_exports(tmp_path, old, new)
@@ -120,9 +113,10 @@ def test_a_kill_or_an_error_anywhere_leaves_the_old_export_or_the_new(
     assert kinds_in(directory) == names_in(exports.new)
 
 
+@on_ranks(1)
 @pytest.mark.parametrize(("old", "new"), SIZES)
 def test_reader_that_follows_the_index_finds_one_export_or_a_missing_file(
-    old: int | str, new: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: RankContext, old: int | str, new: int | str, tmp_path: Path
 ) -> None:
     """transformers and others open file after file by name. The writer comes between any two of these."""
     exports = make_exports(tmp_path, old, new)
@@ -139,26 +133,26 @@ def test_reader_that_follows_the_index_finds_one_export_or_a_missing_file(
                 exports.replace(directory)
             return real(*args)
 
-        monkeypatch.setattr(exporting, "safe_open", safe_open)
         try:
-            state = stored_bytes(directory)
+            with mock.patch.object(exporting, "safe_open", safe_open):
+                state = stored_bytes(directory)
         except FileNotFoundError:
             found.add("missing")
         else:
             assert state in (stored_bytes(exports.old), stored_bytes(exports.new))
-        monkeypatch.setattr(exporting, "safe_open", real)
         if steps <= step:
             break
         assert exports.found(directory) == "new"
     assert "missing" in found or old == "5GB"
 
 
-def test_no_name_of_a_numbered_file_is_used_again(tmp_path: Path) -> None:
+@on_ranks(1)
+def test_no_name_of_a_numbered_file_is_used_again(context: RankContext, tmp_path: Path) -> None:
     """A directory without weights gets save_pretrained's names; every later export has names that are new."""
-    model = filled(Plain)
+    model = sharded(filled(Plain))
     seen: set[str] = set()
     for number, size in enumerate((TWO, TWO, "5GB", TWO, THREE, TWO)):
-        _export_alone(model, tmp_path, size)
+        _export(model, tmp_path, size)
         numbered = {name for name in names_in(tmp_path) if name.startswith("model-")}
         assert numbered.isdisjoint(seen)
         standard = {name for name in numbered if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name)}
@@ -167,9 +161,11 @@ def test_no_name_of_a_numbered_file_is_used_again(tmp_path: Path) -> None:
         seen |= numbered
 
 
-def test_sweep_keeps_what_is_not_an_exports(tmp_path: Path) -> None:
+@on_ranks(1)
+def test_sweep_keeps_what_is_not_an_exports(context: RankContext, tmp_path: Path) -> None:
     """Names that look alike are the user's; while the index cannot be read, its files stay."""
-    _export_alone(filled(Plain), tmp_path, TWO)
+    model = sharded(filled(Plain))
+    _export(model, tmp_path, TWO)
     own = ["model-fp16-00001-of-00002.safetensors", "model-old.partial", "model.safetensors.partial", "model-1.bin"]
     for name in own:
         (tmp_path / name).write_text("mine")
@@ -177,16 +173,18 @@ def test_sweep_keeps_what_is_not_an_exports(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{")
     exports_module._sweep(tmp_path, MODEL_FILES)
     assert set(names_in(tmp_path)) == before
-    _export_alone(filled(Plain), tmp_path, TWO)
+    _export(model, tmp_path, TWO)
     assert set(own) < set(names_in(tmp_path))
     assert "model-00001-of-00002.safetensors" not in names_in(tmp_path)
 
 
-def test_a_second_process_that_exports_at_the_same_time_is_refused(tmp_path: Path) -> None:
+@on_ranks(1)
+def test_a_second_process_that_exports_at_the_same_time_is_refused(context: RankContext, tmp_path: Path) -> None:
     """What a killed one has left is deleted: its lock is free."""
+    model = sharded(filled(Plain))
     other = create_partial(tmp_path, "model")
     with pytest.raises(CheckpointError, match=f"another process is writing to {other.path}"):
-        _export_alone(filled(Plain), tmp_path, TWO)
+        _export(model, tmp_path, TWO)
     other.manifest.close()
-    _export_alone(filled(Plain), tmp_path, TWO)
+    _export(model, tmp_path, TWO)
     assert names_in(tmp_path)[-1] == "model.safetensors.index.json"

@@ -46,16 +46,6 @@ def test_runs_say_where_every_element_comes_from(
         assert torch.equal(got, want.reshape(-1))
 
 
-def test_contiguous_rearrangement_is_one_run() -> None:
-    """An expert of a stacked tensor is one range, and so is what two operations leave as it was."""
-    source = torch.empty(3, 8, 5, device="meta")
-    with Rearrangement({"a": source}) as followed:
-        expert = source.chunk(2, dim=1)[1].contiguous()[1]
-        back = source.transpose(0, 2).contiguous().transpose(0, 2).contiguous()
-    assert followed.runs("x", expert) == ((("a", 60, 0, 20)),)
-    assert followed.runs("x", back) == ((("a", 0, 0, 120)),)
-
-
 def test_computed_values_cannot_be_exported() -> None:
     """Anything but moving elements raises, and names the tensor."""
     source = torch.empty(4, 4, device="meta")

@@ -18,34 +18,17 @@ from safetensors.torch import save
 
 from streamshard.checkpoint.export import encode_index, plan_files
 from streamshard.checkpoint.load import StoredDirectory
-from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec, lay_out
+from streamshard.checkpoint.safetensors_file import _DTYPE_NAMES, FileLayout, TensorSpec, lay_out
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError
 
 METADATA = {"format": "pt"}
-DTYPES = [
-    torch.uint64,
-    torch.int64,
-    torch.float64,
-    torch.float32,
-    torch.uint32,
-    torch.int32,
-    torch.bfloat16,
-    torch.float16,
-    torch.uint16,
-    torch.int16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(lambda name: name != "__metadata__")
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-tensors = st.dictionaries(names, st.tuples(shapes, st.sampled_from(DTYPES)), max_size=12)
+tensors = st.dictionaries(names, st.tuples(shapes, st.sampled_from([*_DTYPE_NAMES])), max_size=12)
 # huggingface_hub takes empty tensors for one another's views, their storages all having address 0.
 filled = st.dictionaries(
-    names, st.tuples(st.lists(st.integers(1, 4), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=12
+    names, st.tuples(st.lists(st.integers(1, 4), max_size=3).map(tuple), st.sampled_from([*_DTYPE_NAMES])), max_size=12
 )
 
 

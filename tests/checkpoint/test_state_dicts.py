@@ -40,17 +40,6 @@ class Renamed(Layer):
         state[prefix + "kernel"] = state.pop(prefix + "linear.weight").T
 
 
-class Overridden(Layer):
-    """Stores a number computed from the whole weight, and its bias halved."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        state = super().state_dict(*args, **kwargs)
-        prefix = kwargs["prefix"]
-        state[prefix + "row"] = state[prefix + "linear.weight"][1].sum()
-        state[prefix + "linear.bias"] = state[prefix + "linear.bias"] * 0.5
-        return state
-
-
 class Extra(Layer):
     """Has extra state, computed from whole weights, and hooks before and after."""
 
@@ -66,20 +55,10 @@ class Extra(Layer):
         """Nothing to do."""
 
 
-class Tied(Stack):
-    """The head is the first row of nothing else, but two layers share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2].linear.weight = self.layers[0].linear.weight  # type: ignore[union-attr]
-
-
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "plain": Stack,
     "buffers": NormStack,
-    "tied": Tied,
     "renamed by a hook": stack_of(Renamed),
-    "its own state_dict": stack_of(Overridden),
     "extra state": stack_of(Extra),
 }
 
@@ -136,9 +115,7 @@ def test_inside_summon_full_params_state_dicts_are_whole(context: RankContext) -
 
 PARTS: dict[str, Callable[[Any], Any]] = {
     "model": lambda model: model.state_dict(),
-    "inside a layer": lambda model: model.layers[1].linear.state_dict(),
-    "edge": lambda model: model.head.state_dict(),
-    "with a prefix": lambda model: model.head.state_dict(prefix="x."),
+    "inside a layer": lambda model: model.layers[1].linear.state_dict(prefix="x."),
     "parameters kept": lambda model: model.layers[1].state_dict(keep_vars=True),
     "deep copies of parameters": lambda model: dict(enumerate(copy.deepcopy(list(model.parameters())))),
     "copies": lambda model: {key: value.clone().half() for key, value in model.layers[1].state_dict().items()},
@@ -207,19 +184,6 @@ def test_assign_raises_whatever_is_given(context: RankContext, is_piece: bool) -
     state = model.state_dict() if is_piece else plain.state_dict()
     with pytest.raises(ShardingError, match="assign=True.*'layers.0.linear.weight'"):
         model.load_state_dict(state, assign=True)
-
-
-@on_ranks(2)
-def test_whole_tensors_load_inside_summon_full_params(context: RankContext) -> None:
-    """And into parts of the model, outside."""
-    model, plain = _model()
-    other = Stack()
-    with model.summon_full_params(writeback=True):
-        model.load_state_dict(other.state_dict())
-    assert_same(full_weights(model), dict(other.state_dict()), "weights", EXACT)
-    model.layers[1].load_state_dict(plain.get_submodule("layers.1").state_dict())
-    wanted = {**other.state_dict(), **{k: v for k, v in plain.state_dict().items() if k.startswith("layers.1.")}}
-    assert_same(full_weights(model), wanted, "weights", EXACT)
 
 
 @on_ranks(1, 2)

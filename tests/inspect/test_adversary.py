@@ -9,8 +9,7 @@ from torch import Tensor
 from streamshard import Precision
 from streamshard.comm.streams import Rule
 from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import AdversarialTransport, make_adversarial
-from streamshard.inspect.races import detect_races
+from streamshard.inspect.adversary import make_adversarial
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, full_weights, sharded_model
@@ -43,43 +42,7 @@ def test_a_missing_wait_for_reductions_shows_as_wrong_weights(context: RankConte
     assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@on_ranks(2)
-def test_the_detector_names_what_the_adversary_shows(context: RankContext) -> None:
-    """Both tools at once, and a wait missing."""
-    model = sharded("plain", BF16)
-    with make_adversarial(model), dropping(model, Rule.GRADS_DRAINED):
-        with detect_races(model, raise_at_exit=False) as races:
-            train(model, "plain", context)
-        assert {race.rule for race in races.found} == {Rule.GRADS_DRAINED}
-
-
 # -- what it does -------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_a_slot_holds_nan_until_its_gather_is_waited_for(context: RankContext) -> None:
-    """And what was gathered afterwards; gathers that were started before are done first."""
-    model = sharded_model()
-    engine = engine_inside(model)
-    with make_adversarial(model) as late:
-        shards = [torch.full((4,), float(10 * k + context.rank)) for k in range(2)]
-        slots = [torch.zeros(8) for _ in range(2)]
-        works = [late.start_gather(shards[k], slots[k], k) for k in range(2)]
-        assert all(bool(slot.isnan().all()) for slot in slots)
-        shards[0].add_(100.0)  # who writes what is still to be sent is seen
-        assert works[1] is not None
-        works[1].wait()
-        assert slots[0].tolist() == [100.0] * 4 + [101.0] * 4
-        assert slots[1].tolist() == [10.0] * 4 + [11.0] * 4
-        works[1].wait()
-        assert slots[1].tolist() == [10.0] * 4 + [11.0] * 4
-        flags = torch.zeros(2, dtype=torch.uint8)
-        work = late.start_gather(torch.ones(1, dtype=torch.uint8), flags, 2)
-        assert flags.tolist() == [255, 255]
-        assert work is not None
-        work.wait()
-        assert flags.tolist() == [1, 1]
-    assert not isinstance(engine.ranks.transport, AdversarialTransport)
 
 
 @on_ranks(2)

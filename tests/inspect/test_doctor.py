@@ -66,59 +66,34 @@ def test_a_good_environment_has_no_lines_but_ok() -> None:
     assert _found() == _found(GPU) == ["ok       /dev/shm has 4.0 GiB"]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "all streams of a GPU share one queue"),
-        ("CUDA_LAUNCH_BLOCKING", "1", "nothing overlaps"),
-        ("TORCH_NCCL_BLOCKING_WAIT", "true", "nothing overlaps"),
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "hang"),
-        ("NCCL_P2P_DISABLE", "1", "NVLink"),
-        ("NCCL_SHM_DISABLE", "1", "sockets"),
-        ("NCCL_IB_DISABLE", "1", "InfiniBand"),
-        ("NCCL_DEBUG", "info", "use WARN"),
-        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "takes time"),
-    ],
-)
-def test_a_trap_is_a_problem_on_gpus_and_a_note_on_cpus(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
-) -> None:
+@pytest.mark.parametrize("name", doctor._TRAPS)
+def test_a_trap_is_a_problem_on_gpus_and_a_note_on_cpus(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """One line, which says why and what to do. Another value of the variable is none."""
-    monkeypatch.setenv(name, value)
+    values, told = doctor._TRAPS[name]
+    monkeypatch.setenv(name, values.split()[-1].lower())
     for device, level in ((GPU, "problem "), (CPU, "note    ")):
         (line, *_) = _found(device)
-        assert line.startswith(f"{level} {name}={value}: ") and told in line
-        assert "unset it" in line or "use WARN" in line
-    assert set(doctor._TRAPS) == {mark[0] for mark in _cases(test_a_trap_is_a_problem_on_gpus_and_a_note_on_cpus)}
+        assert line == f"{level} {name}={values.split()[-1].lower()}: {told}"
     monkeypatch.setenv(name, "8")
     assert len(_found(GPU)) == 1
 
 
-def _cases(test: Any) -> list[Any]:
-    cases: list[Any] = test.pytestmark[0].args[1]
-    return cases
-
-
-@pytest.mark.parametrize("name", ["NCCL_ALGO", "TORCH_NCCL_DUMP_ON_TIMEOUT", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_other_variables_of_backends_and_the_allocator_are_noted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_other_variables_of_backends_and_the_allocator_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line."""
-    monkeypatch.setenv(name, "any")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "any")
     monkeypatch.setenv("NCCL_NTHREADS", "64")
     (line, _) = _found()
-    assert line.startswith("note ") and f"{name}=any" in line and "NCCL_NTHREADS=64" in line
+    assert line.startswith("note ") and "PYTORCH_CUDA_ALLOC_CONF=any" in line and "NCCL_NTHREADS=64" in line
 
 
 @pytest.mark.parametrize(
     ("name", "value", "is_there"),
     [
-        ("GLOO_SOCKET_IFNAME", "lo", True),
-        ("GLOO_SOCKET_IFNAME", "nosuch0", False),
         ("GLOO_SOCKET_IFNAME", "l", False),
         ("NCCL_SOCKET_IFNAME", "l", True),  # NCCL takes the beginning of a name
         ("NCCL_SOCKET_IFNAME", "nosuch,lo", True),
         ("NCCL_SOCKET_IFNAME", "=lo", True),
         ("NCCL_SOCKET_IFNAME", "=l", False),
-        ("NCCL_SOCKET_IFNAME", "nosuch", False),
         ("NCCL_SOCKET_IFNAME", "^docker", True),  # all others
     ],
 )
@@ -407,18 +382,11 @@ def test_exposed_communication_names_the_settings_that_help() -> None:
     assert not any("weight_slots" in line for line in _advice(_report(LATE, UNIT), 2))
 
 
-def test_noise_is_not_taken_for_communication() -> None:
-    """At most the collectives' own time is exposed, 1 ms here, whatever else has slowed the layer down."""
-    noisy = LayerSpeed("layers.0", 32, 8.0, 16.0, 20.0, 40.0)
-    forward, backward, *_ = _advice(_report(noisy, (1.0, 0.0)))
-    assert forward.endswith(": 1.00 ms per layer are exposed, in 32 layers")
-    assert backward.startswith("ok ")
-
-
 def test_slots_and_gradients_do_not_help_forward() -> None:
-    """Each step all-gathers each layer for forward, whatever the number of slots."""
-    late = LayerSpeed("layers.0", 32, 8.0, 16.0, 10.5, 16.0)
+    """Each step all-gathers each layer for forward, whatever the number of slots. At most its own time is exposed."""
+    late = LayerSpeed("layers.0", 32, 8.0, 16.0, 30.0, 16.0)
     *_, advice = lines = _advice(_report(late, UNIT), "all")
+    assert lines[0].endswith(": 10.00 ms per layer are exposed, in 32 layers")
     assert len(lines) == 3 and advice == "note     choose a larger batch of 5: compute grows, communication does not"
 
 
@@ -453,9 +421,8 @@ def test_16_bit_gradients_are_those_that_the_dial_recommends(
 
 
 def test_through_shared_memory_no_batch_hides_the_ranks_own_copies() -> None:
-    assert _advice(_report(LATE, UNIT, transport="shared-memory"))[-1] == (
-        "note     choose a larger batch: compute grows, communication does not"
-    )
+    *_, advice = _advice(_report(LATE, UNIT, transport="shared-memory"))
+    assert advice == "note     choose a larger batch: compute grows, communication does not"
 
 
 def test_a_model_that_does_not_fit_is_a_problem() -> None:
@@ -496,18 +463,6 @@ def test_one_process_checks_the_machine(capsys: pytest.CaptureFixture[str], monk
 def test_a_model_needs_ranks_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "tests.models:TinyLM", "--batch", "1", "--seq", "4"]) == 2
     assert "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S" in capsys.readouterr().err
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("shared", ["0", "1"])
-def test_ranks_print_their_bandwidth_once(tmp_path: Path, shared: str) -> None:
-    """All-gather and reduction of each size, in GB/s, and what connects them. The other rank prints nothing."""
-    (code, told), other = _launch(tmp_path, STREAMSHARD_SHARED_MEMORY=shared)
-    assert (code, other) == (0, (0, "")), told
-    over = "sockets" if shared == "0" else "shared-memory"
-    assert f"ok       2 ranks on 1 machine(s), over {over}\n" in told
-    for name, size in (("all-gather", "8"), ("reduction", "16"), ("all-gather", "32"), ("reduction", "64")):
-        assert re.search(rf"^ok       {name} of {size}\.0 KiB: \d+\.\d\d GB/s, \d+\.\d\d ms$", told, re.M), told
 
 
 @pytest.mark.ranks
@@ -571,16 +526,18 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, build: str, reason: str) -> 
 
 
 @pytest.mark.ranks
-def test_findings_of_other_machines_are_printed_too(tmp_path: Path) -> None:
-    """Those that the first machine does not have."""
+def test_ranks_print_their_bandwidth_once_and_findings_of_other_machines_too(tmp_path: Path) -> None:
+    """All-gather and reduction of each size, in GB/s. Of the other machine, what the first one does not have."""
     (code, told), other = Launched(2, tmp_path, _run_on_own_machine).end()
     assert (code, other) == (1, (0, "")), told
-    assert "ok       2 ranks on 2 machine(s)" in told
+    assert "ok       2 ranks on 2 machine(s), over sockets\n" in told
     assert told.count("NCCL_DEBUG=INFO") == 1 and "problem  rank 1: NCCL_SOCKET_IFNAME=nosuch names no" in told
+    for name, size in (("all-gather", "8"), ("reduction", "16"), ("all-gather", "32"), ("reduction", "64")):
+        assert re.search(rf"^ok       {name} of {size}\.0 KiB: \d+\.\d\d GB/s, \d+\.\d\d ms$", told, re.M), told
 
 
 def _run_on_own_machine() -> None:
-    environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_DEBUG": "INFO"}
+    environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_DEBUG": "INFO", "STREAMSHARD_SHARED_MEMORY": "0"}
     if os.environ["RANK"] == "1":
         environment["NCCL_SOCKET_IFNAME"] = "nosuch"
     _run([], environment)

@@ -26,7 +26,6 @@ from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
 from streamshard.errors import ConfigError, ShardingError, log
 from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.inspect.timeline import Span, Trace
 from streamshard.optim import WholeParameterOptimizer
@@ -40,13 +39,13 @@ DEPTH = 5
 COMM = StreamName.COMM
 
 
-def _traced(context: RankContext, traced_step: int) -> Trace:
+def _traced(context: RankContext) -> Trace:
     """One step of a language model."""
     torch.manual_seed(2)
     model = StreamShard(TinyLM(TinyConfig(depth=DEPTH)), precision=BF16)
     optimizer = adamw(model)
-    for number in range(traced_step + 1):
-        with record(model) if number == traced_step else contextlib.nullcontext() as trace:
+    for number in range(3):
+        with record(model) if number == 2 else contextlib.nullcontext() as trace:
             lm_step(model, Call(number, context.rank, context.world_size, 1.0))
             optimizer.step()
             optimizer.zero_grad()
@@ -54,10 +53,10 @@ def _traced(context: RankContext, traced_step: int) -> Trace:
     return trace
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["first step", "third step"])
-def trace(ranks: RankPool, request: pytest.FixtureRequest) -> Trace:
-    """The trace of rank 1 of 2."""
-    found = ranks(2).run(_traced, request.param)[1]
+@pytest.fixture(scope="module")
+def trace(ranks: RankPool) -> Trace:
+    """The trace of rank 1 of 2, of the third step."""
+    found = ranks(2).run(_traced)[1]
     assert isinstance(found, Trace)
     return found
 
@@ -149,34 +148,13 @@ def test_tracing_changes_no_number(context: RankContext) -> None:
 
 
 @on_ranks(1)
-def test_one_rank_alone_has_a_trace_without_communication(context: RankContext) -> None:
-    """Its compute row is the same."""
-    trace = _traced(context, 2)
-    assert {span.stream for span in trace.spans} == {StreamName.COMPUTE}
-    assert {span.activity for span in trace.spans} >= {"forward", "backward", "optimizer"}
-
-
-@on_ranks(2)
-def test_instruments_work_together_and_leave_nothing_behind(context: RankContext) -> None:
-    """In any order, all hear the same step, and its numbers are those of a step without them."""
-    make: dict[str, Any] = {"trace": record, "races": detect_races, "late": make_adversarial}
-    for order in (list(make), list(make)[::-1], ["late", "trace", "races"]):
-        plain, model = sharded("plain", BF16), sharded("plain", BF16)
-        streams = engine_inside(model).streams
-        for _ in range(2):
-            train(plain, "plain", context, steps=1)
-        train(model, "plain", context, steps=1)
-        with contextlib.ExitStack() as stack:
-            found = {name: stack.enter_context(make[name](model)) for name in order}
-            train(model, "plain", context, steps=1)
-        units = range(len(engine_inside(model).units))
-        assert Counter(span.unit for span in _of(found["trace"], "reduce_scatter")) == Counter(units)
-        assert found["races"].accesses > 100
-        assert_same(full_weights(model), full_weights(plain), "weights", EXACT)
+def test_a_trace_that_ends_with_an_error_leaves_nothing_behind(context: RankContext) -> None:
+    """Only a body that ends well fills it."""
+    model = sharded("plain", BF16)
     with pytest.raises(ZeroDivisionError), record(model) as trace:
         raise ZeroDivisionError
-    assert streams.observers == ()
-    assert trace.spans == []  # only a body that ends well fills the trace
+    assert engine_inside(model).streams.observers == ()
+    assert trace.spans == []
 
 
 @on_ranks(2)
@@ -333,23 +311,8 @@ def test_what_the_host_waits_for_is_exposed(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_the_loss_is_computed_between_forward_and_backward(context: RankContext) -> None:
-    """An evaluation has none; what it takes is in the trace as a forward."""
-    clock = _Clock()
-    model = StreamShard(Stack(), precision=BF16)
-    with mock.patch("streamshard.inspect.trace.perf_counter", clock), record(model) as found:
-        for backward in (False, True):
-            loss = model(torch.ones(2, DIM)).mean()
-            clock.clock_ms += 3.0
-            if backward:
-                loss.backward()
-    assert 1e3 * found.summary()["compute_s"] == pytest.approx(3.0)
-    assert [span.unit for span in found.spans if span.activity == "forward"].count(0) == 2
-
-
-@on_ranks(2)
 def test_a_closure_is_inside_its_step(context: RankContext) -> None:
-    """The forward and backward that an optimizer's step calls are computing, not the optimizer's own time."""
+    """Forward, loss and backward that an optimizer's step calls are computing, not the optimizer's own time."""
     clock = _Clock()
     model = StreamShard(Stack(), precision=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -421,7 +384,7 @@ def _stack() -> nn.Module:
     return Stack()
 
 
-@pytest.mark.parametrize(("first", "last", "backwards"), [(2, 3, 3), (1, 1, 1), (4, 4, 1)])
+@pytest.mark.parametrize(("first", "last", "backwards"), [(2, 3, 3), (1, 1, 1)])
 def test_trace_steps_writes_the_files_of_these_steps(
     ranks: RankPool, tmp_path: Path, first: int, last: int, backwards: int
 ) -> None:
@@ -496,11 +459,9 @@ def test_a_frozen_model_is_not_traced(context: RankContext) -> None:
         ({"trace": 3}, "trace=3: wanted a path"),
         ({"trace": __file__}, "wanted a directory that can be made: .*File exists"),
         ({"trace_steps": (3, 2)}, r"trace_steps=\(3, 2\): wanted the first and the last step, counted from 1"),
-        ({"trace_steps": (0, 2)}, "trace_steps="),
         ({"trace_steps": (1,)}, "trace_steps="),
         ({"trace_steps": 10}, "trace_steps=10"),
         ({"trace_steps": (1, 2)}, "without trace: give the directory too"),
-        ({"trace_steps": (1.0, 2)}, "trace_steps="),
     ],
 )
 def test_bad_arguments_are_refused(settings: dict[str, Any], words: str) -> None:

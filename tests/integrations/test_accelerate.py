@@ -20,7 +20,7 @@ from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import Trained, launched, loader, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
-from tests.reference import EXACT, assert_same
+from tests.reference import assert_same
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
@@ -49,30 +49,13 @@ def _whole_adafactor(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @on_ranks(2)
-def test_whole_parameters_are_stepped_as_with_ddp_and_saved(context: RankContext, tmp_path: Path) -> None:
-    """`load_state` goes on to the bit, with options that a scheduler has changed."""
+def test_whole_parameters_are_stepped_as_with_ddp(context: RankContext) -> None:
     settings = {"steps": 9, "gradient_accumulation_steps": 2}
     with launched(context):
         theirs = Trained(stock, optimizer=_adafactor, **settings)
     with launched(context):
         ours = Trained(StreamShardAccelerator, optimizer=_whole_adafactor, **settings)
-        same(ours, theirs)
-        ours.accelerator.save_state(tmp_path)
-    x, y = torch.randn(8, 4, 5), torch.randn(8, 4, 1)
-    with launched(context):
-        other = Trained(StreamShardAccelerator, optimizer=_whole_adafactor, gradient_accumulation_steps=2)
-        other.accelerator.load_state(tmp_path)
-        weights = []
-        for run in (ours, other):
-            run.optimizer.optimizer.zero_grad()  # accumulated, which no checkpoint has
-            for number in range(4):
-                loss = (run.model(x[number]) - y[number]).square().mean()
-                loss.backward()
-                run.optimizer.optimizer.step()
-                run.optimizer.optimizer.zero_grad()
-            weights.append(run.model.full_state_dict(rank0_only=False))
-        assert other.optimizer.param_groups[0]["lr"] == ours.optimizer.param_groups[0]["lr"] < 0.05
-        assert_same(weights[1], weights[0], "weights", EXACT)
+    same(ours, theirs)
 
 
 @on_ranks(2)
@@ -132,22 +115,14 @@ def test_a_compiled_model_trains_as_ddp_does(context: RankContext, how: str) -> 
     same(ours, theirs)
 
 
-class Gan(nn.Module):
-    def __init__(self, seed: int, out: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        self.head = nn.Linear(5, out)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
+def _layers(seed: int, out: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)), nn.Linear(5, out))
 
 
 def _gan(make: Callable[..., Any], where: Path | None = None) -> list[dict[str, torch.Tensor]]:
     accelerator = make()
-    actor, critic = Gan(1, 5), Gan(2, 1)
+    actor, critic = _layers(1, 5), _layers(2, 1)
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (actor, critic)]
     actor, critic, *optimizers, data = accelerator.prepare(actor, critic, *optimizers, loader())
     criterion: nn.Module = nn.MSELoss()

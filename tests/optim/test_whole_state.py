@@ -161,9 +161,9 @@ def _load(context: RankContext, name: str, folder: str) -> dict[str, torch.Tenso
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
-        *(("adafactor", 1, 2), ("adafactor", 2, 2), ("adafactor", 3, 2)),
-        *(("odd", 2, 1), ("odd", 2, 2), ("odd", 2, 3)),
-        *(("muon and adamw", 2, 2), ("muon and adamw", 2, 3)),
+        *(("adafactor", 1, 2), ("adafactor", 3, 2)),
+        *(("odd", 2, 1), ("odd", 2, 2)),
+        ("muon and adamw", 2, 3),
     ],
 )
 def test_a_checkpoint_moves_between_numbers_of_ranks(

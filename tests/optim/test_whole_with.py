@@ -186,12 +186,6 @@ def test_programs_train_as_on_the_unsharded_model(context: RankContext, name: st
     _assert_like_plain(context, *PROGRAMS[name])
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("settings", [{"weight_slots": "all", "grad_slots": "all"}, {"min_unit_size": 1000}])
-def test_settings_change_no_number(context: RankContext, settings: dict[str, Any]) -> None:
-    _assert_like_plain(context, _clips, **settings)
-
-
 @on_ranks(4)
 def test_replicas_have_owners_of_their_own(context: RankContext) -> None:
     _assert_like_plain(context, _train, _muon_and_adamw, mesh=init_device_mesh("cpu", (2, 2)))

@@ -8,29 +8,19 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.programs.between import Check, Clip, Edit, Freeze, Load, NoSync, Save, Step, ZeroGrad
-from tests.programs.model import Brief, Plan
-from tests.programs.passes import Backward, Direct, Forget, Forward
+from tests.programs.model import Plan
+from tests.programs.operations import Backward, Check, Clip, Direct, Edit, Forward, Freeze, NoSync, Step, ZeroGrad
 from tests.programs.players import Operation
 
 
-@dataclass(frozen=True, repr=False)
-class Program(Brief):
-    """Operations, and the model, ranks and settings that they are tried with.
+@dataclass(frozen=True)
+class Program:
+    """Operations, in order, and the model, ranks and settings that they are tried with.
 
     Attributes:
-        ops: in order.
-        ranks: how many.
-        depth: number of layers.
         is_tied: the first and the last layer share their weight.
-        has_norm: layers end with batch norm.
-        optimizer: "sgd" (with momentum), "adamw", or "groups": AdamW with two groups of parameters.
-        precision: a key of `tests.programs.run.PRECISIONS`.
+        optimizer: "sgd" (with momentum) or "adamw".
         units: "layers", "layers and head", or "found": by StreamShard.
-        weight_slots: a setting of StreamShard, like the next three.
-        grad_slots: as above.
-        min_unit_size: as above.
-        align_pieces_to: as above.
         sockets: between ranks, not shared memory.
     """
 
@@ -38,9 +28,7 @@ class Program(Brief):
     ranks: int = 2
     depth: int = 3
     is_tied: bool = False
-    has_norm: bool = False
     optimizer: str = "sgd"
-    precision: str = "fp32"
     units: str = "layers"
     weight_slots: int | str = 2
     grad_slots: int | str = 2
@@ -51,7 +39,6 @@ class Program(Brief):
 
 PARTS = st.none() | st.integers(-1, 3)
 PLACES = st.integers(0, 3)
-PAIRS = st.tuples(PLACES, PLACES)
 FACTORS = st.sampled_from([0.5, 0.9, 1.1])
 ROUTES = st.lists(PLACES, max_size=5).map(tuple)
 PICKS = st.lists(PLACES, min_size=1, max_size=3).map(tuple)
@@ -68,7 +55,6 @@ PLANS = _rarely(st.builds(Plan, route=ROUTES), Plan()) | st.builds(
     route=_rarely(ROUTES),
     left_out=_rarely(st.tuples(*[st.integers(-1, 3)] * 3), ()),
     recomputes=_rarely(st.sampled_from(["once more", "reentrant", "all once more", "all reentrant"]), ""),
-    calls=_rarely(PAIRS),
     seen=_rarely(PLACES),
     hooked=_rarely(PLACES),
     breaks_at=_rarely(_rarely(PLACES)),
@@ -76,10 +62,9 @@ PLANS = _rarely(st.builds(Plan, route=ROUTES), Plan()) | st.builds(
 FORWARDS = st.builds(
     Forward,
     plan=PLANS,
-    mode=st.sampled_from(["train", "train", "train", "evaluate", "evaluate with gradients"]),
+    has_graph=st.sampled_from([True, True, True, False]),
     is_kept=st.sampled_from([True, True, True, False]),
     raises_in=_rarely(_rarely(PLACES)),
-    has_penalty=SELDOM,
 )
 BACKWARDS = st.builds(Backward, picks=PICKS, retains=SELDOM)
 STEPS = st.tuples(st.just(Step()), st.builds(ZeroGrad, to_none=st.booleans(), by_optimizer=st.booleans()))
@@ -91,11 +76,8 @@ OTHERS: Sequence[tuple[int, st.SearchStrategy[Operation]]] = [
     (5, st.just(NoSync())),
     (5, FREEZES),
     (3, st.builds(Direct, layer=PLACES)),
-    (3, st.builds(Forget, pick=PLACES)),
-    (3, st.builds(Clip, kind=st.sampled_from(["model", "torch", "inf", "value"]))),
+    (3, st.builds(Clip, by_model=st.booleans())),
     (3, st.builds(Edit, part=PARTS, factor=FACTORS)),
-    (2, st.just(Save())),
-    (2, st.just(Load())),
     (3, st.builds(Check, has_gradients=st.booleans())),
 ]
 EACH = [number for number, (weight, _) in enumerate(OTHERS) for _ in range(weight)]
@@ -129,7 +111,6 @@ def programs(draw: st.DrawFn, longest: int = 16) -> Program:
     at_least = draw(st.sampled_from([1, longest // 4, longest // 2]))
     ops = [op for phrase in draw(st.lists(_phrases(), min_size=at_least, max_size=longest)) for op in phrase]
     slots: st.SearchStrategy[Any] = st.sampled_from([2, 3, "all"])
-    precision = draw(_rarely(st.sampled_from(["bf16", "bf16 sent", "bf16 summed"]), "fp32"))
     depth = draw(st.integers(1, 4))
     units = ["layers", "layers", "layers and head", "found" if depth > 1 else "layers"]  # a layer alone is not found
     return Program(
@@ -137,9 +118,7 @@ def programs(draw: st.DrawFn, longest: int = 16) -> Program:
         ranks=draw(st.sampled_from([2, 2, 2, 3])),
         depth=depth,
         is_tied=draw(st.sampled_from([False, False, True])),
-        has_norm=precision == "fp32" and draw(SELDOM),
-        optimizer=draw(st.sampled_from(["sgd", "adamw", "groups"])),
-        precision=precision,
+        optimizer=draw(st.sampled_from(["sgd", "adamw"])),
         units=draw(st.sampled_from(units)),
         weight_slots=draw(slots),
         grad_slots=draw(slots),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +16,14 @@ class Trouble(Exception):
     """What a user's code raises in the middle of something."""
 
 
-class Brief:
-    """A dataclass whose repr is the Python that makes it, defaults left out."""
-
-    def __repr__(self) -> str:
-        given = (f for f in fields(self) if getattr(self, f.name) != f.default)  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
-
-
-@dataclass(frozen=True, repr=False)
-class Plan(Brief):
+@dataclass(frozen=True)
+class Plan:
     """What happens inside one forward. Layers are named by number, counted round; visits by place in the route.
 
     Attributes:
         route: layers that run; None: all in turn.
         left_out: by rank, a layer that this rank does not run; -1: none.
         recomputes: checkpointing, "once more" or "reentrant", of each layer, or behind "all " of all of them together.
-        calls: of two layers the first calls the second.
         seen: a visit of whose output there is a second loss.
         hooked: a visit whose output has a hook that scales its gradient.
         breaks_at: a visit whose output raises in backward.
@@ -41,7 +32,6 @@ class Plan(Brief):
     route: tuple[int, ...] | None = None
     left_out: tuple[int, ...] = ()
     recomputes: str = ""
-    calls: tuple[int, int] | None = None
     seen: int | None = None
     hooked: int | None = None
     breaks_at: int | None = None
@@ -53,29 +43,6 @@ class Plan(Brief):
         return [place % depth for place in route if out < 0 or place % depth != out % depth]
 
 
-class Part(Layer):
-    """A layer that does what a plan wants of it.
-
-    Args:
-        has_norm: it ends with batch norm.
-
-    Attributes:
-        others: all layers, in a tuple: no children.
-    """
-
-    def __init__(self, *, has_norm: bool) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(DIM) if has_norm else None
-        self.others: tuple[Part, ...] = ()
-
-    def forward(self, x: Tensor, *, calls: int | None = None) -> Tensor:
-        """[rows, DIM] -> the same"""
-        x = super().forward(x)
-        if calls is not None:
-            x = 0.5 * (x + self.others[calls](x))
-        return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
-
-
 class Model(nn.Module):
     """Layers, a gain that the root uses itself, and a head.
 
@@ -83,11 +50,9 @@ class Model(nn.Module):
         plan: of the next forward.
     """
 
-    def __init__(self, depth: int, *, is_tied: bool, has_norm: bool) -> None:
+    def __init__(self, depth: int, *, is_tied: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Part(has_norm=has_norm) for _ in range(depth))
-        for layer in self.layers:
-            layer.others = tuple(self.layers)  # type: ignore[assignment]
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
         self.gain = nn.Parameter(torch.ones(DIM))
         self.head = nn.Linear(DIM, 1)
         if is_tied:
@@ -130,17 +95,11 @@ class Model(nn.Module):
         return x, seen
 
     def _visit(self, x: Tensor, place: int, plan: Plan) -> Tensor:
-        todo: dict[str, Any] = {}
-        if (pair := plan.calls) is not None and self._is(pair[0], place) and not self._is(pair[1], place):
-            todo["calls"] = pair[1] % len(self.layers)
         layer = self.layer(place)
         if plan.recomputes not in ("once more", "reentrant") or not torch.is_grad_enabled():
-            return layer(x, **todo)  # type: ignore[no-any-return]
-        out: Any = checkpoint(lambda x: layer(x, **todo), x, use_reentrant=plan.recomputes == "reentrant")
+            return layer(x)  # type: ignore[no-any-return]
+        out: Any = checkpoint(layer, x, use_reentrant=plan.recomputes == "reentrant")
         return out  # type: ignore[no-any-return]
-
-    def _is(self, number: int, place: int) -> bool:
-        return number % len(self.layers) == place
 
 
 def _halve(grad: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operations that compute: forwards, backwards, gradients that are asked for."""
+"""What programs are made of: forwards and backwards; gradients cleared, clipped and stepped with, weights edited."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from torch import Tensor, nn
 from tests.models import vector_batch
 from tests.programs.model import Plan, Trouble
 from tests.programs.players import Operation, Player, Shown, State
+from tests.reference import full_grads, full_weights
 
 if TYPE_CHECKING:
     from tests.programs.generate import Program
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Forward(Operation):
     """A forward of the model.
 
     Attributes:
         plan: what happens inside.
-        mode: "train", "evaluate" (no gradients), or "evaluate with gradients".
+        has_graph: not an evaluation.
         is_kept: its losses wait for a `Backward`; else its graph is dropped at once.
         raises_in: a layer that raises.
-        has_penalty: the loss has a term of the parameters themselves.
     """
 
     plan: Plan = Plan()
-    mode: str = "train"
+    has_graph: bool = True
     is_kept: bool = True
     raises_in: int | None = None
-    has_penalty: bool = False
 
     def is_legal(self, state: State) -> bool:
         return not self.plan.left_out or self._is_in_order(state)
@@ -41,34 +40,28 @@ class Forward(Operation):
     def _is_in_order(self, state: State) -> bool:
         """Whether ranks may leave out layers: in a route that the first pass had, where nothing else departs."""
         plan, order = self.plan, state.order
-        is_plain = plan.route is None and plan.calls is None
         if plan.recomputes.startswith("all "):  # layers would run in another order in backward
             return False
-        return is_plain and self.raises_in is None and (order is None or order.route is None and order.calls is None)
+        return plan.route is None and self.raises_in is None and (order is None or order.route is None)
 
     def perform(self, player: Player, number: int) -> Shown:
         hook = None
         if self.raises_in is not None:
             hook = player.model.layer(self.raises_in).linear.register_forward_pre_hook(_raise_in_forward)
         try:
-            losses = player.forward(number, self.plan, mode=self.mode)
+            losses = player.forward(number, self.plan, has_graph=self.has_graph)
         finally:
             if hook is not None:
                 hook.remove()
         first, seen = [loss for loss, _ in losses], [loss for _, loss in losses]
         shown = _named(player, "loss", first) | _named(player, "second loss", seen)
-        if self.has_penalty and self.mode != "evaluate":  # of pieces, so its value is not to be compared
-            first = [loss + _penalty(player.model) for loss in first]
-            player.has_penalties = True
         both: list[Any] = [first, seen]
         player.kept.extend(both[: self._keeps(player.program)])
         return shown
 
     def _keeps(self, program: Program) -> int:
         """How many losses."""
-        if self.mode == "evaluate with gradients" and program.has_norm:
-            return 0  # backward reads statistics, which the next forward may change
-        if not self.is_kept or self.mode == "evaluate":
+        if not self.is_kept or not self.has_graph:
             return 0
         visits = min(len(self.plan.places(program.depth, rank)) for rank in range(program.ranks))
         return 1 if self.plan.seen is None or self.plan.seen >= visits else 2
@@ -76,13 +69,13 @@ class Forward(Operation):
     def after(self, state: State, outcome: str) -> None:
         if outcome != "done":
             return
-        if self.mode != "evaluate":
+        if self.has_graph:
             state.is_unreached = True
             state.order = state.order or self.plan
         state.born.extend([state.edits] * self._keeps(state.program))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Direct(Operation):
     """A layer that is called by itself; its loss is kept."""
 
@@ -90,7 +83,7 @@ class Direct(Operation):
 
     def perform(self, player: Player, number: int) -> Shown:
         layer = player.model.layer(self.layer)
-        losses = [layer(vector_batch(number, rank)).float().square().mean() for _, rank in player.each_rank()]
+        losses = [layer(vector_batch(number, rank)).float().square().mean() for rank in player.ranks]
         player.kept.append(losses)
         return _named(player, "loss", losses)
 
@@ -100,7 +93,7 @@ class Direct(Operation):
         state.is_unreached = True
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Backward(Operation):
     """Backward of one kept loss, or of a sum of several.
 
@@ -113,21 +106,16 @@ class Backward(Operation):
     retains: bool = False
 
     def is_legal(self, state: State) -> bool:
-        return bool(state.born)
+        picked = self.picked(len(state.born)) if state.born else []
+        return bool(picked) and all(state.born[pick] == state.edits for pick in picked)  # of the weights as they are
 
     def picked(self, kept: int) -> list[int]:
         """Numbers of kept losses."""
         return list(dict.fromkeys(pick % kept for pick in self.picks))
 
-    def is_stale(self, state: State) -> bool:
-        """Whether weights have changed since one of its forwards."""
-        return any(state.born[pick] != state.edits for pick in self.picked(len(state.born)))
-
     def perform(self, player: Player, number: int) -> Shown:
         player.final.clear()
         self._differentiate(player)
-        if player.has_penalties:  # autograd adds several up in place, as if somebody had clipped the sum
-            list(player.model.parameters())
         if player.program.grad_slots == "all":  # hooks are called when gradients are reduced
             return {}
         return {f"end of {name}": torch.ones(()) for name in sorted(player.final)}
@@ -137,7 +125,7 @@ class Backward(Operation):
         picked = self.picked(len(player.kept))
         errors: list[Exception] = []
         try:
-            for place, _ in player.each_rank():
+            for place in range(len(player.ranks)):
                 total: Any = sum(player.kept[pick][place] for pick in picked) / len(player.ranks)
                 try:
                     if total.requires_grad:  # else everything was frozen
@@ -155,11 +143,6 @@ class Backward(Operation):
         picked = self.picked(len(player.kept))
         player.kept = [losses for pick, losses in enumerate(player.kept) if pick not in picked]
 
-    def follow(self, plain: Player) -> None:
-        """StreamShard has refused it, and let go of the losses: plain torch has retained them."""
-        if self.retains:
-            self._drop(plain)
-
     def after(self, state: State, outcome: str) -> None:
         picked = self.picked(len(state.born))
         if outcome != "done" or not self.retains:
@@ -169,21 +152,117 @@ class Backward(Operation):
         state.is_held = state.holds and (state.is_quiet or (state.is_held and outcome != "done"))
 
 
-@dataclass(frozen=True, repr=False)
-class Forget(Operation):
-    """Drop a kept loss."""
-
-    pick: int = 0
-
-    def is_legal(self, state: State) -> bool:
-        return bool(state.born)
+@dataclass(frozen=True)
+class NoSync(Operation):
+    """Begin a `no_sync` stretch, or end the one that it is in."""
 
     def perform(self, player: Player, number: int) -> Shown:
-        del player.kept[self.pick % len(player.kept)]
+        if player.is_quiet:
+            player.quiet.close()
+        elif player.is_sharded:
+            player.quiet.enter_context(player.model.no_sync())
+        player.is_quiet = not player.is_quiet
         return {}
 
     def after(self, state: State, outcome: str) -> None:
-        del state.born[self.pick % len(state.born)]
+        state.is_quiet = not state.is_quiet
+
+
+@dataclass(frozen=True)
+class Freeze(Operation):
+    """Freeze or unfreeze a layer (-1: the head, None: all), or one parameter of it."""
+
+    part: int | None = 0
+    name: str | None = None
+    trains: bool = False
+
+    def perform(self, player: Player, number: int) -> Shown:
+        for name, param in player.model.part(self.part).named_parameters():
+            if self.name is None or name.endswith(self.name):
+                param.requires_grad_(self.trains)
+        return {}
+
+
+@dataclass(frozen=True)
+class ZeroGrad(Operation):
+    """Clear gradients of a layer (-1: the head, None: all), by its method or by the optimizer's."""
+
+    part: int | None = None
+    to_none: bool = True
+    by_optimizer: bool = False
+
+    def is_legal(self, state: State) -> bool:
+        return self.to_none or not state.is_held
+
+    def perform(self, player: Player, number: int) -> Shown:
+        owner: Any = player.optimizer if self.by_optimizer and self.part is None else player.model.part(self.part)
+        owner.zero_grad(set_to_none=self.to_none)
+        return {}
+
+    def after(self, state: State, outcome: str) -> None:
+        if self.part is None and self.to_none:
+            state.is_torn = state.is_held = False
+
+
+@dataclass(frozen=True)
+class Step(Operation):
+    """The optimizer's."""
+
+    edits_weights = True
+
+    def is_legal(self, state: State) -> bool:
+        return state.has_gradients_to_see and not state.is_unreached
+
+    def perform(self, player: Player, number: int) -> Shown:
+        player.optimizer.step()
+        return {}
+
+
+@dataclass(frozen=True)
+class Clip(Operation):
+    """Clip gradients, by the model's method or by torch's."""
+
+    by_model: bool = True
+
+    def is_legal(self, state: State) -> bool:
+        return state.has_gradients_to_see
+
+    def perform(self, player: Player, number: int) -> Shown:
+        if player.is_sharded and self.by_model:
+            return {"norm": player.model.clip_grad_norm_(0.1)}
+        return {"norm": torch.nn.utils.clip_grad_norm_(player.model.parameters(), 0.1)}
+
+
+@dataclass(frozen=True)
+class Edit(Operation):
+    """Scale weights of a layer (-1: the head, None: all) in place."""
+
+    part: int | None = None
+    factor: float = 0.9
+
+    edits_weights = True
+
+    def perform(self, player: Player, number: int) -> Shown:
+        with torch.no_grad():
+            for param in player.model.part(self.part).parameters():
+                param.mul_(self.factor)
+        return {}
+
+
+@dataclass(frozen=True)
+class Check(Operation):
+    """Compare weights, and gradients if there are any to see."""
+
+    has_gradients: bool = True
+
+    def is_legal(self, state: State) -> bool:
+        return not self.has_gradients or state.has_gradients_to_see
+
+    def perform(self, player: Player, number: int) -> Shown:
+        found: Shown = {**full_weights(player.model)}
+        if self.has_gradients:
+            found.update({f"gradient of {name}": grad for name, grad in full_grads(player.model).items()})
+        return found
 
 
 def _named(player: Player, what: str, losses: Sequence[Tensor | None]) -> Shown:
@@ -193,8 +272,3 @@ def _named(player: Player, what: str, losses: Sequence[Tensor | None]) -> Shown:
 
 def _raise_in_forward(module: nn.Module, args: Any) -> None:
     raise Trouble("forward")
-
-
-def _penalty(model: nn.Module) -> Tensor:
-    total: Any = sum(0.1 * param.square().sum() for param in model.parameters())
-    return total  # type: ignore[no-any-return]
