@@ -31,6 +31,7 @@ from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, dropping, refer
 from tests.simulated import (
     CPU,
     SimulatedDevice,
+    SimulatedEvent,
     SimulatedStream,
     backward_elsewhere,
     checking_streams,
@@ -339,6 +340,62 @@ def test_small_gradients_are_copied_on_the_stream_that_has_made_them(context: Ra
         ):
             stack_step(model, Call(0, context.rank, 2, 1.0))
         assert used == {device.compute}
+
+
+class _Scales(nn.Module):
+    """A layer with nine parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(64) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+def _stream_calls(layers: int) -> Counter[str]:
+    """Calls for streams in a step of a model with so many layers. The stream of the thread is named by its address."""
+    calls: Counter[str] = Counter()
+
+    def count(kind: type, name: str) -> Any:
+        function = getattr(kind, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return mock.patch.object(kind, name, counted)
+
+    with simulated_device() as device:
+        address = mock.Mock(side_effect=lambda index: id(getattr(device._local, "stream", device.compute)))
+        with mock.patch("streamshard.comm.streams.raw_stream_of", lambda _: address):
+            model = StreamShard(nn.Sequential(*(_Scales() for _ in range(layers))))
+        for _ in range(2):
+            model(torch.ones(1, 64)).float().sum().backward()
+            model.zero_grad()
+        with (
+            count(SimulatedDevice, "current_stream"),
+            count(SimulatedDevice, "stream"),
+            count(SimulatedEvent, "record"),
+            count(SimulatedStream, "wait_event"),
+        ):
+            model(torch.ones(1, 64)).float().sum().backward()
+    calls["current_stream"] -= calls["stream"]  # the simulated device's own
+    return calls
+
+
+@on_ranks(2)
+def test_a_layer_asks_the_device_for_few_streams_and_events(context: RankContext) -> None:
+    """Forward and backward of a layer of nine parameters: no stream objects, 3 contexts, 6 records, 6 waits."""
+    more, fewer = _stream_calls(12), _stream_calls(8)
+    assert {name: (more[name] - fewer[name]) / 4 for name in more} == {
+        "current_stream": 0,
+        "stream": 3,
+        "record": 6,
+        "wait_event": 6,
+    }
 
 
 def test_host_copies_hold_what_was_there_at_the_call() -> None:
