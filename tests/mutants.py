@@ -202,12 +202,17 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Engine.unshard", Drop("unit.finish_gather()"), "matrix"),
     ],
     "engine/forward": [
+        ("Forward.finish", Drop("self._mark_absent(in_forward=False)"), "absent_weights"),
         (
             "Forward.finish",
             Swap("(engine.ranks.failure is not None or not isinstance(error, Exception))", "True"),
             "invariants",
         ),
         ("Forward.finish", Swap("self._prefetch(self._schedule.finish())", "self._schedule.finish()"), "execution"),
+    ],
+    "engine/hooks": [
+        ("_watch_nodes", Swap("node._sequence_nr() >= first and ", ""), "activations"),
+        ("call_unit", Swap("outer is not None and", "False and"), "activations"),
     ],
     "engine/reductions": [
         ("UsedParams._write", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
@@ -271,6 +276,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("GradSlot.join", Drop("self.drained.wait(stream)"), _STREAMS),
     ],
     "unit/unit": [
+        ("StreamedUnit._set_bound", Drop("self.writes.expire()"), "activations"),
         ("StreamedUnit.start_gather", Drop("slot.released.wait()"), "matrix"),
         ("StreamedUnit.start_gather", Drop("slot.arrived.complete()"), "invariants matrix execution"),
     ],

@@ -180,13 +180,16 @@ def _only_inside(model: Any, call: Call) -> Tensor:
 @on_ranks(2)
 def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankContext) -> None:
     """No gradient comes to the layer's output, so nothing says that backward needs its weights."""
-    model = StreamShard(_stashing(), precision=FP32)
+    model: Any = StreamShard(_stashing(), precision=FP32)
     call = Call(0, context.rank, context.world_size, 1.0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
             _only_inside(model, call)
         why = explain_version(raised.value)
         assert why is not None and re.search(r"'layers\.3' by a tensor.*resident=\['layers\.3'\]", why), why
+    model(vector_batch(0, context.rank)).square().mean().backward(retain_graph=True)  # has put each layer in place
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model.layers[2].stash.square().mean().backward()
     assert explain_version(RuntimeError("is at version 1; expected version 0 instead")) is None
     for slots in ("all", 2):  # with a slot for each layer, weights stay where they are
         with case(slots):
