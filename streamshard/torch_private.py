@@ -44,8 +44,11 @@ AsTensors = torch._C.DisableTorchFunctionSubclass
 
 # ``param.data`` and ``param.grad`` without __torch_function__, which a subclass's attribute would call. Every module
 # and optimizer reads them in each step.
-data_attribute: Any = torch._C.TensorBase.data
-grad_attribute: Any = torch._C.TensorBase.grad
+_TensorBase: Any = torch._C.TensorBase
+get_data: Callable[[torch.Tensor], torch.Tensor] = _TensorBase.data.__get__
+set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TensorBase.data.__set__
+get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _TensorBase.grad.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TensorBase.grad.__set__
 
 # Changes the timeout of a process group that exists.
 set_timeout = _set_pg_timeout

@@ -23,7 +23,7 @@ from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
 from streamshard.planning.flat_params import ByteRange, FlatParam
 from streamshard.planning.memory import Category
-from streamshard.torch_private import AsTensors, grad_attribute
+from streamshard.torch_private import AsTensors, get_grad, set_grad
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
 from streamshard.unit.sharded_parameter import drop_unreduced, keep_unreduced, put_grad
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
@@ -145,7 +145,7 @@ class ParamGrad:
         Returns:
             Whether ``.grad`` is `in_main`, as the last backward has left it, and lies where it lay (``grad.data = x``).
         """
-        grad = grad_attribute.__get__(self.shard.param)
+        grad = get_grad(self.shard.param)
         self.is_kept = grad is not None
         is_same = grad is self.in_main
         if is_same and grad is not None and grad.numel():
@@ -164,10 +164,10 @@ class ParamGrad:
         param = self.shard.param
         if self.in_main is None:
             self.in_main = ShardedTensor.wrap(self._local.detach(), self._piece, life)
-        if (own := grad_attribute.__get__(param)) is not None:
+        if (own := get_grad(param)) is not None:
             self.in_main.add_(own)
         drop_unreduced(param)
-        grad_attribute.__set__(param, self.in_main)
+        set_grad(param, self.in_main)
 
     def forget(self, *, is_in_slot: bool) -> None:
         """Zero the gradient in the main grads, and in the slot if it waits there."""
@@ -312,8 +312,8 @@ class UnitGrads:
         left = []
         with AsTensors():
             for grad in self._small:
-                if (value := grad_attribute.__get__(grad.view)) is not None:
-                    grad_attribute.__set__(grad.view, None)
+                if (value := get_grad(grad.view)) is not None:
+                    set_grad(grad.view, None)
                     left.append((grad, value))
         return left
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.errors import ShardingError
-from streamshard.torch_private import AsTensors, data_attribute, grad_attribute, skip
+from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, set_grad, skip
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor, piece_of
 
 # Each attribute goes through __torch_function__ unless it is looked up here.
@@ -52,7 +52,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def data(self, data: torch.Tensor) -> None:
         self._check("data", data)
         with AsTensors():
-            data_attribute.__set__(self, data)
+            set_data(self, data)
 
     @property
     @skip
@@ -62,7 +62,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             unreduced: ShardedTensor = _unreduced[self]
             return unreduced
         with AsTensors():
-            grad: torch.Tensor | None = grad_attribute.__get__(self)
+            grad: torch.Tensor | None = get_grad(self)
             if type(grad) is torch.Tensor:
                 ShardedTensor.wrap(grad, self.piece.of_grad())
             return grad
@@ -74,7 +74,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             self._check("grad", grad)
         drop_unreduced(self)
         with AsTensors():
-            grad_attribute.__set__(self, grad)
+            set_grad(self, grad)
 
     @grad.deleter
     @skip
@@ -117,14 +117,14 @@ def be_whole(param: nn.Parameter) -> None:
 def data_of(param: torch.Tensor) -> torch.Tensor:
     """``param.data`` as torch has it: a write into it is no change of the parameter."""
     with AsTensors():
-        data: torch.Tensor = data_attribute.__get__(param)
+        data: torch.Tensor = get_data(param)
         return data
 
 
 def grad_of(param: torch.Tensor) -> torch.Tensor | None:
     """``param.grad`` as autograd has it, whatever waits in a slot."""
     with AsTensors():
-        grad: torch.Tensor | None = grad_attribute.__get__(param)
+        grad: torch.Tensor | None = get_grad(param)
         return grad
 
 
@@ -132,7 +132,7 @@ def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     """``param.grad = grad``, of a gradient that is known to fit. What waits is dropped."""
     drop_unreduced(param)
     with AsTensors():
-        grad_attribute.__set__(param, grad)
+        set_grad(param, grad)
 
 
 # -- gradients that wait in their slots -------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class ShardedTensor(torch.Tensor):
         if type(local) is not torch.Tensor:
             local = local.as_subclass(torch.Tensor)
         local.__class__ = ShardedTensor
-        tensor = cast(ShardedTensor, local)
+        tensor: ShardedTensor = local  # type: ignore[assignment]  # a call of cast() for each gradient takes time
         tensor.piece = piece
         if life is not None:
             tensor.life = life

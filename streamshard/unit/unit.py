@@ -65,6 +65,7 @@ class StreamedUnit:
         self.writes = Writes(self.name)
         self.views: list[UnshardedParameter] = []
         self._sharded: list[nn.Parameter] = []  # parameters, in the same order
+        self._trains: list[bool] = []  # ``requires_grad`` of `views`, as `take_trainability` or a layer has left it
         self.is_bound = False
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Exchanging a module's
         # `_parameters` is one assignment, whatever the number of parameters. Weak: the model holds this object.
@@ -85,6 +86,7 @@ class StreamedUnit:
                 view = UnshardedParameter(_whole(alias, param), requires_grad=True)
                 self.params.append(param)
                 self.views.append(view)
+                self._trains.append(True)
                 self.grads.add(param, view)
                 self.writes.watch(view, alias, param.param, param.name)
         self._sharded = [param.param for param in self.params]
@@ -119,18 +121,20 @@ class StreamedUnit:
         """
         with AsTensors():  # an AbsentWeight would answer for the sharded parameter
             wanted = [param.requires_grad for param in self._sharded]
-            if wanted != [view.requires_grad for view in self.views]:
+            if wanted != self._trains:
                 for view, trains in zip(self.views, wanted, strict=True):
                     view.requires_grad_(trains)
+                self._trains = wanted
         self.is_trainable = any(wanted) and bool(self.grads.flat_params)
 
     def end_use(self) -> None:
         """Layers have computed in a forward: keep which weights they froze or unfroze, and refuse what they wrote."""
         with AsTensors():
             trains = [view.requires_grad for view in self.views]
-            if trains != [param.requires_grad for param in self._sharded]:
+            if trains != self._trains:
                 for param, wanted in zip(self._sharded, trains, strict=True):
                     param.requires_grad_(wanted)
+                self._trains = trains
         self.writes.refuse()
 
     def versions(self) -> list[int]:

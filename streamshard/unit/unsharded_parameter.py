@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.errors import ShardingError, log, uncaught
-from streamshard.torch_private import AsTensors, data_attribute, set_versions, skip, tree_leaves, untraced
+from streamshard.torch_private import AsTensors, get_data, set_data, set_versions, skip, tree_leaves, untraced
 from streamshard.unit.global_ops import answers_without_values, name_of
 
 
@@ -43,7 +43,7 @@ class UnshardedParameter(nn.Parameter):
         """As in torch. Copies the weight first, so that `Writes` notices a change."""
         if (known := _known.get(self)) is not None and (writes := known.writes_of()) is not None:
             untraced(writes.remember, known.place)
-        data: torch.Tensor = data_attribute.__get__(self)
+        data: torch.Tensor = get_data(self)
         return data
 
     @data.setter
@@ -51,7 +51,7 @@ class UnshardedParameter(nn.Parameter):
     def data(self, data: torch.Tensor) -> None:
         if (known := _known.get(self)) is not None and data.data_ptr() != self.data_ptr():
             _refuse(known.name, "was given other memory (param.data = ...)")
-        data_attribute.__set__(self, data)
+        set_data(self, data)
 
     @skip
     def set_(self, *source: Any) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Writes:
     def _bytes(self, index: int) -> torch.Tensor:
         """[n bytes] uint8: bytes are compared, so NaN equals NaN, and 0 differs from -0."""
         with AsTensors():
-            flat: torch.Tensor = data_attribute.__get__(self._views[index]).reshape(-1)
+            flat: torch.Tensor = get_data(self._views[index]).reshape(-1)
         return flat.view(torch.uint8)
 
 
