@@ -254,21 +254,23 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-def tensors_deep_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """All tensors in `value`, as `tensors_in` finds them, and in attributes of objects (spconv, PyTorch Geometric)."""
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return
-    seen.add(id(value))
+def tensors_deep_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """All tensors in `value`, as `tensors_in` finds them, and in attributes of objects (spconv, PyTorch Geometric).
+
+    Args:
+        value: any object; modules are left out.
+        depth: how many objects lie inside each other at most.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from tensors_deep_in(list(value.values()), seen)
+        for item in value.values():
+            yield from tensors_deep_in(item, depth)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_deep_in(item, seen)
-    elif not isinstance(value, nn.Module | type):
-        yield from tensors_deep_in(getattr(value, "__dict__", {}), seen)
+            yield from tensors_deep_in(item, depth)
+    elif depth and not isinstance(value, nn.Module | type):
+        yield from tensors_deep_in(getattr(value, "__dict__", {}), depth - 1)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
