@@ -91,7 +91,7 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
     use: Use = untraced(phase.pre_forward, unit)
     first, outer = sequence_number(), saved_tensors_hooks(False)
-    # Recomputation has threads of its own, and sequence numbers of its own in each.
+    # Each thread numbers its nodes itself, and backward may recompute in another thread than that of the forward.
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
     try:
         if outer is not None and unit.weight_slot.is_shared:
