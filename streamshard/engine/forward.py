@@ -73,6 +73,7 @@ class Forward(Phase):
         self._bind(engine.root_unit)
 
     def _mark_absent(self, *, in_forward: bool) -> None:
+        """Give absent weights the versions of a forward, or those outside. See [Note: absent weights]."""
         if self._has_graph:
             for unit in self._engine.units[1:]:
                 if unit.weight_slot.is_shared:
@@ -87,11 +88,12 @@ class Forward(Phase):
             ShardingError: a layer of another streamed unit runs.
         """
         self._engine.streams.observe(StepEvent.FORWARD_BEGINS, unit.index)
-        if unit.is_streamed and (outer := next((u for u in self._running if u.is_streamed and u is not unit), None)):
-            raise ShardingError(
-                f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same buffers: "
-                f"keep one of them in place, StreamShard(model, resident=[{unit.name!r}])"
-            )
+        for outer in self._running if unit.is_streamed else ():
+            if outer.is_streamed and outer is not unit:
+                raise ShardingError(
+                    f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same "
+                    f"buffers: keep one of them in place, StreamShard(model, resident=[{unit.name!r}])"
+                )
         is_inside = bool(self._running) and not unit.is_streamed
         if is_inside:
             self._use_in_place(unit)

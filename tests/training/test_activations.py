@@ -306,20 +306,3 @@ def test_a_loss_of_attention_maps_alone_raises(context: RankContext) -> None:
     with pytest.raises(RuntimeError, match="another view of its base has been modified inplace") as raised:
         model.layers[1].maps.square().mean().backward()
     assert "attention maps" in str(explain_version(raised.value))
-
-
-@on_ranks(2)
-def test_a_layer_may_change_its_input_in_place(context: RankContext) -> None:
-    """And return it, or nothing."""
-
-    class Adding(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            x += torch.tanh(self.linear(x.clone()))
-            return x
-
-    def call(layer: nn.Module, x: Tensor) -> Tensor:
-        x = x * 1.0
-        layer(x)
-        return layer(x=x)  # type: ignore[no-any-return]
-
-    assert_trains_like_plain(context, lambda: Calling(Adding, call), stack_step)
