@@ -175,6 +175,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Transport.gather_now", Drop("fence.wait()"), _STREAMS),
     ],
     "engine/backward": [
+        ("Backward._advance", Swap(" or self._waits_before(visit)", ""), "execution"),
         ("Backward._close_pass", Drop("engine.reductions.start_late_ones()"), "execution passes"),
         ("Backward.begin", Swap("engine.inputs.grad_scale == 1.0", "True"), "join"),
         ("Backward._unbind", Drop("self._engine.reductions.small.close()"), "exceptions"),

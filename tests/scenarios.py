@@ -127,6 +127,12 @@ def _route_by_rank(model: nn.Module, call: Call) -> None:
     _on([0, 1, 2, 3, 4], [0, 2, 4], [1, 3])(model, call._replace(step=call.step + call.rank))
 
 
+def _repeat_by_rank(model: nn.Module, call: Call) -> None:
+    """After the first step each rank alone repeats its first layers, in turn, or uses them last, or not at all."""
+    routes = ([0, 1, 2, 0, 1, 2, 3, 4, 5], [3, 4, 5], [0, 1, 0, 1, 2, 3, 4, 5], [3, 4, 5, 2, 0])
+    _on([0, 1, 2, 3, 4, 5] if call.step == 0 else routes[(call.step + call.rank) % 4])(model, call)
+
+
 def _evaluating(model: nn.Module, call: Call) -> None:
     """Layers skipped at the end of a pass are gathered all the same, and nothing ever waits for them."""
     with torch.no_grad():
@@ -271,6 +277,9 @@ SCENARIOS: dict[str, Scenario] = {
     "a backward that fails": Scenario(RoutedStack, _failing_backward),
     "weights read elsewhere": Scenario(ReadingStack, _one_backward, resident=("layers.0", "layers.2")),
     "a forward that fails": Scenario(RoutedStack, _failing_forward),
+    "resident layers repeated on some ranks": Scenario(
+        lambda: RoutedStack(6), _repeat_by_rank, resident=("layers.0", "layers.1", "layers.2")
+    ),
 }
 
 

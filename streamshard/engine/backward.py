@@ -57,6 +57,7 @@ class Backward(Phase):
         self._leaves_unaveraged = is_local and not engine.plan.keeps_grads and averages
         self._schedule = Schedule([], engine.plan.weights, engine.plan.shared, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
+        self._at_first_call: set[int] = set()  # resident units whose first call in the forward it has come to
         self._recomputing: list[StreamedUnit] = []  # units of the layers that run forward, one inside the other
         # Autograd holds the callback as long as the backward runs, and drops it when an exception ends the backward.
         at_end = functools.partial(untraced, self.finish)
@@ -105,6 +106,7 @@ class Backward(Phase):
             self._closed.append(self.graph)
             self._close_pass()
         self.graph = graph
+        self._at_first_call.clear()
         visits = [unit for unit in reversed(graph.visits) if unit != ROOT_UNIT]
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=True)
         engine.reductions.due = set(visits)
@@ -119,6 +121,8 @@ class Backward(Phase):
         self.reach(use.graph)
         _refuse_changed(use.unit, use.versions)
         if use.graph is self.graph and not use.is_inside:
+            if use.is_first:
+                self._at_first_call.add(use.unit.index)
             self._advance(use.unit)
         self._engine.unshard(use.unit)
         if not use.is_inside:
@@ -131,7 +135,7 @@ class Backward(Phase):
         visit = self._schedule.find(unit.index)
         if visit is None:  # outside of the program, or needed again after its visit
             return
-        if not unit.is_streamed and visit > self._next_visit:
+        if not unit.is_streamed and (visit > self._next_visit or self._waits_before(visit)):
             return  # resident: its weights stay, and the visits before may still come
         engine = self._engine
         self._computing = unit
@@ -140,6 +144,16 @@ class Backward(Phase):
             if other.is_bound and other is not unit:
                 other.release()
         self._issue(self._schedule.release_before(visit))
+
+    def _waits_before(self, visit: int) -> bool:
+        """Whether backward has still to come to an earlier call of a resident unit whose visit is before `visit`.
+
+        Its reduction would be too early: this rank may be the only one that has called the unit again.
+        """
+        if self.graph is None:
+            return False
+        calls, before = self.graph.calls, self._schedule.visits[self._schedule.released : visit]
+        return any(calls[unit] > 1 and unit not in self._at_first_call for unit in before)
 
     @property
     def _next_visit(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
@@ -36,10 +37,12 @@ class Graph:
     Attributes:
         versions: by unit, see `StreamedUnit.versions`: of the root unit, and of each resident unit whose weights were
             read while none of its layers ran. Their unsharded parameters are in the graph as they are.
+        calls: by resident unit, how often this rank has called its layers.
         visits: units in the order in which the forward all-gathered them; filled at its end.
     """
 
     versions: dict[int, list[int]]
+    calls: Counter[int] = dataclasses.field(default_factory=Counter)
     visits: tuple[int, ...] = ()
 
 
@@ -51,12 +54,14 @@ class Use(NamedTuple):
         graph: of the forward.
         versions: of the unit's sharded parameters at the call, see `StreamedUnit.versions`.
         is_inside: the unit is resident, and its layer ran inside a layer of another unit.
+        is_first: no layer of the unit was called before in the forward, so backward comes to this call last.
     """
 
     unit: StreamedUnit
     graph: Graph
     versions: list[int]
     is_inside: bool = False
+    is_first: bool = False
 
 
 class Phase(Protocol):

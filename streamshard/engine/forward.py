@@ -102,7 +102,11 @@ class Forward(Phase):
         self._bind(unit)
         self._running.append(unit)
         versions = unit.versions() if torch.is_grad_enabled() else []
-        return Use(unit, self.graph, versions, is_inside)
+        is_first = False
+        if not unit.is_streamed:
+            is_first = unit.index not in self.graph.calls
+            self.graph.calls[unit.index] += 1
+        return Use(unit, self.graph, versions, is_inside, is_first)
 
     def post_forward(self, unit: StreamedUnit) -> None:
         """See `Phase`. The unit's slot stays as it is until another unit needs it."""

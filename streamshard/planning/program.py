@@ -19,8 +19,9 @@ A unit is used *out of order* if the program has no visit of the unit left. Unti
 single rank may do so: it first issues the rest of the program, and then requests the unit, which all ranks all-gather.
 
 A resident unit does not share its slot: once all-gathered, any rank can use it at any time in the pass, without a
-collective. Until the order is known, resident units are all-gathered first, and ranks may use them in any order
-(`streamshard.planning.unit_order`).
+collective. If a rank calls it several times, the rank's backward does not issue the unit's reduction before it has come
+to the first of these calls (`Backward._waits_before`). Until the order is known, resident units are all-gathered first,
+and ranks may use them in any order (`streamshard.planning.unit_order`).
 """
 
 from __future__ import annotations
