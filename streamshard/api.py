@@ -98,11 +98,13 @@ class StreamShard(ShardedModule):
             on the meta device get memory without values: `load_safetensors` or `init_weights` fills them.
         units: the modules to all-gather and reduce as one unit each: classes, modules, or names of either
             (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several. None: repeated layers, and large modules beside
-            them whose parameters are not tied (see `streamshard.planning.discovery`). All other parameters form the
-            root unit. Warns if the root unit has more than a quarter of the weights.
-        resident: modules whose weights are read outside of their own layer's forward: names, modules or classes, one or
-            several. Each gets its own slots, is all-gathered once in a step and then stays unsharded, as embeddings and
-            heads do. The parameters of a module inside a layer move to the root unit.
+            them whose parameters are not tied (see `streamshard.planning.discovery`). Layers of a small tower, such as
+            an image encoder with at most a quarter of the weights, are resident. All other parameters form the root
+            unit. Warns if the root unit has more than a quarter of the weights.
+        resident: modules whose weights are read outside of their own layer's forward, or that some ranks run more often
+            than others: names, modules or classes, one or several. Each gets its own slots, is all-gathered once in a
+            step and then stays unsharded, as embeddings and heads do. Of a module with layers inside, all layers are
+            resident. The parameters of a module inside a layer move to the root unit.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards over the
             second axis, averages gradients over the first (hybrid sharding). None: the default group; if there is none,
             it is made from the launcher's environment.

@@ -29,6 +29,7 @@ from streamshard.inspect.pictures import new_figure, save_figure
 from streamshard.integrations import huggingface
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.program import gathers_of_step
+from streamshard.planning.structure import list_of
 from streamshard.unit.unit import StreamedUnit
 
 _DOUBLINGS = 10  # so often the number of ranks is doubled at most, until the model fits
@@ -36,10 +37,10 @@ _DOUBLINGS = 10  # so often the number of ranks is doubled at most, until the mo
 
 @dataclasses.dataclass(frozen=True)
 class PlannedUnit:
-    """A unit, or several equal streamed units.
+    """A unit, or several equal units.
 
     Attributes:
-        name: of its module; of several units the class of their layers.
+        name: of its module. Of several streamed units the class of their layers, of several resident ones their list.
         count: how many units.
         numel: parameters of each.
         weight_bytes: of each in a weight slot.
@@ -312,11 +313,11 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
 
 
 def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
-    """The units, root unit first. Streamed units of the same class and size are one entry."""
+    """The units, root unit first. Equal streamed units of a class, or equal resident ones of a list, are one entry."""
     alike: dict[tuple[object, ...], list[StreamedUnit]] = {}
     modules = [(), *(found.modules for found in checked.found)]
     for unit, layers in zip(plan_engine(checked, ranks).units, modules, strict=True):
-        name = type(layers[0]).__name__ if unit.is_streamed else unit.name
+        name = type(layers[0]).__name__ if unit.is_streamed else list_of(unit.name)
         alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
     return [
         PlannedUnit(

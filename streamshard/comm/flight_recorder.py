@@ -49,8 +49,9 @@ _END_WITHIN_S = 5.0  # at exit, how long to wait for each watchdog thread
 _ADVICE = (
     "All of them have to call forward (evaluation and generate() too), backward, norms and everything that collects or "
     "saves weights (save_model and the like, so call these outside of `if accelerator.is_main_process`), and run the "
-    "same layers in the same order (some may skip layers, but not reorder or repeat them). Where inputs run out on "
-    "some ranks first, use torch.distributed.algorithms.Join([model])"
+    "same layers in the same order. Some ranks may skip layers. If some alone repeat or reorder a module's layers, as "
+    "those of an image tower, keep the module in place: StreamShard(model, resident=['visual']). Where inputs run out "
+    "on some ranks first, use torch.distributed.algorithms.Join([model])"
 )
 
 

@@ -15,7 +15,7 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
 from streamshard.errors import log, uncaught
 from streamshard.planning.memory import Category, largest_of, plan_slots
-from streamshard.planning.structure import modules_inside
+from streamshard.planning.structure import list_of, modules_inside
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
     layers = Counter(type(module).__name__ for module, handle in handles.items() if handle and handle.unit)
     units = [f"{count} x {layer}" if count > 1 else layer for layer, count in layers.items()]
     units = [", ".join(units)] * bool(units) + ["the root unit"]
-    resident = ", ".join(unit.name for unit in engine.units[1:] if not unit.is_streamed)
+    names = [unit.name for unit in engine.resident]
+    lists = Counter(map(list_of, names))
+    resident = ", ".join(dict.fromkeys(found if lists[found := list_of(name)] > 1 else name for name in names))
     size, precision = engine.ranks.world_size, engine.precision
     dtypes = (precision.param_dtype, precision.slot_grad_dtype, precision.reduce_dtype)
     compute, gradients, sums = (str(dtype or "the parameters' own").removeprefix("torch.") for dtype in dtypes)

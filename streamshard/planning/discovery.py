@@ -6,6 +6,12 @@ A list of layers is streamed if it holds a twentieth of the weights, embeddings 
 million parameters each: to all-gather so many takes longer than the latency of a collective. The list
 ``_no_split_modules`` of transformers' models is ignored: some entries are parts of layers, and some models leave a
 tower out.
+
+[Note: towers]
+A model for images and text has a second list of layers, its image tower. Some ranks run the tower several times in a
+step, or not at all, as their batches want. Streamed layers cannot do this: all ranks run them in one order. Resident
+layers can. So every list beside the largest one is resident if this takes little memory: it holds at most a quarter of
+the weights, or less than a million parameters per layer.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ UnitsArgument = _NamedModules | None  # what StreamShard(units=...) accepts
 ResidentArgument = _NamedModules  # resident=...
 
 _SUBSTANTIAL = 0.05  # see [Note: layers]
+_SMALL_TOWER = 0.25  # see [Note: towers]
 _WORTH_A_GATHER = 2**20
 _LARGE = 0.5  # share of the largest layer that makes a module worth a unit of its own
 
@@ -66,8 +73,8 @@ def find_groups(
     Args:
         root: the model.
         units: the user's argument, or None for repeated layers and large modules beside them.
-        resident: the user's argument. A layer named here becomes a resident unit. The parameters of a module inside a
-            layer move to the root unit.
+        resident: the user's argument. A layer named here, or inside a module named here, becomes a resident unit. The
+            parameters of a module inside a layer move to the root unit.
         param_bytes: bytes per element of ``param_dtype``.
         min_unit_bytes: consecutive small layers are combined until they have this many bytes.
 
@@ -80,14 +87,17 @@ def find_groups(
     names = {module: name for name, module in modules_of(root)}
     order = {module: position for position, module in enumerate(names)}
     wanted = dict.fromkeys(_select(resident, names, "resident") if resident not in ((), []) else ())
-    chosen = _detect_layers(root) if units is None else _select(units, names, "units")
+    chosen, towers = _detect_layers(root) if units is None else (_select(units, names, "units"), [])
     layers = sorted(set(chosen), key=order.__getitem__)
     held = {inner for layer in layers for inner in modules_inside(layer)}
-    beside = [module for module in wanted if module not in held]
+    around = {module: _inside(module, held) for module in wanted if module not in held}
+    beside = [module for module, inside in around.items() if not inside or module is root]
     _check_units(layers, beside, names)
+    resident_layers = {*wanted, *towers, *itertools.chain.from_iterable(around.values())}
     found = [
-        FoundUnit(names[layer], (layer,), layer in wanted, () if layer in wanted else _inside(layer, wanted))
+        FoundUnit(names[layer], (layer,), is_resident, () if is_resident else _inside(layer, wanted))
         for layer in layers
+        for is_resident in [layer in resident_layers]
     ]
     if min_unit_bytes:
         sizes = [param_bytes * sum(each.param.numel() for each in group) for group in _group_params(root, found)[1:]]
@@ -221,19 +231,27 @@ def _inside(module: nn.Module, wanted: Collection[nn.Module]) -> tuple[nn.Module
 # -- layers that repeat -------------------------------------------------------------------------------------------
 
 
-def _detect_layers(root: nn.Module) -> list[nn.Module]:
-    """The layers of each list that is worth streaming, at least of the largest list. See [Note: layers].
+def _detect_layers(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The layers of each list that is worth a unit per layer, at least of the largest list. See [Note: layers].
 
     Warns if there are none.
+
+    Returns:
+        All of them, and those of small towers, see [Note: towers].
     """
-    lists = list(_find_lists(root, set()))
     embeddings = embedding_params(root)
-    weights = [_numel(*layers, left_out=embeddings) for layers in lists]
-    enough = min(_SUBSTANTIAL * _numel(root, left_out=embeddings), max(weights, default=0))
-    found = [
+    lists = [(layers, _numel(*layers, left_out=embeddings)) for layers in _find_lists(root, set())]
+    enough = min(_SUBSTANTIAL * _numel(root, left_out=embeddings), max((own for _, own in lists), default=0))
+    large = [
+        (layers, own) for layers, own in lists if 0 < own >= enough or _numel(*layers) >= _WORTH_A_GATHER * len(layers)
+    ]
+    found = [layer for layers, _ in large for layer in layers]
+    main = max(reversed(large), key=lambda each: each[1], default=None)  # of equal ones the last: images come first
+    towers = [
         layer
-        for layers, own in zip(lists, weights, strict=True)
-        if 0 < own >= enough or _numel(*layers) >= _WORTH_A_GATHER * len(layers)
+        for layers, own in large
+        if main is not None and layers is not main[0]
+        if own <= _SMALL_TOWER * _numel(root) or own < _WORTH_A_GATHER * len(layers)
         for layer in layers
     ]
     if not found:
@@ -241,7 +259,7 @@ def _detect_layers(root: nn.Module) -> list[nn.Module]:
             f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
             "weights are all-gathered at once. Name its layers with units=[...] to stream them",
         )
-    return found
+    return found, towers
 
 
 def _find_lists(module: nn.Module, taken: set[nn.Module]) -> Iterator[list[nn.Module]]:

@@ -84,6 +84,11 @@ def join_names(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
+def list_of(name: str) -> str:
+    """The list in which the module called `name` lies: ``layers.*`` for ``layers.3``; other names as they are."""
+    return re.sub(r"\.\d+$", ".*", name)
+
+
 def tie_on_meta(root: nn.Module) -> None:
     """Make parameters on the meta device one Parameter again if they have the same memory and shape.
 

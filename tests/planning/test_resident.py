@@ -56,6 +56,40 @@ def test_modules_named_in_resident_are_resident(resident: Any, wanted: list[str]
     assert _resident(resident) == wanted
 
 
+class Towers(nn.Module):
+    """Lists of layers of the given sizes; `main` has 16 layers."""
+
+    def __init__(self, **sizes: tuple[int, int]) -> None:
+        super().__init__()
+        for name, (count, width) in {**sizes, "main": (16, 1024)}.items():
+            setattr(self, name, nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "units", "wanted"),
+    [
+        ({"image": (5, 1024)}, None, {"image"}),  # 5 of 21 layers
+        ({"image": (6, 1024)}, None, set()),
+        ({"image": (12, 1023)}, None, {"image"}),  # less than a million parameters per layer
+        ({"image": (5, 1024), "audio": (4, 1024)}, None, {"image", "audio"}),
+        ({"image": (5, 1024)}, [nn.Linear], set()),
+    ],
+)
+def test_layers_of_small_towers_are_resident(sizes: Any, units: Any, wanted: set[str]) -> None:
+    """Unless the user names the units."""
+    with torch.device("meta"):
+        found, _ = find_groups(Towers(**sizes), units)
+    assert len(found) == 16 + sum(count for count, _ in sizes.values())
+    assert {unit.name.partition(".")[0] for unit in found if unit.is_resident} == wanted
+
+
+@pytest.mark.parametrize("units", [None, [nn.Linear]])
+def test_all_layers_of_a_module_named_in_resident_are_resident(units: Any) -> None:
+    with torch.device("meta"):
+        found, _ = find_groups(Towers(image=(6, 1024)), units, ["image"])
+    assert [unit.name for unit in found if unit.is_resident] == [f"image.{number}" for number in range(6)]
+
+
 def test_parameters_of_a_resident_module_inside_a_layer_lie_in_the_root_unit() -> None:
     """Their layer is streamed, also together with others. Layers around a resident one are put together apart."""
     model = nn.Sequential(*(nn.Sequential(Layer(), nn.LayerNorm(DIM)) for _ in range(4)))
@@ -97,4 +131,6 @@ def test_resident_modules_are_printed_and_counted(context: RankContext) -> None:
     """In its own slots, which do not size the others."""
     model = StreamShard(Wide(), precision=Precision(), resident=["layers.1"])
     assert "units: 4 x Layer, Linear and the root unit; resident: layers.1, gate.linear" in repr(model)
+    several = StreamShard(Wide(), resident=["layers.1", "layers.3"])
+    assert "; resident: layers.*, gate.linear" in repr(several)
     assert [unit.is_streamed for unit in engine_inside(model).units] == [False, True, False, True, True, False]
