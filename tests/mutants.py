@@ -127,7 +127,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),
         ("start_copies", Swap("copied.record(stream)", "copied.record(module.Stream())"), "simulated_device:copies"),
         ("start_copies", Swap("current_stream(device)", "current_stream()"), "simulated_device:copies"),
-        ("start_copies", Drop("piece.data.record_stream(stream)"), "simulated_device:copies"),
+        ("start_copies", Drop("sources.append(piece.data)"), "simulated_device:copies"),
         ("start_copies", Swap("copy = copy.", f"{_ASIDE} copy = copy."), "simulated_device:copies"),
         ("start_copies", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
@@ -216,6 +216,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("call_unit", Swap("outer is not None and", "False and"), "activations"),
     ],
     "engine/reductions": [
+        ("UsedParams._write", Drop("self._arrived[0].wait()"), "simulated_device:flags"),
         ("UsedParams._write", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("Reductions._open", Drop("self.replicas.finish_average(unit)"), "replicas"),
         ("Reductions._open", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),

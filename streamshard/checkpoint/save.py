@@ -181,13 +181,12 @@ def start_copies(pieces: Sequence[Piece], device: torch.device) -> Callable[[], 
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for size in sizes]
     module = module_of(device) if has_streams(device) else None
     stream = None if module is None else module.current_stream(device)
-    copies = []
+    copies, sources = [], []  # the user may free the sources before they are copied
     for piece, (number, start) in zip(pieces, places, strict=True):
         copy, is_here = buffers[number].narrow(0, start, piece.data.nbytes), piece.data.device == device
         copy = copy.view(piece.data.dtype).copy_(piece.data, non_blocking=is_here)
         copies.append(piece._replace(data=copy))
-        if stream is not None and is_here:
-            piece.data.record_stream(stream)  # the user may free it before it is copied
+        sources.append(piece.data)
     if module is None:
         return lambda: copies
     copied = module.Event()
@@ -195,6 +194,7 @@ def start_copies(pieces: Sequence[Piece], device: torch.device) -> Callable[[], 
 
     def finish() -> list[Piece]:
         copied.synchronize()
+        sources.clear()
         return copies
 
     return finish

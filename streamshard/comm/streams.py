@@ -11,7 +11,7 @@ the race detector, are told of every record and wait, so any machine can check t
 3. GRADS_DRAINED: a unit's backward does not write a grad slot until the reduction of the slot's earlier unit is done.
 4. GRADS_WRITTEN: a reduction does not start until every gradient of its unit is written.
 5. SHARDS_WRITTEN: no gather reads a shard before it is written (the cast, the optimizer), nor an exchange its flags.
-6. SHARDS_READ: no cast writes an all-gather input that a gather still reads.
+6. SHARDS_READ: no cast writes an all-gather input that a gather still reads, nor the host flags that an exchange reads.
 7. RESULTS_ARRIVED: no result outside of slots is read before it is complete: main grads by the optimizer and by the
    average over replicas, flags by the host, full tensors by the caller.
 
@@ -338,6 +338,30 @@ class Streams:
     def on(self, name: StreamName) -> _OnStream:
         """Run the body on the stream of this name. On the CPU only the name changes."""
         return _OnStream(self, name)
+
+    @contextlib.contextmanager
+    def beside_compute(self, name: StreamName, what: str) -> Iterator[None]:
+        """Run a collective of a device on the stream `name`, not on the compute stream: one stream per communicator.
+
+        Collectives of one communicator on two streams can wait for each other (reported for ROCm,
+        pytorch/torchtitan#4064).
+
+        Args:
+            name: the communicator's stream. It waits for the compute stream first (rule 5), which waits for it
+                afterwards (rule 7). On the CPU the body simply runs.
+            what: the tensors that the collective reads and writes, for messages.
+        """
+        if self.module is None:
+            yield
+            return
+        written = Fence(self, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what, name)
+        written.record()
+        written.wait()
+        with self.on(name):
+            yield
+        arrived = Fence(self, Rule.RESULTS_ARRIVED, name, what)
+        arrived.record()
+        arrived.wait()
 
     @contextlib.contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:

@@ -243,12 +243,10 @@ class UsedParams:
         return [list(itertools.islice(anywhere, len(unit.views))) for unit in self._units]
 
     def _write(self, flags: list[bool]) -> None:
-        """Copy `flags` to the device, unless the last exchange has sent the same. Compute stream.
-
-        The last exchange has read the old flags: compute has waited for all-gathers of this pass, which come behind it.
-        """
+        """Copy `flags` to the device, unless the last exchange has sent the same. Compute stream."""
         if flags != self._sent:
             self._sent = flags
+            self._arrived[0].wait()  # rule 6: the last exchange has read the old flags
             is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
             told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
             self._flags[0].copy_(told, non_blocking=is_remote)

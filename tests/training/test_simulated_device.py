@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from streamshard.unit.unit import StreamedUnit
 from tests.models import DIM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, Tolerance, adamw, assert_same, full_weights, stack_step
-from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, dropping, reference, sharded, train
+from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, RoutedStack, dropping, reference, sharded, train
 from tests.simulated import (
     CPU,
     SimulatedDevice,
@@ -89,6 +90,23 @@ def test_every_precision_is_reduced_right(context: RankContext, precision: str) 
             train(model, "micro-batches", context)
             found = full_weights(model)
     assert_same(found, reference(context, "micro-batches", PRECISIONS[precision]), "weights", tolerance)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all"}])
+def test_flags_are_not_written_while_an_exchange_reads_them(context: RankContext, slots: dict[str, Any]) -> None:
+    """Inside ``no_sync()`` weights stay in their slots, so no gather separates two exchanges."""
+    with simulated_device() as device, checking_streams(device) as checker:
+        model = StreamShard(RoutedStack(2), precision=BF16, **slots)
+        with checker.of(model):
+            for step in range(2):
+                with model.no_sync():
+                    for last in (0, 1, 0):
+                        model.route = range(2 - last)  # type: ignore[assignment]  # a RoutedStack
+                        stack_step(model, Call(step, context.rank, 2, 1.0))
+                stack_step(model, Call(step, context.rank, 2, 1.0))
+                model.zero_grad()
+    assert not checker.found
 
 
 def _mesh(replicate: int, shard: int) -> DeviceMesh:
@@ -407,10 +425,13 @@ def test_host_copies_hold_what_was_there_at_the_call() -> None:
             finish = start_copies(pieces, CPU)
             for piece in pieces:
                 piece.data.zero_()
-                assert side in device.kept[piece.data.untyped_storage().data_ptr()]
+        sources = [weakref.ref(piece.data) for piece in pieces]
+        del pieces, piece
+        assert all(source() is not None for source in sources)  # their memory is not reused before it is copied
         assert not checker.found
         with device.stream(device.host):
             assert all(copy.data.eq(1.0).all() for copy in finish())
+        assert all(source() is None for source in sources)
 
 
 @on_ranks(2)
