@@ -113,7 +113,7 @@ def shard_model(
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
-    ranks, replicas = _connect(who, checked.here, device)
+    ranks, replicas = _connect(who, device)
     try:
         _check_ranks_agree(ranks, module, checked)
         empty = _agree_on_empty(ranks, checked.on_meta)
@@ -276,10 +276,10 @@ def _split(
     return sorted(parts.items(), key=lambda part: not part[0].trains)
 
 
-def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tuple[Communicator, Replicas | None]:
+def _connect(who: Groups | None, device: torch.device) -> tuple[Communicator, Replicas | None]:
     """Connect to the other ranks. All have accepted their models."""
-    if device != here:
-        module_of(device).set_device(device)  # so that the user's next tensors are on this device too
+    if device.type not in ("cpu", "meta"):  # also if the model is there: else NCCL and capture use another device
+        module_of(device).set_device(device)
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warn_user(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron's scripts set it) puts all streams of a GPU into one queue: "

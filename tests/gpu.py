@@ -56,7 +56,7 @@ def enter_gpu() -> torch.device:
         if IS_PLAYED_CUDA:
             from tests.played_cuda import play
 
-            play()
+            play(devices=2)
         torch.cuda.init()  # a mesh that finds a device nobody has used chooses one itself, and warns
         torch.cuda.set_device(device)
         if os.environ.get("STREAMSHARD_TEST_SANITIZER") == "1":

@@ -6,6 +6,7 @@ their traffic goes through sockets: this shows correctness and order, not speed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -226,6 +227,38 @@ def test_a_run_goes_on_from_a_checkpoint_on_a_gpu(context: RankContext, tmp_path
     found = train(*other, 2)
     assert found[-1] == wanted[-1]
     assert_same({"losses": torch.tensor(found)}, {"losses": torch.tensor(wanted)}, "losses", NEAR)
+
+
+@on_ranks(1, 2, backend="nccl")
+def test_the_current_device_may_be_another_one_than_the_models(context: RankContext, tmp_path: Path) -> None:
+    """Sharding makes the model's device the current one. Steps, saves and whole parameters follow the model."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    first, there = torch.device("cuda", 0), dataclasses.replace(context, device=torch.device("cuda", 1))
+
+    def choose_first(model: nn.Module, number: int) -> None:
+        assert number or not isinstance(model, StreamShard) or torch.cuda.current_device() == 1
+        torch.cuda.set_device(first)
+
+    def whole(model: nn.Module) -> torch.optim.Optimizer:
+        if isinstance(model, StreamShard):
+            return WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+        return torch.optim.Adafactor(model.parameters())
+
+    try:
+        for optimizer in (adamw, whole):
+            options: dict[str, Any] = {"prepare": choose_first, "optimizer": optimizer, "tolerance": NEAR}
+            model = assert_trains_like_plain(there, Stack, stack_step, **options)
+            before = full_weights(model)
+            save_checkpoint(tmp_path, model, wait=False).wait()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            load_checkpoint(tmp_path, model)
+            assert_same(full_weights(model), before, "weights after a save and a load", EXACT)
+            assert {param.device for param in model.parameters()} == {there.device}
+    finally:
+        torch.cuda.set_device(first)
 
 
 def _train_wide(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
