@@ -19,6 +19,7 @@ Imported under torch's own names:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -85,8 +86,19 @@ def untraced(function: Callable[..., _T], *args: Any) -> _T:
     """
     if get_eval_frame_callback() in (None, False):
         return function(*args)
-    result: _T = torch._dynamo.disable(function)(*args)
+    result: _T = _uncompiled_call()(function, *args)
     return result
+
+
+@functools.cache
+def _uncompiled_call() -> Callable[..., Any]:
+    """One wrapper for all functions: making a wrapper takes longer than most of the calls."""
+
+    def call(function: Callable[..., _T], *args: Any) -> _T:
+        return function(*args)
+
+    uncompiled: Callable[..., Any] = torch._dynamo.disable(call)
+    return uncompiled
 
 
 def is_traced() -> bool:

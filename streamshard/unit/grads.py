@@ -332,8 +332,13 @@ class UnitGrads:
                 places.append(grad.in_slot)
                 fresh.append(value)
             grad.is_used = grad.is_written = True
-        if fresh:
+        kinds = {(place.dtype, value.dtype) for place, value in zip(places, fresh, strict=True)}
+        if len(kinds) == 1:
             torch._foreach_copy_(places, fresh)
+        else:  # of mixed dtypes one call would launch a kernel for each tensor
+            for kind in kinds:
+                pairs = [pair for pair in zip(places, fresh, strict=True) if (pair[0].dtype, pair[1].dtype) == kind]
+                torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])
         self._streams.observe(StepEvent.GRAD_WRITTEN, self._index)
 
     def spill(self) -> None:
