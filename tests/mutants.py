@@ -146,6 +146,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("RegisteredMemory.register", Swap(".atexit = False", ""), "registered_memory"),
     ],
     "comm/nccl": [
+        ("NcclTransport.start_flags", Swap("ReduceOp.MAX", "ReduceOp.SUM"), "transport"),
         ("NcclTransport._exchange", Swap("torch.sum(", f"{_ON_COMPUTE} torch.sum("), _STREAMS),
         ("NcclTransport.meet", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_all_to_all", _NO_STREAM, "whole_parameters:wait"),
@@ -164,7 +165,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         (
             "Streams.device_stream",
             Swap("stream = self.module.current_stream(self.device)", "stream = self.module.current_stream()"),
-            _STREAMS,
+            "gpu:another_one",
         ),
         ("Streams.device_stream", Swap("current != address", "address is None"), _STREAMS),
         ("Streams.keep", Drop("buffer.record_stream(stream)"), _STREAMS),
@@ -236,6 +237,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Replicas.flush", Drop("self._reduced.wait()"), "replicas"),
         ("Replicas.add", Swap("not self._is_synced", "False"), "replicas"),
         ("Replicas.finish", Swap("sorted(self._unaveraged)", "()"), "replicas"),
+    ],
+    "inspect/adversary": [
+        ("AdversarialTransport._start", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
     ],
     "optim/rounds": [
         ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),

@@ -186,6 +186,17 @@ def _check_all_to_all(ranks: Communicator) -> None:
             assert torch.equal(exchange.chunks(rank)[1], wanted)
 
 
+def _check_flags(ranks: Communicator) -> None:
+    """A flag is 1 if it is 1 on any rank: a sum in uint8 would be 0 on 256 ranks."""
+    transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
+    flags = torch.tensor([1, 0, int(ranks.rank == 1)], dtype=torch.uint8, device=device)
+    gathered = torch.empty(transport.flags_numel(3), dtype=torch.uint8, device=device)
+    _let_read(transport)
+    _wait(transport, transport.start_flags(flags, gathered, 1))
+    assert int(gathered.max()) == 1
+    assert gathered.view(-1, 3).amax(0).tolist() == [1, 0, int(size > 1)]
+
+
 def _check_talk(ranks: Communicator) -> None:
     """Ranks exchange objects while a collective is pending."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
@@ -216,6 +227,7 @@ def test_every_transport_gathers_averages_and_exchanges_objects(context: RankCon
     """Gathers, averages, and what ranks say to each other."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
     _check_gathers(ranks, DTYPES[dtype])
+    _check_flags(ranks)
     _check_all_to_all(ranks)
     _check_talk(ranks)
 

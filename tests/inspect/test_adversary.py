@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from streamshard import Precision
-from streamshard.comm.streams import Rule
+from streamshard.comm.streams import Rule, StreamName
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, full_weights, sharded_model
+from tests.reference import FP32, counted_collectives, full_weights, sharded_model
 from tests.scenarios import BF16, dropping, reference, sharded, train
+from tests.simulated import CPU, simulated_device
 
 
 def _has_nan(weights: dict[str, Tensor]) -> bool:
@@ -40,6 +41,19 @@ def test_a_missing_wait_for_reductions_shows_as_wrong_weights(context: RankConte
         train(model, "plain", context)
         found = full_weights(model)
     assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@on_ranks(2)
+def test_it_keeps_a_device_busy_before_each_collective(context: RankContext) -> None:
+    """On the collective's stream: no host waits there, so only a slow device makes a collective late."""
+    with simulated_device() as device:
+        model = sharded("plain", FP32)
+        comm, slept = engine_inside(model).streams.device_stream(StreamName.COMM), []
+        device._sleep = lambda cycles: slept.append(device.current_stream(CPU))  # type: ignore[attr-defined]
+        with make_adversarial(model), counted_collectives(model) as counts:
+            train(model, "plain", context, steps=1)
+    assert len(slept) == counts["all_gather"] + counts["reduce_scatter"]
+    assert set(slept) == {comm}
 
 
 # -- what it does -------------------------------------------------------------------------------------------------
