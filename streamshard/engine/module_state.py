@@ -70,11 +70,10 @@ def not_a_layer(model: nn.Module) -> nn.Module:
     """Return `model`, for a function that takes whole models only.
 
     Raises:
-        ShardingError: `model` is a layer of a sharded model.
+        ShardingError: `model` is a module inside a sharded model.
     """
-    handle = handle_of(model) if isinstance(model, nn.Module) else None
-    if handle is not None and not handle.is_root:
-        raise ShardingError(f"{type(model).__name__} is a layer of a sharded model: give the whole model")
+    if isinstance(model, ShardedModule) and ((handle := handle_of(model)) is None or not handle.is_root):
+        raise ShardingError(f"{type(model).__name__} is inside a sharded model: give the whole model")
     return model
 
 

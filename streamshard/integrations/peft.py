@@ -26,7 +26,7 @@ from torch import nn
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer
+from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer, watched_class
 from streamshard.errors import CheckpointError
 from streamshard.full import gather_full, under_params
 from streamshard.integrations.huggingface import is_diffusers_model, is_transformers_model
@@ -46,14 +46,25 @@ def has_adapters(model: nn.Module) -> bool:
     return is_peft_model(model) or (is_transformers_model(model) and getattr(model, "_hf_peft_config_loaded", False))
 
 
+class _Inside(ShardedModule):
+    """Comes before the class of a library's model that lies inside a layer."""
+
+
 def adapt_methods(model: nn.Module) -> None:
-    """Replace methods that need full weights, on the classes that StreamShard has made for the model's modules."""
+    """Replace methods that need full weights, on classes that StreamShard makes for the model's modules.
+
+    Modules inside layers have their libraries' own classes until now. These get a class of StreamShard's too, so that
+    its methods refuse.
+    """
     kind: Any
     for module in modules_inside(model):
-        is_known = is_transformers_model(module) or is_diffusers_model(module)
-        if is_known or (module is model and is_peft_model(model)):
-            kind = type(module)
-            kind.save_pretrained, kind.push_to_hub = _save_pretrained, _push
+        is_exported = is_transformers_model(module) or is_diffusers_model(module)
+        if not is_exported and not (module is model and is_peft_model(model)):
+            continue
+        if not isinstance(module, ShardedModule):
+            object.__setattr__(module, "__class__", watched_class(type(module), _Inside))
+        kind = type(module)
+        kind.save_pretrained, kind.push_to_hub = _save_pretrained, _push
 
 
 def save_on_first(

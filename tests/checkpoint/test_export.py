@@ -162,6 +162,6 @@ def test_what_save_pretrained_of_a_sharded_model_cannot_do_raises(context: RankC
     ):
         model.push_to_hub("me/it")
     around: Any = StreamShard(nn.Sequential(llama()))
-    with pytest.raises(ShardingError, match="is a layer of a sharded model"):
+    with pytest.raises(ShardingError, match="is inside a sharded model"):
         around[0].save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +115,66 @@ def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankConte
     _step(model, Call(3, context.rank, context.world_size, 1.0))
     with pytest.raises(ShardingError, match=r"mean\(\) of parameter '.*lora_A.default' outside"):
         model.base_model.update_and_allocate(1)
+
+
+# ---------------------------------------------------------------------------------------------- classes
+
+
+def _library_attributes() -> dict[Any, dict[str, Any]]:
+    """By module and by class of torch and Hugging Face's libraries, its attributes."""
+    packages = {"torch", "transformers", "peft", "accelerate", "diffusers"}
+    modules = [each for name, each in sys.modules.copy().items() if name.partition(".")[0] in packages]
+    values = [value for module in modules for value in vars(module).copy().values()]
+    classes = {
+        base
+        for each in values
+        if isinstance(type(each), type) and issubclass(type(each), type)
+        for base in each.__mro__
+    }
+    return {owner: dict(vars(owner)) for owner in (*modules, *classes)}
+
+
+def _changed(before: dict[Any, dict[str, Any]]) -> list[str]:
+    """The attributes that are not as in `before`, except counters. Modules may have imported more."""
+    return [
+        f"{owner!r}.{name}"
+        for owner, values in before.items()
+        for name in {*values, *(vars(owner) if isinstance(owner, type) else ())}
+        if vars(owner).get(name, before) is not values.get(name, before) and type(values.get(name)) is not int
+    ]
+
+
+class _Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = families.bert()
+
+    def forward(self, **inputs: Tensor) -> Any:
+        return self.inner(**inputs)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("build", "units"), [(_build, None), (_Around, "BertForMaskedLM")])
+def test_sharding_and_freeing_leave_classes_of_libraries_as_they_are(
+    context: RankContext, tmp_path: Path, build: Callable[[], Any], units: Any
+) -> None:
+    """A plain model beside the sharded one still saves. A model inside a layer of the sharded one does not."""
+    plain = build()
+    optimizer = sgd(plain)
+    _step(plain, Call(0, context.rank, context.world_size, 1.0))
+    optimizer.step()
+    before = _library_attributes()
+    model: Any = StreamShard(build(), units, precision=FP32)
+    _step(model, Call(0, context.rank, context.world_size, 1.0))
+    assert not (found := _changed(before)), found
+    if units is not None:
+        with pytest.raises(ShardingError, match="BertModel is inside a sharded model"):
+            model.inner.bert.save_pretrained(tmp_path)
+    del model
+    gc.collect()
+    assert not (found := _changed(before)), found
+    if units is not None:
+        plain.inner.bert.save_pretrained(tmp_path / str(context.rank))
 
 
 # ---------------------------------------------------------------------------------------------- saving
