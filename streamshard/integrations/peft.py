@@ -1,8 +1,8 @@
-"""``save_pretrained`` of PEFT's and transformers' models, and other saves of full weights by one rank.
+"""``save_pretrained`` of models of Hugging Face's libraries, and other saves of full weights by one rank.
 
-A transformers model is exported: every rank writes its own bytes. Adapters (of a PeftModel or of ``add_adapter``) are
-saved by the model's own ``save_pretrained``, because only PEFT knows what each method saves. The first rank calls it,
-while the parameters that it reads hold full tensors.
+A transformers model is exported: every rank writes its own bytes. Adapters (of a PeftModel or of ``add_adapter``) and
+models of sentence-transformers are saved by their own methods, because only their libraries know the files. The first
+rank calls the method, while the parameters that it reads hold full tensors.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class _Inside(ShardedModule):
     """Comes before the class of a library's model that lies inside a layer."""
 
 
+def _is_sentence_transformers_model(model: nn.Module) -> bool:
+    is_theirs = any(each.__module__.partition(".")[0] == "sentence_transformers" for each in type(model).__mro__)
+    return is_theirs and hasattr(model, "save_pretrained")  # their parts of models have no such method
+
+
 def adapt_methods(model: nn.Module) -> None:
     """Replace methods that need full weights, on classes that StreamShard makes for the model's modules.
 
@@ -58,13 +63,17 @@ def adapt_methods(model: nn.Module) -> None:
     """
     kind: Any
     for module in modules_inside(model):
+        saves_itself = _is_sentence_transformers_model(module)
         is_exported = is_transformers_model(module) or is_diffusers_model(module)
-        if not is_exported and not (module is model and is_peft_model(model)):
+        if not saves_itself and not is_exported and not (module is model and is_peft_model(model)):
             continue
         if not isinstance(module, ShardedModule):
             object.__setattr__(module, "__class__", watched_class(type(module), _Inside))
         kind = type(module)
         kind.save_pretrained, kind.push_to_hub = _save_pretrained, _push
+        if saves_itself:
+            kind.save = functools.partialmethod(_save_itself, "save")
+            kind.save_pretrained = functools.partialmethod(_save_itself, "save_pretrained")
 
 
 def save_on_first(
@@ -172,6 +181,13 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
             )
         )
     export_shards(self, engine.param_shards, engine.ranks, Path(save_directory), None, max_shard_size)
+
+
+def _save_itself(self: Any, name: str, path: str | os.PathLike[str], *args: Any, **given: Any) -> None:
+    """Method `name` of a model that saves all its parts, called on all ranks: its own, on the first rank."""
+    engine = engine_at_rest(not_a_layer(self), name)
+    own = getattr(super(type(self), self), name)
+    save_on_first(self, engine, path, lambda directory: own(directory, *args, **given))
 
 
 def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:

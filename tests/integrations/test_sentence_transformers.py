@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streamshard import StreamShard
+from streamshard import CheckpointError, StreamShard
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_texts, make_tokenizer
 from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, train
 from tests.ranks import RankContext
+from tests.reference import FP32
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # one of its own modules imports another by an old name
@@ -151,3 +152,26 @@ def test_a_run_evaluates_saves_and_goes_on_as_with_ddp(context: RankContext, tmp
     for directory in (ours, ours / "checkpoint-4"):
         other = theirs / directory.relative_to(ours)
         assert {path.name for path in directory.iterdir()} == {path.name for path in other.iterdir()}
+
+
+@on_ranks(2)
+def test_save_on_all_ranks_writes_what_an_unsharded_model_writes(context: RankContext, tmp_path: Path) -> None:
+    """The last line of each of its scripts. Both of its methods; also with adapters, and over an earlier directory."""
+    peft = pytest.importorskip("peft", reason="needs PEFT")
+    with launched(context), _quiet():
+        for adds in (False, True):
+            plain, model = _with_dense(tmp_path), _with_dense(tmp_path)
+            for each in (plain, model) if adds else ():
+                torch.manual_seed(1)
+                each.add_adapter(peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+            StreamShard(model, precision=FP32)
+            theirs, ours = tmp_path / f"plain {context.rank} {adds}", tmp_path / f"sharded {adds}"
+            plain.save_pretrained(str(theirs), create_model_card=False)
+            for save in (model.save, model.save_pretrained):
+                save(str(ours), create_model_card=False)
+                for path in (path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file()):
+                    assert (ours / path).read_bytes() == (theirs / path).read_bytes(), path
+            found = st.SentenceTransformer(str(ours), device="cpu")
+            torch.testing.assert_close(found.encode("w1 w2"), plain.encode("w1 w2"), rtol=0.0, atol=0.0)
+            with pytest.raises(CheckpointError, match=r"save_pretrained\(directory\) on all ranks.*upload_folder"):
+                model.push_to_hub("me/it")
