@@ -241,16 +241,20 @@ class StreamShard(ShardedModule):
     # -- full tensors -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def summon_full_params(self, writeback: bool = False) -> Iterator[None]:
+    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
         """Inside, parameters are full tensors on every rank: original names and shapes, dtypes as outside. Collective.
 
-        They have no gradients inside.
+        Every change inside is kept: in place, through ``.data``, or by ``p.data = tensor``. All ranks make the same
+        change. After an exception on any rank all ranks raise, and no parameter has changed. Parameters have no
+        gradients inside.
 
         Args:
-            writeback: at the end, copy this rank's piece of each full tensor back. An exception inside copies nothing.
+            writeback: False: parameters have their earlier values again at the end, as after an evaluation with an
+                average of the weights. One rank may then do more than the others.
 
         Raises:
             ShardingError: called inside a forward or backward; at the end, if a change inside would be lost.
+            RankMismatchError: ranks have made different changes.
         """
         engine = engine_at_rest(self, "summon_full_params")
         with leave_inference_mode(), summon(engine, writeback=writeback):

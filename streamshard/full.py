@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.objects import raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
-from streamshard.errors import ConfigError, ShardingError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.torch_private import swap_tensor
 from streamshard.unit.global_ops import global_norm
 from streamshard.unit.shard import ParamShard
@@ -90,34 +91,88 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
     Raises:
         ShardingError: inside, from a forward or an optimizer's step; at the end, after all pieces are back, if a
             tensor to be written back has another shape, or a parameter has got a gradient, which would be lost.
+        RankMismatchError: at the end: ranks would write back pieces of different tensors.
     """
     full, _ = gather_full(engine, lambda _, tensor: tensor)
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {shard.param for shard in full}))
+    edited: dict[ParamShard, torch.Tensor] = {}
+    failure: Exception | None = None
     try:
         with under_params(engine, full):
-            yield
-            if writeback:
-                engine.casts.check_structure()
-            edited = {shard: shard.param.detach() for shard in full}
-            for shard, tensor in edited.items():
-                if shard.param.grad is not None:
-                    raise ShardingError(
-                        f"parameter {shard.name!r} got a gradient inside summon_full_params, where it is this rank's "
-                        "alone and would be lost: compute the loss outside"
-                    )
-                if writeback and tensor.shape != shard.layout.shape:
-                    raise ShardingError(
-                        f"parameter {shard.name!r} was given other data inside summon_full_params(writeback=True): "
-                        f"{tuple(tensor.shape)}, wanted {shard.layout.shape}. No parameter was written back"
-                    )
+            try:
+                yield
+                _refuse_grads(full)
+                if writeback:
+                    edited = _edited(engine, full)
+            except Exception as error:
+                failure = error
         if writeback:
-            with torch.no_grad():
-                for shard, tensor in edited.items():
-                    local = tensor.reshape(-1)[shard.local.start : shard.local.stop]
-                    data_of(shard.param).as_subclass(torch.Tensor).view(-1).copy_(local)
+            _refuse_different(engine.ranks, edited, failure)
+        raise_if(failure)
+        with torch.no_grad():
+            for shard, tensor in edited.items():
+                local = tensor.reshape(-1)[shard.local.start : shard.local.stop]
+                data_of(shard.param).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
         engine.casts.expire()  # the next pass looks at the weights, in no_sync() too
+
+
+def _refuse_grads(full: Iterable[ParamShard]) -> None:
+    for shard in full:
+        if shard.param.grad is not None:
+            raise ShardingError(
+                f"parameter {shard.name!r} got a gradient inside summon_full_params, where it is this rank's alone and "
+                "would be lost: compute the loss outside"
+            )
+
+
+def _edited(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> dict[ParamShard, torch.Tensor]:
+    """By parameter, the tensor that it holds now, wherever the user has put it: shape, dtype and device of `full`.
+
+    Raises:
+        ShardingError: a parameter was replaced, or has other data of another shape.
+    """
+    engine.casts.check_structure()
+    for shard, tensor in full.items():
+        if shard.param.shape != tensor.shape:
+            raise ShardingError(
+                f"parameter {shard.name!r} was given other data inside summon_full_params(): "
+                f"{tuple(shard.param.shape)}, wanted {shard.layout.shape}. No parameter was written back"
+            )
+    return {shard: shard.param.detach().to(tensor) for shard, tensor in full.items()}
+
+
+def _refuse_different(
+    ranks: Communicator, edited: Mapping[ParamShard, torch.Tensor], failure: Exception | None
+) -> None:
+    """Raise on all ranks if this rank has a `failure`, or if the tensors of ranks differ. Collective.
+
+    So no rank writes its pieces back where another one does not, or has pieces of other tensors: of random numbers, or
+    of a change by one rank.
+    """
+    if ranks.total_size == 1:
+        return
+
+    def sums() -> list[int]:
+        """Of each tensor's bits: exact, and equal for equal tensors."""
+        raise_if(failure)
+        bits = [t.contiguous().view(torch.int16 if t.dtype.itemsize == 2 else torch.int32) for t in edited.values()]
+        return [] if not bits else torch.stack([each.sum() for each in bits]).tolist()
+
+    try:
+        gathered = ranks.gather_results("write back what changed inside summon_full_params", sums, ShardingError)
+    except StreamShardError:
+        raise_if(failure)
+        raise
+    for shard, *found in zip(edited, *gathered, strict=True):
+        if len(set(found)) > 1:
+            rank = next(rank for rank, each in enumerate(found) if each != found[0])
+            raise RankMismatchError(
+                f"parameter {shard.name!r} has other values on rank {rank} than on rank 0 at the end of "
+                "summon_full_params(), and each rank writes back its own piece: make the same change on all ranks, "
+                "with the same seed for random numbers. No parameter was written back"
+            )
 
 
 def _refuse_step(params: set[nn.Parameter], optimizer: Optimizer, args: Any, kwargs: Any) -> None:

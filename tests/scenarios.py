@@ -206,7 +206,7 @@ def _clipping(model: nn.Module, call: Call) -> None:
 def _summoning(model: nn.Module, call: Call) -> None:
     assert isinstance(model, StreamShard)
     stack_step(model, call)
-    with model.summon_full_params(writeback=True), torch.no_grad():
+    with model.summon_full_params(), torch.no_grad():
         for param in model.parameters():
             param.mul_(0.99)
     model.full_state_dict()

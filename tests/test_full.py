@@ -13,7 +13,7 @@ from torch import nn
 
 from streamshard import StreamShard, export_safetensors, full, load_safetensors
 from streamshard.engine.engine import Engine
-from streamshard.errors import ShardingError, StreamShardError
+from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
 from streamshard.full import gather_full
 from streamshard.inspect import engine_inside
 from streamshard.integrations import peft
@@ -61,10 +61,60 @@ def test_edits_inside_no_sync_are_what_the_next_forward_uses(context: RankContex
     x = vector_batch(0, context.rank)
     with model.no_sync():
         model(x)
-        with model.summon_full_params(writeback=True), torch.no_grad():
+        with model.summon_full_params(), torch.no_grad():
             model.head.weight.zero_()
             model.head.bias.fill_(2.0)
         assert model(x).eq(2.0).all()
+
+
+def _no_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        param.copy_(value)
+
+
+_WRITES: dict[str, Callable[[nn.Parameter, torch.Tensor], object]] = {
+    "copy_": _no_grad,
+    "data.copy_": lambda param, value: param.data.copy_(value),
+    "detach().copy_": lambda param, value: param.detach().copy_(value),
+    "a row at a time": lambda param, value: [row.copy_(to) for row, to in zip(param.data, value, strict=True)],
+    "_foreach_copy_": lambda param, value: torch._foreach_copy_([param.data], [value]),
+    "data =": lambda param, value: setattr(param, "data", value.clone()),
+    "data = of another dtype, transposed": lambda param, value: setattr(param, "data", value.double().t().clone().t()),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("write", _WRITES)
+def test_every_write_inside_summon_full_params_is_kept(context: RankContext, write: str) -> None:
+    """Whether torch counts it as a new version of the parameter or not. With ``writeback=False`` none is."""
+    model = StreamShard(Stack(), precision=FP32)
+    before, wanted = model.full_state_dict(rank0_only=False), Stack().state_dict()
+    for writeback, expected in ((False, before), (True, wanted)):
+        with model.summon_full_params(writeback=writeback):
+            for name, param in model.named_parameters():
+                _WRITES[write](param, wanted[name]) if param.dim() == 2 else param.data.copy_(wanted[name])
+        assert_same(model.full_state_dict(rank0_only=False), expected, "weights", EXACT)
+
+
+@on_ranks(2)
+def test_changes_that_differ_between_ranks_raise_on_all(context: RankContext) -> None:
+    """A change by one rank, different random numbers, an exception on one rank: no piece of any parameter changes."""
+    model = StreamShard(Stack(), precision=FP32)
+    before = model.full_state_dict(rank0_only=False)
+    torch.manual_seed(context.rank)
+    for change in (lambda: context.rank == 0 and model.head.bias.data.fill_(2.0), model.head.reset_parameters):
+        with (
+            pytest.raises(RankMismatchError, match=r"'head\.\w+' has other values on rank 1 than on rank 0.*same seed"),
+            model.summon_full_params(),
+        ):
+            change()
+        assert_same(model.full_state_dict(rank0_only=False), before, "weights", EXACT)
+    kind, message = (KeyError, "mine") if context.rank == 0 else (ShardingError, "rank 0: KeyError: 'mine'")
+    with pytest.raises(kind, match=message), model.summon_full_params():
+        model.head.bias.data.fill_(2.0)
+        if context.rank == 0:
+            raise KeyError("mine")
+    assert_same(model.full_state_dict(rank0_only=False), before, "weights", EXACT)
 
 
 @on_ranks(1, 2)
@@ -91,13 +141,13 @@ def test_changes_that_would_be_lost_raise_at_the_end(context: RankContext) -> No
     ):
         with (
             pytest.raises(ShardingError, match=message),
-            model.summon_full_params(writeback=True),
+            model.summon_full_params(),
         ):
             model.layers[0].linear.weight.data.zero_()
             change()
         model.head._parameters["weight"] = head
         assert_same(model.full_state_dict(rank0_only=False), full, "weights")
-    with pytest.raises(KeyError), model.summon_full_params(writeback=True):
+    with pytest.raises(KeyError), model.summon_full_params():
         model.head.weight.data.zero_()
         raise KeyError("mine")
     assert_same(model.full_state_dict(rank0_only=False), full, "weights after an exception")

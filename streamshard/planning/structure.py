@@ -240,7 +240,7 @@ def _refuse_change(what: str, owner: str, key: str) -> None:
     raise ShardingError(
         f"{what} {name} was replaced, added or removed after StreamShard(model): this rank alone would train the new "
         "one. Change the model before it is sharded, or assign to a parameter's data (param.data.copy_, "
-        "load_state_dict, summon_full_params(writeback=True)). torch.func.functional_call replaces parameters too"
+        "load_state_dict, summon_full_params()). torch.func.functional_call replaces parameters too"
     )
 
 

@@ -330,7 +330,7 @@ class FlatParamShard:
                     f"parameter {shard.name!r} was given other memory (param.data = ..., .half(), .to()), and layers "
                     "compute with the memory that StreamShard has given it: copy into that (param.data.copy_). Instead "
                     "of .half() use Precision(param_dtype=...), for full tensors load_state_dict or "
-                    "summon_full_params(writeback=True)"
+                    "summon_full_params()"
                 )
         if self.gather_input is not self.main:
             self.gather_input.copy_(self.main)

@@ -93,7 +93,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             raise ShardingError(
                 f".{name} of parameter {self.piece.name!r} was set to a tensor of shape {tuple(value.shape)}, which is "
                 f"not this rank's {self.piece}. torch.zeros_like(param) is a piece to write to. For full weights use "
-                "load_state_dict, for full tensors of any kind `with model.summon_full_params(writeback=True):`"
+                "load_state_dict, for full tensors of any kind `with model.summon_full_params():`"
             )
 
 

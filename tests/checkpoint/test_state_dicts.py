@@ -102,7 +102,7 @@ def test_what_a_module_raises_on_one_rank_is_an_error_on_all(context: RankContex
 def test_inside_summon_full_params_state_dicts_are_whole(context: RankContext) -> None:
     """They can be saved, and edited."""
     model, plain = _model()
-    with model.summon_full_params(writeback=True):
+    with model.summon_full_params():
         torch.save(model.state_dict(), io.BytesIO())
         assert_same(dict(model.state_dict()), dict(plain.state_dict()), "state", EXACT)
         with torch.no_grad():

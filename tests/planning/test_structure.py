@@ -188,7 +188,7 @@ def test_inference_mode_leaves_nothing_behind_that_cannot_train(context: RankCon
     with torch.inference_mode():
         StreamShard(model, precision=Precision(param_dtype=param_dtype))
         model(vector_batch(0, context.rank))
-        with model.summon_full_params(writeback=True):
+        with model.summon_full_params():
             next(model.parameters()).data.mul_(2.0)
     with torch.inference_mode():
         model(vector_batch(0, context.rank))

@@ -165,7 +165,7 @@ def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext, dty
     state = full_weights(model)
     assert {name: value.dtype for name, value in state.items()} == dtypes
     assert_same(state, wanted, "weights", EXACT)
-    with model.summon_full_params(writeback=True):
+    with model.summon_full_params():
         for name, param in model.named_parameters():
             assert param.dtype is dtypes[name]
             assert torch.equal(param, wanted[name])

@@ -55,17 +55,17 @@ def test_names_attributes_and_parameters_stay(context: RankContext, tied: bool) 
 
 @on_ranks(2)
 def test_full_parameters_can_be_summoned_and_written_back(context: RankContext) -> None:
-    """Inside: original names, full shapes, fp32, the right values. Outside: the shards, changed only on request."""
+    """Inside: original names, full shapes, fp32, the right values. Outside: the shards, with the changes."""
     torch.manual_seed(4)
     plain = Stack()
     torch.manual_seed(4)
     model = StreamShard(Stack())
     shards = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
-    with model.summon_full_params():
+    with model.summon_full_params(writeback=False):
         found = {name: p.detach().clone() for name, p in model.named_parameters()}
         with torch.no_grad():
             for p in model.parameters():
-                p.zero_()  # without writeback this is lost
+                p.zero_()  # asked for, this is lost
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert_same(found, dict(plain.named_parameters()), "summoned")
     with pytest.raises(KeyError, match="mine"), model.summon_full_params():
@@ -74,7 +74,7 @@ def test_full_parameters_can_be_summoned_and_written_back(context: RankContext) 
         assert p is shards[name][0]
         assert torch.equal(p, shards[name][1]), name
     other = Stack()
-    with model.summon_full_params(writeback=True):
+    with model.summon_full_params():
         model.load_state_dict(other.state_dict())
     assert_same(model.full_state_dict(rank0_only=False), other.state_dict(), "weights")
     stack_step(model, Call(0, context.rank, 2, 1.0))

@@ -118,7 +118,7 @@ def test_a_bf16_wire_rounds_the_weights_with_which_layers_compute_in_fp32(
 def test_gradients_are_cast_to_fp32_before_they_are_summed_over_micro_batches(context: RankContext) -> None:
     """256 + 1 is 257 in the main grads; in bf16 it would be 256."""
     model = StreamShard(nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2))), precision=REDUCTIONS["bf16"])
-    with model.summon_full_params(writeback=True), torch.no_grad():
+    with model.summon_full_params(), torch.no_grad():
         for p in model.parameters():
             p.fill_(1.0)
     for value in (256.0, 1.0):

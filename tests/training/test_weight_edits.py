@@ -41,7 +41,7 @@ def _submodules_state_dict(model: Any) -> None:
 
 def _summoned(model: nn.Module) -> None:
     if isinstance(model, StreamShard):
-        with model.summon_full_params(writeback=True):
+        with model.summon_full_params():
             _in_place(model)
     else:
         _in_place(model)
