@@ -241,6 +241,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "inspect/adversary": [
         ("AdversarialTransport._start", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
     ],
+    "optim/averages": [
+        ("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages"),
+    ],
     "optim/rounds": [
         ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],

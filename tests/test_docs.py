@@ -99,7 +99,7 @@ _SET_UP = {
     "docs/guide/optimizers.md": """
         from streamshard import StreamShard, save_checkpoint
         from streamshard.optim import WholeParameterOptimizer
-        directory, Model = "runs", type(model)
+        directory, Model, loader = "runs", type(model), [batch]
         model = StreamShard(model)
     """,
     "docs/guide/peft.md": """

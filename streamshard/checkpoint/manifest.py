@@ -323,8 +323,9 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     if is_piece(value):
         raise CheckpointError(
             f"{path} is one rank's piece of a sharded tensor: a checkpoint holds pieces of models and of moments only. "
-            "Average weights in a second sharded model, average = StreamShard(Model().requires_grad_(False)), and "
-            'save both: model={"model": model, "average": average} . '
+            "Average weights in a second sharded model, average = StreamShard(Model().requires_grad_(False)), by "
+            "streamshard.optim.update_parameters(average, model, step, ..), and save both: "
+            'model={"model": model, "average": average} . '
             "Of a number give float(value)"
         )
     if value.is_meta:

@@ -1,0 +1,95 @@
+"""Averages of weights: a second sharded model holds them. `update_parameters` averages pieces and buffers into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_swa_multi_avg_fn
+
+from streamshard.engine.module_state import engine_at_rest, not_a_layer
+from streamshard.errors import ConfigError, ShardingError
+from streamshard.planning.structure import params_of
+from streamshard.unit.sharded_tensor import piece_of
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def update_parameters(
+    averaged_model: nn.Module,
+    model: nn.Module,
+    n_averaged: int,
+    multi_avg_fn: Callable[[Any, Any, int], object] | None = None,
+    use_buffers: bool = False,
+) -> None:
+    """Average `model` into `averaged_model`, as ``torch.optim.swa_utils.AveragedModel.update_parameters`` does.
+
+    Call it on every rank. Each rank averages its own pieces, and sends nothing. Integer buffers, such as the counter of
+    batch norm, are copied.
+
+    Args:
+        averaged_model: made by `StreamShard` with the model's settings, of the model's class. It may be frozen.
+        model: made by `StreamShard`.
+        n_averaged: how many models are in the average so far. 0: the average becomes a copy of `model`, and needs no
+            values before.
+        multi_avg_fn: a function of ``torch.optim.swa_utils``, such as ``get_ema_multi_avg_fn(0.999)``, or one of yours:
+            it gets averaged tensors, the model's, and `n_averaged`. None: the mean of all models.
+        use_buffers: average floating-point buffers too. False: copy them.
+
+    Raises:
+        ConfigError: `n_averaged` is not a number of models.
+        ShardingError: before anything is changed: names the first parameter or buffer that only one model has, or that
+            has another shape, dtype or pieces in the other model.
+    """
+    if not isinstance(n_averaged, int) or n_averaged < 0:
+        raise ConfigError(f"n_averaged={n_averaged!r}: wanted the number of models in the average so far, at least 0")
+    averaged = engine_at_rest(not_a_layer(averaged_model), "update_parameters", accepts_empty=n_averaged == 0)
+    engine_at_rest(not_a_layer(model), "update_parameters")
+    buffers = _pairs("buffer", averaged_model.named_buffers(), model.named_buffers())
+    params = _pairs("parameter", params_of(averaged_model).items(), params_of(model).items())
+    with torch.no_grad():
+        averages = [*params, *(pair for pair in buffers if use_buffers and pair[0].is_floating_point())]
+        if n_averaged == 0:
+            averages = []
+        done = {id(mine) for mine, _ in averages}
+        for mine, theirs in (*params, *buffers):
+            if id(mine) not in done:
+                mine.copy_(theirs)
+        for dtype in dict.fromkeys(mine.dtype for mine, _ in averages):
+            alike = [pair for pair in averages if pair[0].dtype is dtype]
+            mean = multi_avg_fn or get_swa_multi_avg_fn()
+            mean([mine for mine, _ in alike], [theirs for _, theirs in alike], n_averaged)
+    averaged.fill(list(averaged.empty))
+    averaged.buffers.expect_changes()
+
+
+def _pairs(
+    kind: str, averaged: Iterable[tuple[str, torch.Tensor]], current: Iterable[tuple[str, torch.Tensor]]
+) -> list[_Pair]:
+    """The tensors of both models, by name.
+
+    Raises:
+        ShardingError: they do not fit together. All ranks get the same error.
+    """
+    mine, theirs = dict(averaged), dict(current)
+    if odd := next((name for name in (*mine, *theirs) if name not in mine or name not in theirs), None):
+        who = "the model" if odd in theirs else "the averaged model"
+        raise ShardingError(f"update_parameters: {who} alone has the {kind} {odd!r}: wanted two models of one class")
+    for name, tensor in mine.items():
+        other = theirs[name]
+        found, wanted = ((tuple(each.shape), each.dtype) for each in (tensor, other))
+        if found != wanted:
+            raise ShardingError(
+                f"update_parameters: the {kind} {name!r} is {found} in the averaged model, and {wanted} in the model: "
+                "wanted equal shapes and dtypes"
+            )
+        pieces = piece_of(tensor), piece_of(other)
+        if pieces[0] is not None and pieces[1] is not None and not pieces[0].is_like(pieces[1]):
+            raise ShardingError(
+                f"update_parameters: the {kind} {name!r} is cut at other places in the averaged model ({pieces[0]}) "
+                f"than in the model ({pieces[1]}): shard both with the same settings on the same ranks. If some "
+                "parameters of the model are frozen, freeze the same ones in the averaged model"
+            )
+    return [(tensor.detach(), theirs[name].detach()) for name, tensor in mine.items()]
