@@ -267,7 +267,14 @@ def _random(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
     """This rank's elements of the random numbers that the full tensor would get. Takes memory for the full tensor."""
     given = {key: value for key, value in kwargs.items() if value is not tensor}
     full = torch.empty(tensor.piece.full.shape, dtype=tensor.dtype, device=tensor.device)
-    return tensor.copy_(tensor.piece.cut(func(full, *args[1:], **given)))
+    values = tensor.piece.cut(func(full, *args[1:], **given))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not _is_init(func)):
+        return tensor.copy_(values)
+
+
+def _is_init(func: Callable[..., Any]) -> bool:
+    """Whether `func` is of torch.nn.init: it fills a parameter without a graph."""
+    return getattr(func, "__module__", None) == torch.nn.init.__name__
 
 
 # -- numbers of all elements ------------------------------------------------------------------------------------------
@@ -418,5 +425,6 @@ _answers.update(dict.fromkeys(NORMS, _norm))
 def _look_up(func: Callable[..., Any]) -> None:
     name = name_of(func)
     is_elementwise = name.removeprefix("_foreach_").strip("_") in _ELEMENTWISE
-    by_name = _ANSWERS.get(name, _elementwise if is_elementwise else _refuse_op)
+    other = _elementwise if is_elementwise else _random if _is_init(func) else _refuse_op
+    by_name = _ANSWERS.get(name, other)
     _answers[func] = None if is_metadata(func) else by_name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import re
@@ -235,6 +236,8 @@ REFUSED: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
     "saved": lambda w, b, named: torch.save(w, io.BytesIO()),
     "a saved copy": lambda w, b, named: torch.save(w.detach().clone(), io.BytesIO()),
     "saved by safetensors": lambda w, b, named: save(named),
+    "eye_": lambda w, b, named: nn.init.eye_(w),
+    "orthogonal_": lambda w, b, named: nn.init.orthogonal_(w),
     "a copy by safetensors": lambda w, b, named: save({"w": w.detach().clone()}),
 }
 
@@ -255,16 +258,30 @@ def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> 
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+_INIT = "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ ones_ zeros_"
+_DRAWS: dict[str, Callable[[torch.Tensor], object]] = {
+    **{name: getattr(nn.init, name) for name in _INIT.split()},
+    "normal_ with numbers": functools.partial(nn.init.normal_, mean=1.0, std=2.0),
+    "constant_": functools.partial(nn.init.constant_, val=3.0),
+    "data.uniform_": lambda weight: weight.data.uniform_(-1.0, 2.0),
+}
+
+
 @on_ranks(1, 2)
-def test_random_numbers_are_those_that_the_full_tensor_would_get(context: RankContext) -> None:
-    """A layer that is initialised again after sharding."""
-    for draw in (nn.init.normal_, nn.init.xavier_uniform_, lambda w: w.data.uniform_(-1.0, 2.0)):
-        model, plain = sharded(), nn.Linear(DIM, DIM)
-        with torch.no_grad():
-            for weight in (plain.weight, model[0].linear.weight):
-                torch.manual_seed(5)
-                draw(weight)
-        assert torch.equal(model.full_state_dict(rank0_only=False)["0.linear.weight"], plain.weight)
+@pytest.mark.parametrize("draw", _DRAWS)
+def test_random_numbers_are_those_that_the_full_tensor_would_get(context: RankContext, draw: str) -> None:
+    """A layer that is initialised again after sharding, without ``torch.no_grad()``, which nn.init sees to."""
+    model, plain = sharded(), nn.Linear(DIM, DIM)
+    for weight in (plain.weight, model[0].linear.weight):
+        torch.manual_seed(5)
+        _DRAWS[draw](weight)
+    assert torch.equal(model.full_state_dict(rank0_only=False)["0.linear.weight"], plain.weight)
+
+
+@on_ranks(2)
+def test_random_numbers_in_a_graph_raise_as_in_torch(context: RankContext) -> None:
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        sharded()[0].linear.weight.normal_()
 
 
 class Narrow(nn.Module):
