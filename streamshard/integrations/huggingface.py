@@ -71,7 +71,7 @@ def check_exportable(model: nn.Module) -> None:
     Raises:
         CheckpointError: the model carries adapters or is quantized.
     """
-    adapted = next((name for name, module in model.named_modules() if _is_of_peft(module)), None)
+    adapted = next((name for name, module in model.named_modules() if is_of_peft(module)), None)
     if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
             f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}: nothing loads its "
@@ -125,12 +125,13 @@ def initialise(model: nn.Module) -> None:
 
 def adapters_in(module: nn.Module) -> list[str]:
     """Names of the modules that PEFT has added inside a layer."""
-    if "base_layer" not in module._modules or not _is_of_peft(module):
+    if "base_layer" not in module._modules or not is_of_peft(module):
         return []
     return [name for name in module._modules if name != "base_layer"]
 
 
-def _is_of_peft(module: nn.Module) -> bool:
+def is_of_peft(module: nn.Module) -> bool:
+    """Whether `module` has a class of PEFT's."""
     return any(each.__module__.partition(".")[0] == "peft" for each in type(module).__mro__)
 
 

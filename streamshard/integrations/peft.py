@@ -27,9 +27,9 @@ from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer, watched_class
-from streamshard.errors import CheckpointError
+from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import gather_full, under_params
-from streamshard.integrations.huggingface import is_diffusers_model, is_transformers_model
+from streamshard.integrations.huggingface import is_diffusers_model, is_of_peft, is_transformers_model
 from streamshard.planning.structure import modules_inside
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import is_piece
@@ -61,19 +61,25 @@ def adapt_methods(model: nn.Module) -> None:
     Modules inside layers have their libraries' own classes until now. These get a class of StreamShard's too, so that
     its methods refuse.
     """
-    kind: Any
     for module in modules_inside(model):
-        saves_itself = _is_sentence_transformers_model(module)
-        is_exported = is_transformers_model(module) or is_diffusers_model(module)
-        if not saves_itself and not is_exported and not (module is model and is_peft_model(model)):
-            continue
-        if not isinstance(module, ShardedModule):
-            object.__setattr__(module, "__class__", watched_class(type(module), _Inside))
-        kind = type(module)
-        kind.save_pretrained, kind.push_to_hub = _save_pretrained, _push
-        if saves_itself:
-            kind.save = functools.partialmethod(_save_itself, "save")
-            kind.save_pretrained = functools.partialmethod(_save_itself, "save_pretrained")
+        if methods := _methods_of(module, is_root=module is model):
+            if not isinstance(module, ShardedModule):
+                object.__setattr__(module, "__class__", watched_class(type(module), _Inside))
+            for name, method in methods.items():
+                setattr(type(module), name, method)
+
+
+def _methods_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
+    """By name, the methods that replace those of `module`'s own class."""
+    methods: dict[str, Any] = {}
+    if is_of_peft(module) and hasattr(module, "merge_and_unload"):
+        methods["merge_and_unload"] = _refuse_merge
+    if _is_sentence_transformers_model(module):
+        methods.update({name: functools.partialmethod(_save_itself, name) for name in ("save", "save_pretrained")})
+        methods["push_to_hub"] = _push
+    elif is_transformers_model(module) or is_diffusers_model(module) or (is_root and is_peft_model(module)):
+        methods.update(save_pretrained=_save_pretrained, push_to_hub=_push)
+    return methods
 
 
 def save_on_first(
@@ -195,6 +201,15 @@ def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
     raise CheckpointError(
         "push_to_hub() of a sharded model: call model.save_pretrained(directory) on all ranks, and on rank 0 "
         f"huggingface_hub.upload_folder(repo_id={repo_id!r}, folder_path=directory)"
+    )
+
+
+def _refuse_merge(self: Any, *_: Any, **__: Any) -> None:
+    """``merge_and_unload`` raises: the model without adapters that it returns would be a part of a sharded model."""
+    raise ShardingError(
+        "merge_and_unload() of a sharded model: each rank has pieces of the weights, and no rank can save the result. "
+        "Call model.save_pretrained(directory) on all ranks, and merge in one process, without sharding: "
+        "PeftModel.from_pretrained(base, directory).merge_and_unload()"
     )
 
 

@@ -319,10 +319,16 @@ def test_adapters_are_converted_as_without_sharding(context: RankContext, tmp_pa
 
 @on_ranks(2)
 def test_merging_is_refused_because_it_computes_with_pieces(context: RankContext) -> None:
+    """Where parameters are full, too: no rank could save what merge_and_unload returns."""
     model = _trained(context)
-    for name in ("merge_adapter", "merge_and_unload"):
-        with pytest.raises(ShardingError, match=r"matmul\(\) of parameter .*lora_B.default.weight' outside of its"):
-            getattr(model, name)()
+    with pytest.raises(ShardingError, match=r"matmul\(\) of parameter .*lora_B.default.weight' outside of its"):
+        model.merge_adapter()
+    in_one_process = r"save_pretrained\(directory\) on all ranks, and merge in one process"
+    for part in (model, model.base_model):
+        with pytest.raises(ShardingError, match=in_one_process):
+            part.merge_and_unload()
+        with pytest.raises(ShardingError, match=in_one_process), model.summon_full_params():
+            part.merge_and_unload()
 
 
 # ---------------------------------------------------------------------------------------------- loading and changing
