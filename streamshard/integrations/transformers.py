@@ -58,11 +58,12 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     Raises:
         ConfigError: a training argument selects another way of sharding, or a feature that sharded models do not
-            support.
+            support; in `train`, a callback does.
     """
 
     is_fsdp_enabled: bool  # Trainer's
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+    callback_handler: Any
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._sharding_options = dict(streamshard or {})
@@ -76,6 +77,17 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         _refuse(self.args)
         super().create_accelerator_and_postprocess()
         StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer does. Refuses callbacks that copy the model, before anything is loaded."""
+        for callback in self.callback_handler.callbacks:
+            if any(kind.__name__ == "BEMACallback" for kind in type(callback).__mro__):
+                raise ConfigError(
+                    f"the callback {type(callback).__name__} copies the full model on each process: leave it out, and "
+                    "average into a second sharded model, by "
+                    "streamshard.optim.update_parameters(average, model, step, ..) in on_step_end"
+                )
+        return super().train(*args, **kwargs)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: sharding moves the model piece by piece, so that it need not fit on a device."""
