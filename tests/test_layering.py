@@ -1,9 +1,15 @@
-"""One module names torch's private functions."""
+"""One module names torch's private functions. Scripts find the package."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
+
+import pytest
 
 import streamshard
 
@@ -23,3 +29,21 @@ def test_only_one_module_uses_private_functions_of_torch() -> None:
         if PRIVATE.search(line)
     ]
     assert found == []
+
+
+def test_a_script_beside_an_editable_clone_finds_the_package(tmp_path: Path) -> None:
+    """Python takes the clone's folder, which has the package's name, for a package if it finds no other one."""
+    pytest.importorskip("setuptools", "77")
+    clone, site = tmp_path / "streamshard", tmp_path / "site"
+    clone.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PACKAGE.parent / name, clone)
+    shutil.copytree(PACKAGE, clone / "streamshard", ignore=shutil.ignore_patterns("__pycache__"))
+    build = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True, timeout=60)
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(site)
+    script = tmp_path / "script.py"
+    script.write_text(f"import site; site.addsitedir({str(site)!r})\nfrom streamshard import __file__\nprint(__file__)")
+    run = [sys.executable, "-S", str(script)]  # without what is installed here
+    found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == str(clone / "streamshard" / "__init__.py"), found.stderr

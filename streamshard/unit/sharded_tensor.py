@@ -274,7 +274,7 @@ def _random(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
 
 def _is_init(func: Callable[..., Any]) -> bool:
     """Whether `func` is of torch.nn.init: it fills a parameter without a graph."""
-    return getattr(func, "__module__", None) == torch.nn.init.__name__
+    return getattr(func, "__module__", None) == "torch.nn.init"
 
 
 # -- numbers of all elements ------------------------------------------------------------------------------------------
