@@ -108,7 +108,7 @@ def initialise(model: nn.Module) -> None:
     tied: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     for module in modules_inside(model):
         for each in (module, *(param for param in module._parameters.values() if param is not None)):
-            vars(each).pop("_is_hf_initialized", None)  # what has initialised itself on meta, or before, says so
+            vars(each).pop("_is_hf_initialized", None)  # the mark of an earlier initialisation, on meta too
         for name in getattr(module, "all_tied_weights_keys", None) or () if is_transformers_model(module) else ():
             owner, _, key = name.rpartition(".")
             params = module.get_submodule(owner)._parameters

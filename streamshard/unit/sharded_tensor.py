@@ -104,9 +104,9 @@ class Piece(NamedTuple):
         return mine == theirs and self.ranks.world_size == other.ranks.world_size
 
     def takes(self, local: torch.Tensor) -> bool:
-        """Whether a plain tensor of the piece's shape can only be a piece. Optimizers keep such tensors.
+        """Whether `local`, a plain tensor, may be used as a piece. Optimizers keep plain tensors of the piece's shape.
 
-        A plain tensor that is as long as a row could be a row, which torch would broadcast.
+        No, if it is as long as a row: it may be a row, and torch would broadcast it.
         """
         row = self.shape[-1] if len(self.shape) > 1 else 0
         is_row = self.stop - self.start == row and self.start % max(row, 1) != 0
@@ -128,7 +128,7 @@ class ShardedTensor(torch.Tensor):
     def wrap(cls, local: torch.Tensor, piece: Piece, life: Life | None = None) -> ShardedTensor:
         """Make `local`, the same object, a ShardedTensor.
 
-        Another object would be another node of the graph, where that of ``p.expand_as(p)`` is expected.
+        The object stays, because code such as ``p.expand_as(p).grad_fn`` expects this tensor's node of the graph.
         """
         if type(local) is not torch.Tensor:
             local = local.as_subclass(torch.Tensor)
