@@ -249,11 +249,11 @@ class StreamShard(ShardedModule):
         gradients inside.
 
         Args:
-            writeback: False: parameters have their earlier values again at the end, as after an evaluation with an
-                average of the weights. One rank may then do more than the others.
+            writeback: False: nothing is written back, and one rank may do more than the others inside.
 
         Raises:
-            ShardingError: called inside a forward or backward; at the end, if a change inside would be lost.
+            ShardingError: called inside a forward or backward; at the end, if a change inside would be lost, as any
+                change of values with ``writeback=False``.
             RankMismatchError: ranks have made different changes.
         """
         engine = engine_at_rest(self, "summon_full_params")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,10 +90,11 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
 
     Raises:
         ShardingError: inside, from a forward or an optimizer's step; at the end, after all pieces are back, if a
-            tensor to be written back has another shape, or a parameter has got a gradient, which would be lost.
+            tensor has another shape, or a change would be lost: of values with ``writeback=False``, or a gradient.
         RankMismatchError: at the end: ranks would write back pieces of different tensors.
     """
     full, _ = gather_full(engine, lambda _, tensor: tensor)
+    before = [] if writeback else _sums_of_bits(full.values())
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {shard.param for shard in full}))
     edited: dict[ParamShard, torch.Tensor] = {}
     failure: Exception | None = None
@@ -102,8 +103,10 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
             try:
                 yield
                 _refuse_grads(full)
-                if writeback:
-                    edited = _edited(engine, full)
+                edited = _edited(engine, full)
+                if not writeback:
+                    _refuse_changed(edited, before)
+                    edited = {}
             except Exception as error:
                 failure = error
         if writeback:
@@ -124,6 +127,22 @@ def _refuse_grads(full: Iterable[ParamShard]) -> None:
             raise ShardingError(
                 f"parameter {shard.name!r} got a gradient inside summon_full_params, where it is this rank's alone and "
                 "would be lost: compute the loss outside"
+            )
+
+
+def _sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """By tensor, the sum of its bits as integers: exact, and equal for equal tensors."""
+    integers = {1: torch.int8, 2: torch.int16}
+    bits = [t.reshape(-1).view(integers.get(t.dtype.itemsize, torch.int32)) for t in tensors]
+    return [] if not bits else torch.stack([each.sum() for each in bits]).tolist()
+
+
+def _refuse_changed(edited: Mapping[ParamShard, torch.Tensor], before: Sequence[int]) -> None:
+    for shard, was, now in zip(edited, before, _sums_of_bits(edited.values()), strict=True):
+        if was != now:
+            raise ShardingError(
+                f"parameter {shard.name!r} was changed inside summon_full_params(writeback=False), and the change is "
+                "lost: leave writeback away to keep it. No parameter has changed"
             )
 
 
@@ -155,10 +174,8 @@ def _refuse_different(
         return
 
     def sums() -> list[int]:
-        """Of each tensor's bits: exact, and equal for equal tensors."""
         raise_if(failure)
-        bits = [t.contiguous().view(torch.int16 if t.dtype.itemsize == 2 else torch.int32) for t in edited.values()]
-        return [] if not bits else torch.stack([each.sum() for each in bits]).tolist()
+        return _sums_of_bits(edited.values())
 
     try:
         gathered = ranks.gather_results("write back what changed inside summon_full_params", sums, ShardingError)

@@ -86,14 +86,23 @@ _WRITES: dict[str, Callable[[nn.Parameter, torch.Tensor], object]] = {
 @on_ranks(1, 2)
 @pytest.mark.parametrize("write", _WRITES)
 def test_every_write_inside_summon_full_params_is_kept(context: RankContext, write: str) -> None:
-    """Whether torch counts it as a new version of the parameter or not. With ``writeback=False`` none is."""
+    """Whether torch counts it as a new version of the parameter or not. With ``writeback=False`` it raises."""
     model = StreamShard(Stack(), precision=FP32)
     before, wanted = model.full_state_dict(rank0_only=False), Stack().state_dict()
-    for writeback, expected in ((False, before), (True, wanted)):
-        with model.summon_full_params(writeback=writeback):
-            for name, param in model.named_parameters():
-                _WRITES[write](param, wanted[name]) if param.dim() == 2 else param.data.copy_(wanted[name])
-        assert_same(model.full_state_dict(rank0_only=False), expected, "weights", EXACT)
+
+    def change() -> None:
+        for name, param in model.named_parameters():
+            _WRITES[write](param, wanted[name]) if param.dim() == 2 else param.data.copy_(wanted[name])
+
+    with (
+        pytest.raises(ShardingError, match=r"'head\.\w+' was changed inside .*\(writeback=False\)"),
+        model.summon_full_params(writeback=False),
+    ):
+        change()
+    assert_same(model.full_state_dict(rank0_only=False), before, "weights", EXACT)
+    with model.summon_full_params():
+        change()
+    assert_same(model.full_state_dict(rank0_only=False), wanted, "weights", EXACT)
 
 
 @on_ranks(2)
