@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from streamshard.checkpoint.directory import open_checkpoint
-from streamshard.checkpoint.manifest import decode
+from streamshard.checkpoint.json_codec import decode
 from tests.launched import ROOT, Launched, run_file
 
 JOB = "docs/examples/train_llama.py"

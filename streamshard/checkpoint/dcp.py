@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from streamshard.checkpoint.directory import PARTIAL, next_number, open_checkpoint
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.checkpoint.manifest import CheckpointFiles, decode, encode
+from streamshard.checkpoint.json_codec import decode, encode
+from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.comm.objects import RankGroup

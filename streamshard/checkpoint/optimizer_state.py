@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.checkpoint.manifest import TensorRecord, decode, encode, join_records
+from streamshard.checkpoint.json_codec import decode, encode
+from streamshard.checkpoint.manifest import TensorRecord, join_records
 from streamshard.comm.communicator import Communicator
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError

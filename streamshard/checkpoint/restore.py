@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from streamshard.checkpoint.directory import find_checkpoint, look_into, open_checkpoint
 from streamshard.checkpoint.disk_layout import local_pieces, saved_names
+from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.load import put_back_buffers
-from streamshard.checkpoint.manifest import CheckpointFiles, decode
+from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.optimizer_state import owner_of, steps_here
 from streamshard.checkpoint.run_parts import (
     RANDOM,

@@ -1,7 +1,7 @@
 """The parts of a training run, their names in a checkpoint, and their content as named tensors and JSON.
 
 Weights and moments are saved by the parameter's name and by ranges of elements. So a checkpoint does not depend on
-units, slots or the number of ranks. Everything else is a tree (see `manifest.encode`): one tree if all ranks have the
+units, slots or the number of ranks. Everything else is a tree (see `json_codec.encode`): one tree if all ranks have the
 same, else one per rank.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import Piece, local_pieces, saved_names
-from streamshard.checkpoint.manifest import encode
+from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.optimizer_state import (
     Sharded,
     State,

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.checkpoint.manifest import decode, encode
+from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.errors import CheckpointError
 
 CPU = torch.device("cpu")
