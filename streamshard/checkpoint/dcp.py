@@ -1,21 +1,17 @@
 """Convert checkpoints from and to torch.distributed.checkpoint (DCP), as FSDP2 writes it: weights and optimizer state.
 
-torch reads and writes DCP's files. This module translates names.
+This module translates names. torch writes DCP's files; `dcp_files` reads them.
 
 With FSDP2, users call ``get_state_dict`` and ``dcp.save({"model": ..., "optimizer": ...})``. Keys are then
 ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and ``optimizer.param_groups.0.lr``; with
 ``flatten_optimizer_state_dict`` the last is ``optimizer.param_groups.<name>.lr``. Accelerate writes models and
 optimizers to separate directories.
-
-DCP pickles its metadata, and values other than tensors. Unpickling can run code, so our unpicklers accept data only.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import pickle
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
 from streamshard.checkpoint.directory import PARTIAL, next_number, open_checkpoint
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.json_codec import decode, encode
@@ -41,40 +36,19 @@ from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.unit.optimizer_hooks import NUMBERS
 
-_METADATA_NAME = ".metadata"
-_RECORDS = (*metadata.__all__, "_MEM_FORMAT_ENCODING")
-_PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
-_OTHERS = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-}
 _CPU = torch.device("cpu")
 
 
-def _read(root: Path) -> dict[str, Any]:
-    """All tensors and values of a DCP directory, or of Accelerate's two, by key, in CPU memory."""
+def _files_of(root: Path) -> list[DcpFiles]:
+    """A DCP directory, or Accelerate's two."""
     candidates = [root, root / "pytorch_model_fsdp_0", root / "optimizer_0"]
-    found = [path for path in candidates if (path / _METADATA_NAME).is_file()]
+    found = [path for path in candidates if (path / METADATA_NAME).is_file()]
     if not found:
         raise CheckpointError(
-            f"{root} is no directory of torch.distributed.checkpoint: there is no {_METADATA_NAME} in it, nor in "
+            f"{root} is no directory of torch.distributed.checkpoint: there is no {METADATA_NAME} in it, nor in "
             "pytorch_model_fsdp_0 in it"
         )
-    values: dict[str, Any] = {}
-    for path in found:
-        with _errors(f"read {path}"):
-            part = {
-                key: torch.empty(each.size, dtype=each.properties.dtype)
-                if isinstance(each, metadata.TensorStorageMetadata)
-                else None
-                for key, each in _Reader(path).read_metadata().state_dict_metadata.items()
-            }
-            planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            state_dict_loader.load(part, storage_reader=_Reader(path), planner=planner, no_dist=True)
-            values |= part
-    return values
+    return [DcpFiles(path) for path in found]
 
 
 @contextmanager
@@ -89,35 +63,6 @@ def _errors(doing: str) -> Iterator[None]:
         if not isinstance(cause, Exception):  # an interrupt
             raise cause from None
         raise CheckpointError(f"cannot {doing}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}") from error
-
-
-class _Reader(FileSystemReader):
-    """Reads metadata with an unpickler that accepts data only."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        with open(Path(self.path) / _METADATA_NAME, "rb") as file:
-            found: metadata.Metadata = _MetadataUnpickler(file).load()
-        if found.storage_meta is None:
-            found.storage_meta = metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Accepts DCP's own records, and the dtypes, paths and sizes inside them."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_record = module == "torch.distributed.checkpoint.metadata" and name in _RECORDS
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_path = module.partition(".")[0] == "pathlib" and name in _PATHS
-        if is_record or is_dtype or is_path or (module, name) in _OTHERS:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no DCP metadata need; it may be an attack")
 
 
 # ------------------------------------------------------------------------------------------------ to DCP
@@ -194,8 +139,8 @@ def from_dcp(
 ) -> tuple[Path, list[str]]:
     """Convert a DCP directory to a checkpoint, which `load_checkpoint(out, model, optimizer)` loads.
 
-    DCP's files hold pickles, which could run code on this machine. Our unpicklers accept tensors, numbers, strings,
-    lists, dicts and DCP's own records, and refuse anything else. All of it is read into host memory.
+    DCP's files hold pickles, which could run code on this machine. Here they are read as data (`dcp_files`): tensors,
+    numbers, strings, lists, tuples, dicts and dtypes. All of it is read into host memory.
 
     Args:
         directory: a DCP directory, or one of Accelerate's with ``pytorch_model_fsdp_0`` in it.
@@ -210,22 +155,24 @@ def from_dcp(
         CheckpointError: `directory` is no DCP directory, is damaged, or holds values that StreamShard cannot load.
         ConfigError: no key has the prefix.
     """
-    values, root = _read(parse_path("directory", directory)), parse_path("out", out)
+    root = parse_path("out", out)
+    files_of = {key: files for files in _files_of(parse_path("directory", directory)) for key in files}
     own, prefix = f"{optimizer}.", f"{model}." if model else ""
     weights = {
-        key.removeprefix(prefix): each
-        for key, each in values.items()
-        if isinstance(each, torch.Tensor) and key.startswith(prefix) and (model or not key.startswith(own))
+        key.removeprefix(prefix): files.read(key)
+        for key, files in files_of.items()
+        if key in files.tensors and key.startswith(prefix) and (model or not key.startswith(own))
         if "_extra_state" not in key.split(".")
     }
     if not weights:
-        shown = sorted({key.partition(".")[0] for key in values})
+        shown = sorted({key.partition(".")[0] for key in files_of})
         raise ConfigError(
             f"model={model!r}: no key of {directory} begins so; they begin with {', '.join(shown)}: "
             "say what those of weights begin with (--model-key)"
         )
-    left_out = values.keys() - {f"{prefix}{name}" for name in weights}
-    state = {key.removeprefix(own): values[key] for key in values if key in left_out and key.startswith(own)}
+    left_out = files_of.keys() - {f"{prefix}{name}" for name in weights}
+    stored = {key: files for key, files in files_of.items() if key in left_out and key.startswith(own)}
+    state = {key.removeprefix(own): files.read(key) for key, files in stored.items()}
     tensors: dict[str, torch.Tensor] = {}
     optimizers = {}
     if state:
@@ -288,10 +235,12 @@ def _optimizer_in(
         else:
             continue
         taken.add(key)
-    numbers = sorted((each for each in options_of if each.isdecimal()), key=int)
+    numbers = sorted((each for each in options_of if each.isdecimal()), key=lambda number: (len(number), number))
     groups = [options_of[each] for each in numbers] or _joined(options_of)
     for group in groups:
-        group["params"] = [f"model/{name}" for name in group.get("params", [])]
+        if not isinstance(names := group.get("params", []), list):
+            raise CheckpointError(f"the optimizer's 'params' is a {type(names).__name__}, wanted a list of names")
+        group["params"] = [f"model/{name}" for name in names]
     rest_in = encode({"param_groups": groups, "shared": {}}, "optimizer", tensors)
     return {"class": None, "state": state, **rest_in}, taken
 

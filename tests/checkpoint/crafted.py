@@ -1,14 +1,22 @@
-"""Checkpoints that strangers may make: their manifest says something else, and has a checksum that fits. Few files."""
+"""Checkpoints that strangers may make: their manifest says something else, and has a checksum that fits. Few files.
+
+Directories of DCP too, as torch writes them, with other metadata.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import pickle
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, sealed
 
@@ -23,6 +31,15 @@ def rewrite(checkpoint: Path, change: Callable[[Any], object]) -> None:
     content = json.loads((checkpoint / MANIFEST_NAME).read_bytes())["content"]
     change(content)
     write_body(checkpoint, json.dumps(content).encode())
+
+
+def write_dcp(directory: Path, state: dict[str, Any], change: Callable[[Any], object] = lambda metadata: None) -> None:
+    """A directory of DCP; `change` changes its metadata."""
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        state_dict_saver.save(state, checkpoint_id=directory, no_dist=True)
+    metadata = FileSystemReader(directory).read_metadata()
+    change(metadata)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @contextlib.contextmanager

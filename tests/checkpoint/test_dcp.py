@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -23,6 +21,7 @@ from streamshard.checkpoint.directory import open_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint import runs
+from tests.checkpoint.crafted import write_dcp
 from tests.models import DIM, next_token_loss, token_batch
 from tests.ranks import RankContext, RankPool
 from tests.reference import FP32
@@ -168,26 +167,25 @@ def test_what_does_not_fit_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     assert "only one of checkpoint and run has 'model/head.weight'" in told
 
 
-def _dcp_of(directory: Path, state: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        state_dict_saver.save(state, checkpoint_id=directory, no_dist=True)
-
-
 def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """None of DCP; other keys; a file that is missing; moments of another shape. Nothing is left of it."""
     run = tmp_path / "run"
     with pytest.raises(CheckpointError, match=r"is no directory of torch\.distributed\.checkpoint"):
         from_dcp(tmp_path, run)
     weight = torch.ones(2, 3)
-    _dcp_of(tmp_path / "app", {"app": {"model": {"weight": weight}}})
+    write_dcp(tmp_path / "app", {"app": {"model": {"weight": weight}}})
     with pytest.raises(ConfigError, match="model='model': no key of .* begins so; they begin with app"):
         from_dcp(tmp_path / "app", run)
     assert main(["convert", str(tmp_path / "app"), str(run), "--from", "dcp"]) == 2
     assert "--model-key" in capsys.readouterr().err
     state = {"model": {"weight": weight}, "optimizer": {"state": {"weight": {"row": torch.ones(2)}}}}
-    _dcp_of(tmp_path / "rows", state)
+    write_dcp(tmp_path / "rows", state)
     with pytest.raises(CheckpointError, match=r"'row' of 'weight' has shape \[2\], the parameter \[2, 3\]"):
         from_dcp(tmp_path / "rows", run)
+    state = {"model": {"weight": weight}, "optimizer": {"param_groups": {"9" * 5000: {"params": 3}}}}
+    write_dcp(tmp_path / "groups", state)
+    with pytest.raises(CheckpointError, match="the optimizer's 'params' is a int, wanted a list of names"):
+        from_dcp(tmp_path / "groups", run)
     stored = next((tmp_path / "app").glob("*.distcp"))
     stored.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"cannot read .*app: \S"):
@@ -200,13 +198,13 @@ def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest
 
 def test_other_prefixes_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a state that has the model further inside; what is not taken is said."""
-    _dcp_of(tmp_path / "dcp", {"app": {"net": {"weight": torch.ones(2, 3)}}, "seen": 3})
+    write_dcp(tmp_path / "dcp", {"app": {"net": {"weight": torch.ones(2, 3)}}, "seen": 3})
     run = tmp_path / "run"
     assert main(["convert", str(tmp_path / "dcp"), str(run), "--from", "dcp", "--model-key", "app.net"]) == 0
     assert "left out: seen" in capsys.readouterr().out
     assert torch.equal(_everything(run / "checkpoint-1")["model/weight"], torch.ones(2, 3))
     bare = {"weight": torch.zeros(2), "optimizer": {"state": {"weight": {"step": torch.tensor(3.0)}}}}
-    _dcp_of(tmp_path / "bare", bare)
+    write_dcp(tmp_path / "bare", bare)
     path, left_out = from_dcp(tmp_path / "bare", run, model="")
     assert (path.name, left_out) == ("checkpoint-2", [])
     assert _everything(path).keys() == {"model/weight"}
@@ -233,32 +231,3 @@ def test_an_interrupt_is_one_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     with pytest.raises(CheckpointError, match="out exists: convert into a new directory"):
         to_dcp(tmp_path / "run", out)
-
-
-# ------------------------------------------------------------------------------------------------ pickles
-
-
-class _Attack:
-    """Unpickling it makes a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._mark),)
-
-
-@pytest.mark.parametrize("where", ["metadata", "value"])
-def test_pickles_in_dcp_directories_run_no_code(tmp_path: Path, where: str) -> None:
-    """Neither those of the metadata nor those of values."""
-    mark, source = tmp_path / "mark", tmp_path / "dcp"
-    option: Any = _Attack(mark) if where == "value" else 0.1
-    state = {"model": {"weight": torch.ones(2)}, "optimizer": {"param_groups": [{"params": ["weight"], "lr": option}]}}
-    _dcp_of(source, state)
-    if where == "metadata":
-        metadata = FileSystemReader(source).read_metadata()
-        metadata.planner_data = _Attack(mark)
-        (source / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="cannot read .*dcp: UnpicklingError"):
-        from_dcp(source, tmp_path / "run")
-    assert not mark.exists()
