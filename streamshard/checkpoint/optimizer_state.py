@@ -33,15 +33,14 @@ Sharded = Mapping[nn.Parameter, tuple[Engine, ParamShard]]
 _CPU = torch.device("cpu")
 
 
-def owner_of(optimizer: Optimizer, param: nn.Parameter) -> int | None:
-    """The rank of the shard group that steps all of `param`; None: ranks step pieces of it."""
-    ask = getattr(optimizer, "owner_of", None)
-    return None if ask is None else ask(param)
+def owners_of(optimizer: Optimizer) -> Mapping[int, int]:
+    """By the id of a parameter, the rank of the shard group that steps all of it; without a rank, ranks step pieces."""
+    ask = getattr(optimizer, "owners", None)
+    return {} if ask is None else ask()
 
 
-def steps_here(optimizer: Optimizer, engine: Engine, shard: ParamShard) -> bool:
-    """Whether this rank steps the parameter, or its piece of it, and so keeps state."""
-    owner = owner_of(optimizer, shard.param)
+def steps_here(owner: int | None, engine: Engine, shard: ParamShard) -> bool:
+    """Whether this rank steps the parameter of `owner`, or its piece of it, and so keeps state."""
     return owner == engine.ranks.rank if owner is not None else shard.local.numel > 0 or not shard.layout.numel
 
 
@@ -95,13 +94,14 @@ def local_state(
     take_over_state(optimizer)
     state: State = {}
     pieces: list[Piece] = []
+    owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
         values: Mapping[str, Any] = optimizer.state.get(param, {})
         path, tensors, moments = f"{name}/{names[param]}", dict[str, torch.Tensor](), dict[str, Piece]()
         if param in sharded:
             engine, shard = sharded[param]
-            values = values if steps_here(optimizer, engine, shard) else {}
-            if owner_of(optimizer, param) is None:
+            values = values if steps_here(owners.get(id(param)), engine, shard) else {}
+            if id(param) not in owners:
                 moments = _moments_in(values, path, shard)
         saved = encode({key: each for key, each in values.items() if key not in moments}, path, tensors)
         state[names[param]] = saved | {key: {"$": "tensor", "tensor": each.name} for key, each in moments.items()}
@@ -109,7 +109,7 @@ def local_state(
         if param not in sharded:
             pieces.extend(found if ranks.is_first else ())
             continue
-        if tensors and owner_of(optimizer, param) is None:
+        if tensors and id(param) not in owners:
             raise ShardingError(
                 f"{', '.join(tensors)}: tensors without one number for each element of the parameter. Ranks cannot put "
                 "them together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
@@ -196,6 +196,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     if count != len(params):
         raise ShardingError(f"the optimizer state is of {count} parameters, the optimizer has {len(params)}")
     state: dict[Any, Any] = {}
+    owners = owners_of(optimizer)
     for key, (values, metas) in saved.items():
         got = {}
         for name, (shape, dtype) in metas.items():
@@ -204,7 +205,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
                 got[name].copy_(tensors[key][name])
             ranks.broadcast(got[name])
         shard = shards.get(params[key]) if isinstance(key, int) else None
-        owner = None if shard is None else owner_of(optimizer, shard.param)
+        owner = None if shard is None else owners.get(id(shard.param))
         if owner not in (None, ranks.rank):
             continue
         own = decode(values, lambda name, where: got[name].to(where), device)  # noqa: B023  # called at once

@@ -21,7 +21,7 @@ from streamshard.checkpoint.disk_layout import local_pieces, saved_names
 from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.load import put_back_buffers
 from streamshard.checkpoint.manifest import CheckpointFiles
-from streamshard.checkpoint.optimizer_state import owner_of, steps_here
+from streamshard.checkpoint.optimizer_state import owners_of, steps_here
 from streamshard.checkpoint.run_parts import (
     RANDOM,
     Models,
@@ -221,14 +221,15 @@ class Plan:
             self._wrong.append(f"{name} {problem}")
             return
         state: dict[Any, Any] = rest.pop("shared")
+        owners = owners_of(optimizer)
         for number, param in enumerate(params_in(optimizer.param_groups)):
             values = saved["state"].get(names[param], {})
             if param not in sharded:
                 own = self._decode(values)
             else:
                 engine, shard = sharded[param]
-                values = values if steps_here(optimizer, engine, shard) else {}
-                if owner_of(optimizer, param) is None:
+                values = values if steps_here(owners.get(id(param)), engine, shard) else {}
+                if id(param) not in owners:
                     own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
                 else:
                     own = self._decode(values, _of_replica(engine))

@@ -334,9 +334,9 @@ def pre_backward(engine: Engine, use: Use) -> None:
 def take_gradients(engine: Engine) -> None:
     """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot."""
     for unit in engine.units:
-        for param_index, view in enumerate(unit.views):
+        for param_index, (view, param) in enumerate(zip(unit.views, unit.grads.params, strict=True)):
             # Weak: the garbage collector does not see what a tensor's hook holds, and the engine holds the tensor.
-            small = engine.reductions.small if unit.grads.is_small(param_index) else None
+            small = engine.reductions.small if param.is_small else None
             take = functools.partial(_take, weakref.ref(engine), weakref.ref(unit), param_index, small, unit.index)
             view.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 

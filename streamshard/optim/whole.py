@@ -173,7 +173,11 @@ class WholeParameterOptimizer(Optimizer):
 
         A single rank owns all parameters whose class is not elementwise.
         """
-        return self.bound.owners.get(id(param))
+        return self.owners().get(id(param))
+
+    def owners(self) -> Mapping[int, int]:
+        """By the id of a parameter, the rank that steps the full parameter."""
+        return self.bound.owners
 
     def in_place(self) -> list[Optimizer]:
         """The inner optimizers that step pieces, or plain parameters, in place."""

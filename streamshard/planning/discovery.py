@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -208,22 +208,23 @@ def _is_of_class(module: nn.Module, wanted: object) -> bool:
 
 def _check_units(layers: Sequence[nn.Module], beside: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
     """Raise if one of `layers`, or of the resident modules `beside` them, cannot be a unit."""
+    streamed, units = set(layers), {*layers, *beside}
     for unit in (*layers, *beside):
         name = names[unit]
         if not name:
             raise UnitError("units or resident hold the whole model: wanted modules inside it")
         if not params_of(unit):
             raise UnitError(f"unit {name!r} has no parameters")
-        if unit in layers and not _is_callable(unit):
+        if unit in streamed and not _is_callable(unit):
             raise UnitError(
                 f"unit {name!r} is a {type(unit).__name__}, which has no forward: no call would all-gather its "
                 f"weights. Name the layers in it: units=list(model.{name})"
             )
-        for module in _inside(unit, (*layers, *beside)):
+        for module in _inside(unit, units):
             raise UnitError(f"unit {name!r} overlaps unit {names[module]!r}, which lies inside it")
 
 
-def _inside(module: nn.Module, wanted: Collection[nn.Module]) -> tuple[nn.Module, ...]:
+def _inside(module: nn.Module, wanted: Container[nn.Module]) -> tuple[nn.Module, ...]:
     """The modules of `wanted` that lie inside `module`, without `module` itself."""
     return tuple(inner for inner in modules_inside(module) if inner is not module and inner in wanted)
 
@@ -305,10 +306,11 @@ def _are_stages(layers: Sequence[nn.Module]) -> bool:
     third of all weights. A list inside a stage holds over 80% of its weights; lists of experts lie deeper, beside
     attention.
     """
+    weights = _numel(*layers)
     for layer in layers:
         lists = [_layers_of(inner) for inner in (layer, *layer.children())]
         inner = next((found for found in lists if _numel(*found) > 0.8 * _numel(layer)), [])
-        if (isinstance(layer, nn.Sequential) and len(inner) >= len(layers)) or 3 * _numel(*inner) > _numel(*layers):
+        if (isinstance(layer, nn.Sequential) and len(inner) >= len(layers)) or 3 * _numel(*inner) > weights:
             return True
     return False
 

@@ -112,6 +112,7 @@ class ParamGrad:
         is_kept: `in_main` holds the ``.grad`` from before this backward, to which the reduction is added.
         waits: the gradient stays in the slot, or in main grads that replicas have not averaged, until a later backward.
         spilled: [shape of `view`] grad_dtype, a copy of `in_slot` from before another unit took the slot.
+        is_small: `UnitGrads.collect` copies the gradient.
     """
 
     in_slot: torch.Tensor
@@ -127,6 +128,7 @@ class ParamGrad:
         self.is_used = False
         self.is_kept = False
         self.waits = False
+        self.is_small = False
         self.spilled: torch.Tensor | None = None
         self.in_main: ShardedTensor | None = None
         if memory is not None:
@@ -208,18 +210,23 @@ class UnitGrads:
         self._life = Life()  # of the gradients that parameters have now
         self._trained: list[ParamGrad] = []  # those of `params` that have room
         self._small: list[ParamGrad] = []  # whose gradients `collect` copies
+        self._small_bytes = 0
         self._has_taken = False  # whether this backward has moved ``.grad`` into main grads
         self._adds = False  # main grads hold something that the next reduction adds to
 
     def add(self, shard: ParamShard, view: nn.Parameter) -> None:
         """Add a parameter of the unit, with its unsharded parameter `view`."""
         memory = next((each for each in self.flat_params if each.layout is shard.what.flat_param), None)
-        self.params.append(ParamGrad(shard, view, memory))
+        grad = ParamGrad(shard, view, memory)
+        self.params.append(grad)
         if memory is not None:
-            self._trained.append(self.params[-1])
+            self._trained.append(grad)
             with AsTensors():
-                if sum(small.view.nbytes for small in self._small) + view.nbytes <= _COLLECTED_BYTES:
-                    self._small.append(self._trained[-1])
+                n_bytes = view.nbytes
+            grad.is_small = self._small_bytes + n_bytes <= _COLLECTED_BYTES
+            if grad.is_small:
+                self._small.append(grad)
+                self._small_bytes += n_bytes
 
     @property
     def _streams(self) -> Streams:
@@ -280,10 +287,6 @@ class UnitGrads:
             for grad in self._trained:
                 if not grad.is_kept:
                     grad.clear()
-
-    def is_small(self, param_index: int) -> bool:
-        """Whether `collect` copies the gradient of this parameter."""
-        return self.params[param_index] in self._small
 
     def write(self, param_index: int, value: torch.Tensor) -> None:
         """Copy gradient `value` [shape of the unsharded parameter] into the slot. Its only copy. Compute stream.

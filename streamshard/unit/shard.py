@@ -9,10 +9,11 @@ optimizer built before sharding keeps working; their data become pieces of the m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -200,8 +201,9 @@ class GradSlot:
             self.written.wait()
 
 
-class ParamShard(NamedTuple):
-    """This rank's part of one parameter.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParamShard:
+    """This rank's part of one parameter. A key of dicts by identity: layouts name all parameters of the unit.
 
     Attributes:
         name: fully qualified name in the root model.
