@@ -278,6 +278,8 @@ class SharedMemoryTransport(PairwiseTransport):
         self._advance(Counter.SUMMED)
 
     def _offset_of(self, tensor: torch.Tensor) -> int:
+        if not tensor.numel():  # of a unit of empty parameters: no memory anywhere
+            return 0
         if (offset := self._own.offset_of(tensor)) is None:
             raise StateError("a shard or slot", "in memory of this rank alone", "in shared memory")
         return offset

@@ -236,6 +236,8 @@ def _life_under(result: torch.Tensor, values: Iterable[Any]) -> Life | None:
     """The life of the gradient in `values` whose memory `result` is on; None if there is none."""
     grads = (value for value in flat(values) if isinstance(value, ShardedTensor) and value.life is not None)
     storage = result.untyped_storage().data_ptr()
+    if not storage:  # no elements: the clone of an empty gradient is no view of it
+        return None
     return next((grad.life for grad in grads if grad.untyped_storage().data_ptr() == storage), None)
 
 

@@ -127,7 +127,7 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
 
 
 def _check_reductions(ranks: Communicator, mode: ReductionMode, *, sums: bool) -> None:
-    """Means over ranks, fp32 whatever was sent; added to what is there, or in its place; several under way.
+    """Means over ranks, fp32 whatever was sent; added to what is there, or in its place; several under way, one empty.
 
     Args:
         ranks: between whom.
@@ -136,15 +136,16 @@ def _check_reductions(ranks: Communicator, mode: ReductionMode, *, sums: bool) -
     """
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     dtype = PRECISIONS[mode].slot_grad_dtype
-    slots = [transport.allocate_visible(size * NUMEL, dtype) for _ in range(2)]
-    outs = [torch.full((NUMEL,), 3.0, device=device) for _ in range(2)]
-    scratch_numel = transport.scratch_numel(NUMEL, mode)
-    scratches = [torch.empty(scratch_numel, dtype=dtype, device=device) for _ in range(2)]
+    numels = (NUMEL, NUMEL, 0)
+    slots = [transport.allocate_visible(size * numel, dtype) for numel in numels]
+    outs = [torch.full((numel,), 3.0, device=device) for numel in numels]
+    scratch_numels = [transport.scratch_numel(numel, mode) for numel in numels]
+    scratches = [torch.empty(numel, dtype=dtype, device=device) for numel in scratch_numels]
     for turn in range(3):
         wanted, works = [], []
         for tag, (slot, out, scratch) in enumerate(zip(slots, outs, scratches, strict=True)):
-            slot.copy_(_numbers(ranks.rank, size * NUMEL, slot, 30 + 2 * turn + tag))
-            chunks = [_numbers(rank, size * NUMEL, slot, 30 + 2 * turn + tag) for rank in range(size)]
+            slot.copy_(_numbers(ranks.rank, slot.numel(), slot, 30 + 3 * turn + tag))
+            chunks = [_numbers(rank, slot.numel(), slot, 30 + 3 * turn + tag) for rank in range(size)]
             accumulate = tag == 1
             mean = out.clone()
             sum_in_rank_order([chunk.view(size, -1)[ranks.rank] for chunk in chunks], mean, accumulate=accumulate)
@@ -155,7 +156,7 @@ def _check_reductions(ranks: Communicator, mode: ReductionMode, *, sums: bool) -
         for work, out, mean in zip(works, outs, wanted, strict=True):
             _wait(transport, work)
             assert out.dtype is torch.float32
-            if not sums:
+            if not sums or not out.numel():
                 assert torch.equal(out, mean)
             elif mode is ReductionMode.SUM_16:
                 torch.testing.assert_close(out, mean, rtol=2e-2, atol=3e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    SETTINGS,
     Call,
     adamw,
     assert_trains_like_ddp,
@@ -19,7 +21,7 @@ from tests.reference import (
     case,
     stack_step,
 )
-from tests.scenarios import RoutedStack
+from tests.scenarios import RoutedStack, over_sockets
 
 
 def planned_step(plans: dict[tuple[int, int], list[int]]) -> Any:
@@ -162,6 +164,37 @@ def test_experts_that_run_on_some_ranks_only_train_like_ddp(context: RankContext
 
     for units in ([Experts], [Layer]):
         assert_trains_like_ddp(context, _expert_stack, step, optimizer=adamw, units=units)
+
+
+class Placeholders(nn.Module):
+    """A layer whose parameters have no elements; one trains, one is frozen in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 16))
+        self.frozen = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same, plus sums of nothing."""
+        return x + self.weight.sum() + self.frozen.sum()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("sockets", [False, True])
+def test_units_of_empty_parameters_train_like_any_other(context: RankContext, sockets: bool) -> None:
+    """Streamed and resident ones, and a layer with other parameters too."""
+
+    def build() -> nn.Module:
+        stack = Stack()
+        stack.layers.insert(1, Placeholders())
+        stack.layers.append(nn.Sequential(Layer(), Placeholders()))
+        return stack
+
+    units = ["layers.0", "layers.1", "layers.5"]
+    with over_sockets() if sockets else contextlib.nullcontext():
+        for settings in (*SETTINGS.values(), {"resident": ["layers.1"]}):
+            with case(settings):
+                assert_trains_like_plain(context, build, stack_step, steps=3, units=units, **settings)
 
 
 class EncoderDecoder(nn.Module):
