@@ -27,7 +27,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """`value` as JSON. Its tensors are put into `tensors`, detached, not copied.
 
     Args:
-        value: None, numbers, strings, lists, tuples, dicts, counters, tensors, NumPy numbers, dtypes, and nested ones.
+        value: None, numbers, strings, lists, tuples, dicts, counters, tensors, dtypes, NumPy arrays of torch's dtypes,
+            and nested ones. NumPy's numbers come back as Python's.
         path: its name. Names of its tensors begin with it.
         tensors: by name; gains those of `value`.
 
@@ -47,14 +48,32 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return items if type(value) is list else {_KIND: "tuple", "value": items}
     if isinstance(value, torch.dtype):
         return {_KIND: "dtype", "value": name_of(value)}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
-        return encode(value.item(), path, tensors)
+    found = _of_numpy(value)
+    if isinstance(found, torch.Tensor):
+        return {_KIND: "array", "value": _encode_tensor(found, path, tensors)}
+    if found is not None:
+        return encode(found, path, tensors)
+    kind = f" of dtype {value.dtype}" if hasattr(value, "dtype") else ""
     raise CheckpointError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, strings, lists, "
-        "tuples, dicts and tensors. Give an object with state_dict() and load_state_dict() by itself, "
-        "extra={name: object}, and any other object as the values that it is made of"
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}{kind}: a checkpoint holds numbers, strings, "
+        "lists, tuples, dicts, tensors and arrays of torch's dtypes. Give an object with state_dict() and "
+        "load_state_dict() by itself, extra={name: object}, and any other object as the values that it is made of"
     )
+
+
+def _of_numpy(value: Any) -> bool | int | float | torch.Tensor | None:
+    """The number or tensor with the values of a NumPy number or array; None if there is none."""
+    if (numpy := sys.modules.get("numpy")) is None:
+        return None
+    if isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
+        number = value.item()  # of long doubles and durations: another number of NumPy's, or no number
+        return number if isinstance(number, bool | int | float) and value.dtype.kind != "m" else None
+    if type(value) is not numpy.ndarray:
+        return None
+    try:
+        return torch.from_numpy(numpy.require(value, requirements=("C", "W")))
+    except (TypeError, ValueError):  # strings, objects, long doubles; another byte order
+        return None
 
 
 def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -149,6 +168,7 @@ _MADE_OF: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "dtype": dtype_named,
     "tuple": tuple,
+    "array": lambda tensor: tensor.numpy(),
     "dict": dict,
     "Counter": lambda items: Counter(dict(items)),
 }

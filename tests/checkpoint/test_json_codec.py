@@ -70,10 +70,40 @@ def test_tensors_and_numbers_come_back(dtype: torch.dtype, shape: tuple[int, ...
     assert there_and_back(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
 
 
+ARRAYS = {
+    **{
+        str(dtype): numpy.array([[1, 0, 1]], dtype)
+        for dtype in ["?", "b", "h", "i", "l", "B", "H", "I", "L", "e", "f", "d", "F", "D"]
+    },
+    "state of a generator": numpy.random.get_state()[1],
+    "largest number": numpy.array(2**64 - 1, numpy.uint64),
+    "one number": numpy.array(0.5, numpy.float16),
+    "empty": numpy.zeros((0, 3)),
+    "turned": numpy.arange(6).reshape(2, 3).T,
+    "backwards": numpy.arange(3)[::-1],
+    "read-only": numpy.broadcast_to(numpy.float32(2), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_come_back_as_arrays(name: str) -> None:
+    """Of every dtype that torch has too, and of any strides; NumPy's numbers come back as Python's."""
+    array: Any = ARRAYS[name]
+    found = there_and_back({"a": [array]})["a"][0]
+    assert type(found) is numpy.ndarray
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert numpy.array_equal(found, array)
+    if array.dtype.kind != "c":
+        number = array.reshape(-1)[:1].sum()
+        assert type(there_and_back(number)) in (bool, int, float)
+        assert there_and_back(number) == number
+
+
 @pytest.mark.parametrize(
     "value",
     [object(), {1, 2}, b"bytes", deque(), torch.ones(2).to_sparse(), torch.empty(2, device="meta"), len]
-    + [numpy.ones(2, numpy.longdouble), numpy.ones(2)],
+    + [numpy.ones(2, numpy.longdouble), numpy.longdouble(1), numpy.timedelta64(3, "ns"), numpy.ones(2, ">f4")]
+    + [numpy.array(["text"]), numpy.array([{}]), numpy.ma.ones(2), numpy.zeros(2, "i4,f4"), numpy.datetime64("now")],
 )
 def test_other_values_are_refused_by_their_path(value: Any) -> None:
     """Some would need code to be read back."""

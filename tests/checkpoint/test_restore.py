@@ -589,6 +589,22 @@ def test_several_models_optimizers_and_objects(context: RankContext, tmp_path: P
             assert_same(found, wanted, name, EXACT)
 
 
+@on_ranks(1, 2)
+def test_arrays_of_numpy_in_extra_come_back(context: RankContext, tmp_path: Path) -> None:
+    """A random state, whose numbers are unsigned; ids in 16 bits; different arrays on each rank."""
+    model = StreamShard(Stack(), precision=FP32)
+    generator = np.random.RandomState(context.rank)
+    ids = {"own": np.arange(3, dtype=np.uint16) + context.rank, "largest": np.array(2**64 - 1, np.uint64)}
+    save_checkpoint(tmp_path, model, extra={"random": generator.get_state(), "ids": ids})
+    loaded = load_checkpoint(tmp_path, model)
+    other = np.random.RandomState(7)
+    other.set_state(loaded["random"])
+    assert other.randint(1000) == generator.randint(1000)
+    for name, array in ids.items():
+        assert type(loaded["ids"][name]) is np.ndarray and loaded["ids"][name].dtype == array.dtype
+        assert np.array_equal(loaded["ids"][name], array)
+
+
 def _save_a_loader(context: RankContext, path: Path) -> None:
     model = StreamShard(Stack(), precision=FP32)
     save_checkpoint(path, model, extra={"loader": Position(dist.get_rank())})
