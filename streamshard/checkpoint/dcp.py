@@ -53,7 +53,7 @@ def _files_of(root: Path) -> list[DcpFiles]:
 
 @contextmanager
 def _errors(doing: str) -> Iterator[None]:
-    """Raise what torch and unpicklers run into as a CheckpointError of one line."""
+    """Turn errors of torch's writer into a CheckpointError of one line."""
     try:
         with warnings.catch_warnings():  # a conversion needs no process group
             warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)
@@ -69,7 +69,7 @@ def _errors(doing: str) -> Iterator[None]:
 
 
 def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
-    """Convert a checkpoint's models and optimizers to a DCP directory, which ``dcp.load`` reads into those of FSDP2.
+    """Convert a checkpoint's models and optimizers to a DCP directory, for ``dcp.load`` with FSDP2.
 
     Its keys begin with ``model.`` and ``optimizer.``; of several models, with ``model.policy.`` and so on. Random
     states, `extra` and extra state of modules are left out. The checkpoint's checksums are verified first. All tensors
@@ -102,7 +102,7 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     with _errors(f"write {root}"):
         root.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(PARTIAL, f"{root.name}.", root.parent) as staging:
-            made = Path(staging, "made")  # with the user's permissions: those of `staging` are the user's alone
+            made = Path(staging, "made")  # `staging` has other permissions: for the user alone
             state_dict_saver.save(state, storage_writer=FileSystemWriter(made), no_dist=True)
             sync_directory(made)
             os.rename(made, root)
@@ -168,7 +168,7 @@ def from_dcp(
         shown = sorted({key.partition(".")[0] for key in files_of})
         raise ConfigError(
             f"model={model!r}: no key of {directory} begins so; they begin with {', '.join(shown)}: "
-            "say what those of weights begin with (--model-key)"
+            "name the prefix of the weights' keys (--model-key)"
         )
     left_out = files_of.keys() - {f"{prefix}{name}" for name in weights}
     stored = {key: files for key, files in files_of.items() if key in left_out and key.startswith(own)}
@@ -187,7 +187,7 @@ def from_dcp(
 
 
 def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, str]:
-    """Every name, and that of the tensor behind it.
+    """Every name, and the saved tensor behind it.
 
     DCP has every name of a tied parameter, and the optimizer one of them. So a tensor that no optimizer steps, with the
     bytes of another one, is saved as that one.
@@ -204,12 +204,12 @@ def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[st
 def _optimizer_in(
     values: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], set[str]]:
-    """The optimizer's JSON, and the keys that it is made of.
+    """The optimizer's JSON, and the keys used for it.
 
     Args:
-        values: by key, without what the optimizer's keys begin with.
+        values: by key, without the optimizer's prefix.
         weights: the model's tensors, by name.
-        tensors: gains those of the optimizer, by the names they are saved under.
+        tensors: gains the optimizer's tensors, by their names in the checkpoint.
     """
     state: dict[str, dict[str, Any]] = {}
     options_of: dict[str, dict[str, Any]] = {}  # by the group's number, or by the name of a parameter in it

@@ -90,7 +90,7 @@ class DcpFiles:
 
     @contextlib.contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Raise what malformed files lead to as a CheckpointError that names `what`."""
+        """Turn errors about malformed files into a CheckpointError that names `what`."""
         try:
             yield
         except Exception as error:  # Python's modules and torch raise errors of many kinds about malformed files
@@ -166,7 +166,7 @@ class DcpFiles:
             raise CheckpointError("it is no archive of torch.save")
         folder = pickles[0].removesuffix("data.pkl")
         if (order := _content(archive, f"{folder}byteorder").decode("ascii")) != sys.byteorder:
-            raise CheckpointError(f"its byte order is {order}, that of this machine {sys.byteorder}")
+            raise CheckpointError(f"its byte order is {order}, this machine's {sys.byteorder}")
         return archive, folder, read_pickle(io.BytesIO(_content(archive, pickles[0])))
 
 

@@ -30,7 +30,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         value: None, numbers, strings, lists, tuples, dicts, counters, tensors, dtypes, NumPy arrays of torch's dtypes,
             and nested ones. NumPy's numbers come back as Python's.
         path: its name. Names of its tensors begin with it.
-        tensors: by name; gains those of `value`.
+        tensors: by name; gains the tensors in `value`.
 
     Raises:
         CheckpointError: names the path of any other value.

@@ -73,8 +73,8 @@ def save_checkpoint(
         model: made by `StreamShard`, or a dict of such models.
         optimizer: an optimizer of the model's parameters, or a dict of optimizers.
         extra: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, a gradient scaler,
-            a data loader or a plain module, and values (numbers, strings, lists, dicts, tensors). Ranks may pass
-            different objects and values; then the same number of ranks has to load them.
+            a data loader or a plain module, and values (numbers, strings, lists, dicts, tensors, arrays). Ranks
+            may pass different objects and values; then the same number of ranks has to load them.
         keep: how many of the newest checkpoints to keep. Older ones are deleted when the new one is complete.
         step: the checkpoint's number, as in ``checkpoint-1000``. None: one more than the largest in `directory`. If
             ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten.

@@ -79,7 +79,7 @@ def find_groups(
         min_unit_bytes: consecutive small layers are combined until they have this many bytes.
 
     Returns:
-        The units, and the parameters of each; those of the root unit first.
+        The units, and lists of parameters: the root unit's first, then each unit's.
 
     Raises:
         UnitError: a unit is not part of the model, is the root, overlaps another or has no parameters.
@@ -233,7 +233,7 @@ def _inside(module: nn.Module, wanted: Container[nn.Module]) -> tuple[nn.Module,
 
 
 def _detect_layers(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The layers of each list that is worth a unit per layer, at least of the largest list. See [Note: layers].
+    """Find the lists worth a unit per layer, always the largest one, and return their layers. See [Note: layers].
 
     Warns if there are none.
 
@@ -284,7 +284,7 @@ def _find_lists(module: nn.Module, taken: set[nn.Module]) -> Iterator[list[nn.Mo
 
 
 def _layers_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated children of a list, dict or sequence. Lists among them without a forward count as their children."""
+    """The repeated children of a list, dict or sequence. A nested list without a forward stands for its children."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return []
     layers: dict[nn.Module, None] = {}
@@ -315,7 +315,7 @@ def _are_stages(layers: Sequence[nn.Module]) -> bool:
     return False
 
 
-# -- what is large beside the layers ------------------------------------------------------------------------------
+# -- large modules beside the layers ------------------------------------------------------------------------------
 
 
 def _find_large(
@@ -354,7 +354,7 @@ def _find_large(
 
 
 def embedding_params(root: nn.Module) -> set[nn.Parameter]:
-    """The weights of embeddings, and those of a transformers model's input and output embeddings."""
+    """The weights of embedding modules, and of a transformers model's input and output embeddings."""
     tables = [module for module in modules_inside(root) if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     return {param for module in (*tables, *_embeddings(root)) for param in params_of(module).values()}
 
@@ -371,7 +371,7 @@ def _embeddings(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _own_numel(module: nn.Module) -> int:
-    """Parameters of `module` itself, without those of modules inside."""
+    """The number of elements of the parameters of `module` itself, not of modules inside it."""
     return sum(param.numel() for param in module._parameters.values() if param is not None)
 
 

@@ -94,7 +94,7 @@ class FlatParam(NamedTuple):
 
 
 class UnitLayout(NamedTuple):
-    """The flat parameters of one unit, those that train first. Made by `plan_units`.
+    """The flat parameters of one unit. Trainable ones come first. Made by `plan_units`.
 
     Attributes:
         name: fully qualified name of the unit's module; "" for the root unit.

@@ -1,4 +1,4 @@
-"""Which unit uses which slot, and what buffers there are.
+"""Which unit uses which slot, and which buffers exist.
 
 Pure functions: everything is known before anything is allocated.
 

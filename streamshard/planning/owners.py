@@ -17,7 +17,7 @@ def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
 
     Args:
         costs: cost of each parameter's step, in any unit; at least 0.
-        loads: by rank, the cost of what the rank owns already, in the same unit. What is assigned is added.
+        loads: by rank, the cost of what the rank owns already, in the same unit. New assignments are added.
 
     Returns:
         The owner of each parameter: a rank.

@@ -24,7 +24,7 @@ from streamshard.torch_private import innermost_transform
 
 
 def leave_inference_mode() -> AbstractContextManager[object]:
-    """A context in which new tensors are ordinary: those of ``torch.inference_mode()`` cannot be written outside."""
+    """A context for ordinary new tensors: tensors of ``torch.inference_mode()`` cannot be written outside of it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
@@ -170,7 +170,7 @@ def refuse_marks(name: str, param: nn.Parameter) -> None:
 
 
 def _refuse_shared_memory(root: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-    """Raise if the memory of a parameter overlaps that of another parameter or buffer: shards would not share it."""
+    """Raise if a parameter shares memory with another parameter or a buffer: shards would not share it."""
     tensors: list[tuple[str, torch.Tensor]] = [*params.items()]
     for prefix, module in modules_of(root):
         for key, buffer in module._buffers.items():
@@ -244,7 +244,7 @@ def _refuse_change(what: str, owner: str, key: str) -> None:
     )
 
 
-# -- what computes in fp32 ----------------------------------------------------------------------------------------
+# -- modules that compute in fp32 ---------------------------------------------------------------------------------
 
 
 class InFp32(NamedTuple):

@@ -33,7 +33,7 @@ _WHY_EARLIER = (
     "needed after zero_grad()"
 )
 
-# The small gradients of a unit have at most this many bytes in all: memory beside the slot, for the unit that computes.
+# Upper limit for the small gradients of one unit. They need this memory in addition to the slot.
 _COLLECTED_BYTES = 1 << 20
 
 
@@ -208,7 +208,7 @@ class UnitGrads:
         self.waits = False
         self._index = index
         self._life = Life()  # of the gradients that parameters have now
-        self._trained: list[ParamGrad] = []  # those of `params` that have room
+        self._trained: list[ParamGrad] = []  # trainable ones of `params`
         self._small: list[ParamGrad] = []  # whose gradients `collect` copies
         self._small_bytes = 0
         self._has_taken = False  # whether this backward has moved ``.grad`` into main grads

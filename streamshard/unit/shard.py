@@ -186,8 +186,8 @@ class GradSlot:
     def join(self) -> None:
         """The device's current stream is about to write: it waits (rule 3).
 
-        autograd makes a gradient on the stream of the forward, which a layer may change (shared experts, say), and
-        lets that of the caller wait for all of them at the end of backward only.
+        Autograd computes a gradient on the stream that ran the forward. A layer may use a stream of its own, as shared
+        experts do. The caller's stream waits for such streams only when backward ends.
         """
         stream = self._streams.device_stream(StreamName.COMPUTE)
         if stream not in self._writers:

@@ -276,7 +276,7 @@ ARCHIVES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "other order": (
         lambda data: _rewritten(data, lambda name, entry: b"big" if name.endswith("byteorder") else entry),
-        "its byte order is big, that of this machine little",
+        "its byte order is big, this machine's little",
     ),
     "no tensor": (
         lambda data: _rewritten(data, lambda name, entry: b"]." if name.endswith("pkl") else entry),
