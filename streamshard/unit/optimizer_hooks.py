@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from streamshard.comm.communicator import Communicator
@@ -93,6 +93,8 @@ def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
 
 # The optimizers of pieces that have stepped, each with its hook that runs right before the step itself.
 _seen: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+# By optimizer, gradients that are plain tensors during the step that runs now.
+_lent: WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, ShardedTensor]]] = WeakKeyDictionary()
 # Models that have run forward with gradients, and not backward since. The engine adds and removes them.
 unreached: WeakSet[Communicator] = WeakSet()
 
@@ -101,11 +103,32 @@ unreached: WeakSet[Communicator] = WeakSet()
 def watch_optimizers() -> None:
     """From the first sharded model on, look at each optimizer before it steps."""
     register_optimizer_step_pre_hook(_before_any_step)
+    register_optimizer_step_post_hook(_after_any_step)
 
 
 @skip
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     untraced(_look_at, optimizer, _closure_of(args, kwargs))
+
+
+def _lend_full_grads(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    """On a single rank, make full gradients plain tensors until the step is over: compiled steps take no others."""
+    lent = [
+        (param, grad)
+        for param in params
+        if isinstance(grad := param.grad, ShardedTensor) and not grad.why_unusable  # else the step raises
+    ]
+    if lent:
+        with AsTensors():
+            for param, grad in lent:
+                param.grad = grad.detach()
+        _lent[optimizer] = lent
+
+
+def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for param, grad in _lent.pop(optimizer, ()):
+        if param.grad is not None:  # else the step has cleared it
+            param.grad = grad
 
 
 def _closure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -123,6 +146,7 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
         return
     params = params_in(optimizer.param_groups)
     if optimizer not in _seen and all(piece_of(param) is None for param in params):
+        _lend_full_grads(optimizer, params)
         return
     if closure is None:
         refuse_unreduced(params, "an optimizer's step")

@@ -84,14 +84,31 @@ def test_an_optimizer_trains_like_on_the_unsharded_model(context: RankContext, n
 # -- what needs whole parameters ----------------------------------------------------------------------------------
 
 
+class _Compiled(torch.optim.SGD):
+    """Steps in a compiled function, which may take no tensor subclass."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                _compiled_step(param, param.grad)
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def _compiled_step(param: Tensor, grad: Tensor) -> None:
+    param.sub_(grad)
+
+
 @on_ranks(1)
 def test_one_rank_has_whole_parameters(context: RankContext) -> None:
     """So every optimizer works there."""
-    for kind in (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor):
+    for kind in (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor, _Compiled):
         model = sharded_model()
         optimizer: Any = kind([param for param in model.parameters() if param.ndim == 2])
         stack_step(model, Call(0, 0, 1, 1.0))
+        grads = [param.grad for param in model.parameters()]
         optimizer.step(lambda: 0.0)
+        assert all(grad is param.grad for grad, param in zip(grads, model.parameters(), strict=True))
         assert all(weight.isfinite().all() for weight in full_weights(model).values())
 
 
