@@ -167,7 +167,8 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     }
     packed = optimizer.state_dict()
     others = {key: value for key, value in packed["state"].items() if isinstance(key, str)}  # of no parameter
-    return {**packed, "state": {**state, **others}}
+    full: dict[str, Any] = {**packed, "state": {**state, **others}}
+    return full if (join := getattr(optimizer, "join_stacks", None)) is None else join(full)
 
 
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
@@ -185,8 +186,8 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
                 f"the optimizer state is a {type(given).__name__} {sorted(map(str, given))!r:.200}: wanted what "
                 "Optimizer.state_dict() gives, a dict with 'state' and 'param_groups'"
             )
-        saved = {}
-        for key, values in given["state"].items():
+        split, saved = getattr(optimizer, "split_stacks", None), {}
+        for key, values in (given if split is None else split(given))["state"].items():
             own = tensors.setdefault(key, {})
             saved[key] = encode(values, f"{key}", own), {name: (each.shape, each.dtype) for name, each in own.items()}
         return saved, {key: value for key, value in given.items() if key != "state"}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.errors import ConfigError, RankMismatchError
-from streamshard.optim.rounds import Rounds, WholeParam, stand_in
+from streamshard.optim.rounds import Rounds, WholeParam
 from streamshard.planning.owners import plan_rounds
 from streamshard.unit.optimizer_hooks import is_elementwise_class, params_in
 from streamshard.unit.sharded_tensor import piece_of
 
-_PLAIN = (int, float, str, bool, tuple, type(None))
+PLAIN = (int, float, str, bool, tuple, type(None))
 
 
 class GroupClass(NamedTuple):
@@ -26,17 +25,24 @@ class GroupClass(NamedTuple):
     Attributes:
         kind: the optimizer's class.
         options: arguments of the constructor.
+        given: the group's options, as the user has given them to the constructor.
         initial: by parameter, state that the constructor makes from all parameters together, such as APOLLO's seeds.
             Numbers and strings only.
+        stacked: names of the state that plain PyTorch stacks over a group, in the entry of its first parameter.
     """
 
     kind: type[Optimizer]
     options: Mapping[str, Any]
+    given: Mapping[str, Any]
     initial: Mapping[nn.Parameter, Mapping[str, Any]]
+    stacked: frozenset[str]
 
 
 class InnerOptimizer:
     """An ordinary optimizer for some parameters of one of the user's groups.
+
+    Each parameter is in a group of its own, unless the class works element by element. Some optimizers stack the state
+    of a group in the state of its first parameter. With one parameter in a group, this state belongs to the parameter.
 
     Args:
         made: how to make it.
@@ -47,6 +53,7 @@ class InnerOptimizer:
     Attributes:
         optimizer: the ordinary optimizer.
         number: the group's number.
+        had_grads: whether a parameter had a gradient in the last step.
     """
 
     def __init__(
@@ -55,19 +62,32 @@ class InnerOptimizer:
         self.number = number
         self._group = group
         self._targets = targets
-        groups = [{**options_of(group), "params": list(targets.values())}]
+        wholes = list(targets.values())
+        split = [wholes] if is_elementwise_class(made.kind) else [[each] for each in wholes]
+        groups = [{**options_of(made.given), "params": each} for each in split]
         self.optimizer: Optimizer = made.kind(groups, **made.options)
         for param, target in self._targets.items():
             if values := made.initial.get(param):
                 self.optimizer.state[target].update(values)
+        self.take_options()
 
     def take_options(self) -> None:
         """Copy the options from the user's group."""
-        self.optimizer.param_groups[0].update(options_of(self._group))
+        for group in self.optimizer.param_groups:
+            group.update(options_of(self._group))
+        self._last, self.had_grads = self.optimizer.param_groups[0], False
+
+    def step(self) -> None:
+        """Step, after `take_options`."""
+        for group in self.optimizer.param_groups:
+            if any(param.grad is not None for param in group["params"]):
+                self._last, self.had_grads = group, True  # a group without gradients may not count this step
+                break
+        self.optimizer.step()
 
     def give_options(self) -> None:
-        """Copy the options to the user's group, whose tensors stay the same objects."""
-        for key, value in options_of(self.optimizer.param_groups[0]).items():
+        """Copy the options to the user's group after a step. The group's tensors stay the same objects."""
+        for key, value in options_of(self._last).items():
             theirs = self._group.get(key)
             if isinstance(theirs, torch.Tensor) and isinstance(value, torch.Tensor) and theirs.shape == value.shape:
                 theirs.copy_(value)
@@ -192,7 +212,7 @@ class InnerOptimizers:
             self._is_checked = False
             self._had_grads = [each.param.grad is not None for each in self._wholes]
             self._rounds.run(lambda: self._step(self.in_place), lambda number: self._step(self._by_round[number]))
-        for inner in {inner.number: inner for inner in inners}.values():
+        for inner in {inner.number: inner for inner in sorted(inners, key=lambda inner: inner.had_grads)}.values():
             inner.give_options()
         if self._rounds is not None and not self._ranks.streams.has_streams:
             self.check_last_step()
@@ -203,7 +223,7 @@ class InnerOptimizers:
     def _step(self, inners: list[InnerOptimizer]) -> None:
         try:
             for inner in inners if self._error is None else ():
-                inner.optimizer.step()
+                inner.step()
         except Exception as error:  # raised when the exchanges are over: the other ranks take part in them
             self._error = error
 
@@ -230,47 +250,12 @@ class InnerOptimizers:
         return {number: options_of(self._groups[number][0]) for number in sorted(numbers)}
 
 
-def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in `group` that are arguments of the constructor of `kind`."""
-    names = inspect.signature(kind).parameters
-    return {key: value for key, value in options_of(group).items() if key in names}
-
-
-def try_constructor(
-    kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any], GroupClass]:
-    """Construct a `kind` for `groups`. Returns the options of the last group, with defaults, and its class.
-
-    Raises:
-        ConfigError: the constructor raises, or splits a group.
-    """
-    given = [{**options_of(group), "params": [nn.Parameter(stand_in(p)) for p in group["params"]]} for group in groups]
-    try:
-        made: Any = kind(given, **options)
-    except Exception as error:
-        raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} cannot be made for a group of parameters with the options "
-            f"{[*options_of(groups[-1]), *options]}: {type(error).__name__}: {error}"
-        ) from error
-    if len(made.param_groups) != len(groups):
-        raise ConfigError(
-            f"{kind.__name__} makes {len(made.param_groups)} groups of {len(groups)}: wanted an optimizer that keeps "
-            "groups as they are given"
-        )
-    last = made.param_groups[-1]
-    initial = {
-        param: {key: value for key, value in made.state.get(target, {}).items() if isinstance(value, _PLAIN)}
-        for param, target in zip(groups[-1]["params"], last["params"], strict=True)
-    }
-    return options_of(last), GroupClass(kind, options, initial)
-
-
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of a group's options, so that an in-place change by one optimizer's step does not reach another's."""
     return {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,14 +13,9 @@ from torch.optim import Optimizer
 from streamshard.comm.communicator import Communicator
 from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError
-from streamshard.optim.inner import (
-    GroupClass,
-    InnerOptimizers,
-    constructor_options,
-    options_of,
-    try_constructor,
-)
+from streamshard.optim.inner import GroupClass, InnerOptimizers, options_of
 from streamshard.optim.rounds import WholeParam, stand_in
+from streamshard.optim.trial import constructor_options, try_constructor, try_steps
 from streamshard.planning.owners import assign_owners
 from streamshard.torch_private import untraced
 from streamshard.unit.optimizer_hooks import PiecesOfState, is_elementwise_class, params_in
@@ -29,9 +24,6 @@ from streamshard.unit.sharded_tensor import piece_of
 
 _CLASS = "optimizer_class"  # what a group may name
 _FP32_BYTES = 4
-_TRIED_STEPS = 8
-_TRIED_DIM = 16
-_TOLERANCE = 1e-3  # relative to a parameter's change; rounding errors are a hundred times smaller
 
 
 class WholeParameterOptimizer(Optimizer):
@@ -124,10 +116,8 @@ class WholeParameterOptimizer(Optimizer):
             filled, made = try_constructor(kind, options, [*(each for made, each in known if made.kind is kind), group])
             for key, value in filled.items():
                 group.setdefault(key, value)
-            params: list[nn.Parameter] = group["params"]
-            if params and not is_elementwise_class(kind):
-                given = {**options, **constructor_options(kind, group)}
-                _check_separable(kind, given, [tuple(each.shape) for each in params], params[0].device)
+            if group["params"] and not is_elementwise_class(kind):
+                made = made._replace(stacked=try_steps(made, group))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -224,12 +214,41 @@ class WholeParameterOptimizer(Optimizer):
 
         If only rank 0 has the full state, use `streamshard.load_optimizer_state_dict`.
         """
-        state: dict[Any, Any] = dict(state_dict["state"])
+        state: dict[Any, Any] = self.split_stacks(state_dict)["state"]
         super().load_state_dict({**state_dict, "state": {}})  # only the classes inside know the dtypes of their state
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, params_in(self.param_groups), strict=True))
         self.state = defaultdict(dict, {by_number.get(number, number): values for number, values in state.items()})
         self._bind(is_loaded=True)
+
+    def split_stacks(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Give each parameter its part of state that plain PyTorch stacks over a group, as nanochat's MuonAdamW does.
+
+        Args:
+            state_dict: full state, or state that is split already.
+        """
+        state = dict(state_dict["state"])
+        for numbers, key in self._stacks(state_dict):
+            stack = state.get(numbers[0], {}).get(key, ())
+            for place, number in enumerate(numbers if len(stack) >= len(numbers) else ()):
+                state[number] = {**state.get(number, {}), key: stack[place : place + 1]}
+        return {**state_dict, "state": state}
+
+    def join_stacks(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse of `split_stacks`, for groups of which each parameter has state."""
+        state = dict(state_dict["state"])
+        for numbers, key in self._stacks(state_dict):
+            if all(key in state.get(number, {}) for number in numbers):
+                stack: Any = torch.cat([state[number][key] for number in numbers])
+                for number in numbers:
+                    state[number] = {name: value for name, value in state[number].items() if name != key}
+                state[numbers[0]][key] = stack
+        return {**state_dict, "state": {key: values for key, values in state.items() if values}}
+
+    def _stacks(self, state_dict: Mapping[str, Any]) -> list[tuple[list[int], str]]:
+        """Numbers of parameters whose state plain PyTorch stacks, and the state's name."""
+        groups = zip(self._classes, state_dict["param_groups"], strict=False)  # torch compares the groups
+        return [(group["params"], key) for made, group in groups for key in made.stacked]
 
     def _choose_owners(self) -> list[WholeParam]:
         """The sharded parameters (or slices of them) that are stepped as full tensors, with their owners."""
@@ -265,88 +284,3 @@ def _checked(kind: object) -> type[Optimizer]:
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"optimizer_class={kind!r}: wanted a subclass of torch.optim.Optimizer")
     return kind
-
-
-# -- whether an optimizer steps each parameter by itself ------------------------------------------------------------
-
-# Each rank steps the parameters that it owns. An optimizer that takes a norm over all of its parameters, or estimates
-# one learning rate for all (Prodigy, D-Adaptation), would then silently train differently. So would an optimizer whose
-# constructor looks at values, which arrive later, one that keeps a gradient's memory, where another gradient is next,
-# and one that draws random numbers, which other parameters would get.
-
-
-def _check_separable(
-    kind: type[Optimizer], options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device
-) -> None:
-    """Raise unless `kind` steps each parameter on its owner as plain PyTorch would. Takes milliseconds.
-
-    Args:
-        kind: an optimizer's class.
-        options: arguments of its constructor.
-        shapes: shapes of the parameters; the test uses two small parameters for each number of dimensions.
-        device: where the parameters are; for meta the test runs on the CPU.
-
-    Raises:
-        ConfigError: the results differ, or a step raises in the test.
-    """
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    first = {len(shape): tuple(min(size, _TRIED_DIM) for size in shape) for shape in reversed(shapes)}
-    tried = [first[ndim] for ndim in sorted(first) for _ in range(2)]
-    device = torch.device("cpu") if device.type == "meta" else device
-    forked: Any = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
-    changes = []
-    try:
-        for as_on_owners in (False, True):
-            with torch.random.fork_rng(**forked):  # both have the same random numbers
-                changes.append(_changes(kind, options, tried, device, as_on_owners=as_on_owners))
-    except Exception as error:
-        raise ConfigError(
-            f"{name} was tried on small parameters {tried}, to see whether it steps each of them by itself, and raised "
-            f"{type(error).__name__}: {error}. WholeParameterOptimizer runs optimizers that step without a closure, "
-            "and parameters of any shape"
-        ) from error
-    for together, apart in zip(*changes, strict=True):
-        if not torch.allclose(together, apart, rtol=0.0, atol=_TOLERANCE * float(together.abs().max()), equal_nan=True):
-            raise ConfigError(
-                f"{name} with these options changes a parameter by what the other parameters are (a norm or learning "
-                "rate of all of them), by random numbers, by the values that parameters have when it is made, or keeps "
-                "the memory of a gradient or parameter without clone(). So each rank would step the parameters that "
-                "it owns differently from plain PyTorch. WholeParameterOptimizer runs optimizers that step each "
-                "parameter by itself; for a norm over all gradients use model.clip_grad_norm_"
-            )
-
-
-def _changes(
-    kind: type[Optimizer],
-    options: Mapping[str, Any],
-    shapes: Sequence[tuple[int, ...]],
-    device: torch.device,
-    *,
-    as_on_owners: bool,
-) -> list[torch.Tensor]:
-    """How parameters of these shapes change in a few steps with large and small gradients.
-
-    Args:
-        kind, options, shapes, device: see `_check_separable`.
-        as_on_owners: step as owners do: one optimizer for each parameter, made before the parameter has values. The
-            last parameter is stepped first, so that random numbers differ. After each step the memory of gradients and
-            parameters is overwritten, so that an optimizer that keeps it gives other results.
-    """
-    generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-    params = [nn.Parameter(stand_in(start) if as_on_owners else start.clone()) for start in starts]
-    optimizers = [kind(group, **options) for group in ([[param] for param in params] if as_on_owners else [params])]
-    for param, start in zip(params, starts, strict=True):
-        param.data = start.clone()
-    for step in range(_TRIED_STEPS):
-        for index, param in enumerate(params):
-            scale = 10.0 ** (1 - (index + step) % 3)
-            param.grad = scale * torch.randn(param.shape, generator=generator).to(device)
-        for optimizer in reversed(optimizers):
-            optimizer.step()
-        for param in params if as_on_owners else ():
-            stepped = param.data.clone()
-            for memory in (param.data, param.grad):
-                memory.fill_(torch.nan)  # type: ignore[union-attr]  # made above
-            param.data = stepped
-    return [param.detach() - start for param, start in zip(params, starts, strict=True)]

@@ -292,7 +292,8 @@ class _Masked(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for param, mask in zip(self.param_groups[0]["params"], self.masks, strict=True):
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param, mask in zip(params, self.masks, strict=True):
             param.grad.mul_(mask)
         return super().step(closure)
 
@@ -307,9 +308,33 @@ class _KeepsGrads(torch.optim.SGD):
             self.state[param]["previous"] = param.grad
 
 
+class _KeepsAttributes(torch.optim.SGD):
+    """Keeps momentum where no state dict has it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.kept: dict[nn.Parameter, Tensor] = getattr(self, "kept", {})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.kept[param] = 0.9 * self.kept.get(param, 0.0) + param.grad
+                param.sub_(self.kept[param], alpha=group["lr"])
+
+
+class _Estimates(torch.optim.SGD):
+    """Estimates a rate from all gradients, and does not use it at first, as Prodigy."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0.0) + float(sum(param.grad.square().sum() for param in group["params"]))
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (_KeepsAttributes, "keeps something in attributes, or state of several parameters together"),
+        (_Estimates, "learning rate of all of them, which it keeps as 'seen' of their group"),
         (_Masked, "by the values that parameters have when it is made"),
         (_KeepsGrads, r"keeps the memory of a gradient or parameter without clone\(\)"),
         (_Coupled, "by what the other parameters are"),
@@ -322,6 +347,30 @@ def test_optimizers_that_cannot_be_separated_are_refused(kind: type[Optimizer], 
     with pytest.raises(ConfigError, match=message) as caught:
         WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], kind, lr=0.1)
     assert kind.__name__ in str(caught.value)
+
+
+def test_the_trial_sees_an_optimizer_whose_learning_rate_begins_at_zero() -> None:
+    """With which no optimizer changes anything."""
+    with pytest.raises(ConfigError, match="by what the other parameters are"):
+        WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], _Coupled, lr=0.0)
+
+
+class _Communicates(torch.optim.SGD):
+    """Averages gradients itself, as nanochat's DistMuonAdamW."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)
+        return super().step(closure)
+
+
+@on_ranks(1, 2)
+def test_optimizers_that_communicate_in_their_step_are_refused(context: RankContext) -> None:
+    """By name, on each rank before anything is sent: owners do not step at the same time."""
+    model = sharded_model(Mixed)
+    with pytest.raises(ConfigError, match=r"_Communicates calls torch.distributed in its step \(c10d::allreduce_"):
+        WholeParameterOptimizer(_matrices(model), _Communicates, lr=0.02)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.SGD, torch.optim.AdamW])

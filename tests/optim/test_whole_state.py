@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from streamshard import (
     StreamShard,
@@ -53,6 +54,52 @@ def _odd(model: nn.Module) -> Any:
     return Odd(model.parameters(), lr=0.02)
 
 
+@torch.compile(backend="eager", fullgraph=True, dynamic=False)
+def _stacked_step(params: torch.Tensor, grads: torch.Tensor, buffer: torch.Tensor, lr: float) -> None:
+    """Each matrix of [K, rows, columns] by its own norm."""
+    buffer.mul_(0.9).add_(grads)
+    params.sub_(lr * buffer / buffer.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-6))
+
+
+class Stacked(Optimizer):
+    """Steps a group's matrices together, compiled, and keeps their momentum with the first, as nanochat's MuonAdamW.
+
+    Its constructor accepts no further option, as SingleDeviceMuonWithAuxAdam's.
+    """
+
+    def __init__(self, groups: Any) -> None:
+        if any(set(group) != {"params", "kind", "lr"} for group in groups):
+            raise ValueError(f"{groups}: wanted params, kind and lr")
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if group["kind"] == "plain":
+                for param in params:
+                    param.sub_(param.grad, alpha=group["lr"])
+            elif params:
+                state, grads = self.state[params[0]], torch.stack([param.grad for param in params])
+                state.setdefault("buffer", torch.zeros_like(grads))
+                stack = torch.stack(params)
+                _stacked_step(stack, grads, state["buffer"], group["lr"])
+                torch._foreach_copy_(params, list(stack.unbind()))
+
+
+def _stacked(model: nn.Module) -> Any:
+    by_shape: dict[Any, list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        by_shape.setdefault(param.shape if param.ndim == 2 and "unused" not in name else None, []).append(param)
+    kinds = {shape: {"kind": "plain" if shape is None else "stacked", "lr": 0.02} for shape in by_shape}
+    groups = [{"params": params, **kinds[shape]} for shape, params in by_shape.items()]
+    is_sharded = isinstance(model, StreamShard)
+    optimizer: Any = WholeParameterOptimizer(groups, Stacked, round_size=1) if is_sharded else Stacked(groups)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
 def _assert_state(found: Any, wanted: Any, path: str = "state") -> None:
     """The same containers, numbers and tensors, the latter up to rounding."""
     assert type(found) is type(wanted), path
@@ -75,11 +122,14 @@ BUILD: dict[str, Callable[[nn.Module], Any]] = {
     "adafactor": _adafactor,
     "odd": _odd,
     "muon and adamw": _muon_and_adamw,
+    "stacked": _stacked,
 }
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "name"), [(1, "odd"), (2, "adafactor"), (3, "odd")])
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(1, "odd"), (2, "adafactor"), (3, "odd"), (1, "stacked"), (2, "stacked")]
+)
 def test_the_full_state_is_plain_pytorchs_and_goes_both_ways(context: RankContext, name: str) -> None:
     """Collected from any number of ranks, loaded by plain PyTorch, and back; training goes on alike."""
     build = BUILD[name]
@@ -163,7 +213,7 @@ def _load(context: RankContext, name: str, folder: str) -> dict[str, torch.Tenso
     [
         *(("adafactor", 1, 2), ("adafactor", 3, 2)),
         *(("odd", 2, 1), ("odd", 2, 2)),
-        ("muon and adamw", 2, 3),
+        *(("muon and adamw", 2, 3), ("stacked", 1, 2), ("stacked", 3, 2)),
     ],
 )
 def test_a_checkpoint_moves_between_numbers_of_ranks(

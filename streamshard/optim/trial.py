@@ -1,0 +1,275 @@
+"""Trials of an optimizer on small parameters, before it is run on whole parameters of a model.
+
+Each rank steps the parameters that it owns, with an optimizer of its own. Checkpoints move parameters between ranks. An
+optimizer is refused if it would then silently train differently from plain PyTorch:
+
+- it takes a norm over all of its parameters, or estimates one learning rate for all (Prodigy, D-Adaptation);
+- it draws random numbers, which other parameters would get;
+- its constructor looks at values, which arrive later;
+- it keeps a gradient's memory, where another gradient is next;
+- it keeps something that an optimizer's state dict does not hold, or state of several parameters together;
+- it calls torch.distributed itself, although only the owner steps a parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard.errors import ConfigError
+from streamshard.optim.inner import PLAIN, GroupClass, InnerOptimizer, options_of
+from streamshard.optim.rounds import stand_in
+from streamshard.torch_private import OpOverload, TorchDispatchMode
+
+_STEPS = 8
+_DIM = 16
+_EACH = 3  # parameters of each shape: two owners, one of which has two
+_LR = 1e-3  # in the place of 0, with which a schedule may begin
+# Relative to the norm of a parameter's change. Rounding errors of bf16 are 0.001, and published optimizers that do not
+# step each parameter by itself differ by 0.08 and more.
+_TOLERANCE = 0.01
+
+
+_Step = Callable[[int], list[Optimizer]]  # takes the step's number, returns the optimizers
+
+
+class _Way(Enum):
+    """How parameters are stepped in a trial."""
+
+    TOGETHER = auto()  # as plain PyTorch: one optimizer, one group
+    ON_OWNERS = auto()
+    MOVED = auto()  # on owners, which exchange a parameter and its state half-way, as after a checkpoint
+
+
+def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in `group` that are arguments of the constructor of `kind`."""
+    names = inspect.signature(kind).parameters
+    return {key: value for key, value in options_of(group).items() if key in names}
+
+
+def try_constructor(
+    kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], GroupClass]:
+    """Construct a `kind` for `groups`. Returns the options of the last group, with defaults, and its class.
+
+    Raises:
+        ConfigError: the constructor raises, or splits a group.
+    """
+    given = [{**options_of(group), "params": [nn.Parameter(stand_in(p)) for p in group["params"]]} for group in groups]
+    try:
+        made: Any = kind(given, **options)
+    except Exception as error:
+        raise ConfigError(
+            f"{_name_of(kind)} cannot be made for a group of parameters with the options "
+            f"{[*options_of(groups[-1]), *options]}: {type(error).__name__}: {error}"
+        ) from error
+    wanted, found = ([len(each["params"]) for each in owner] for owner in (groups, made.param_groups))
+    if found != wanted:
+        raise ConfigError(
+            f"{kind.__name__} makes groups of {found} parameters of groups of {wanted}: wanted an optimizer that keeps "
+            "groups as they are given"
+        )
+    last = made.param_groups[-1]
+    initial = {
+        param: {key: value for key, value in made.state.get(target, {}).items() if isinstance(value, PLAIN)}
+        for param, target in zip(groups[-1]["params"], last["params"], strict=True)
+    }
+    return options_of(last), GroupClass(kind, options, options_of(groups[-1]), initial, frozenset())
+
+
+def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
+    """Raise unless a group is stepped on its owners as by plain PyTorch, also after a checkpoint. Takes milliseconds.
+
+    Args:
+        made: how to make the group's optimizer.
+        group: the user's group. The trial uses small parameters for each number of dimensions, on the same device; for
+            meta on the CPU.
+
+    Returns:
+        Names of the state that plain PyTorch stacks over a group, in the entry of its first parameter.
+
+    Raises:
+        ConfigError: the results differ, a step raises, or it calls torch.distributed.
+    """
+    name, params = _name_of(made.kind), group["params"]
+    first = {param.ndim: tuple(min(size, _DIM) for size in param.shape) for param in reversed(params)}
+    shapes = [first[ndim] for ndim in sorted(first) for _ in range(_EACH)]
+    device = torch.device("cpu") if params[0].is_meta else params[0].device
+    forked: Any = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+    options = options_of(group)
+    if options.get("lr") == 0:
+        options["lr"] = options["lr"] + _LR
+    trials = {}
+    try:
+        # Each way has the same random numbers. Compiled functions run as they are written: nothing is compiled.
+        for way in _Way:
+            with torch.random.fork_rng(**forked), torch.compiler.set_stance("force_eager"):
+                trials[way] = _try(made, options, shapes, device, way)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{name} was tried on small parameters {shapes}, to see whether it steps each of them by itself, and "
+            f"raised {type(error).__name__}: {error}. WholeParameterOptimizer runs optimizers that step without a "
+            "closure, and parameters of any shape"
+        ) from error
+    together, owned, moved = trials.values()
+    option = _differing_option([*together.groups, *owned.groups])
+    if option is not None or not _are_near(together.changes, owned.changes):
+        why = "" if option is None else f", which it keeps as {option!r} of their group"
+        raise ConfigError(
+            f"{name} with these options changes a parameter by what the other parameters are (a norm or learning rate "
+            f"of all of them{why}), by random numbers, by the values that parameters have when it is made, or keeps "
+            "the memory of a gradient or parameter without clone(). So each rank would step the parameters that "
+            "it owns differently from plain PyTorch. WholeParameterOptimizer runs optimizers that step each "
+            "parameter by itself; for a norm over all gradients use model.clip_grad_norm_"
+        )
+    if not _are_near(owned.changes, moved.changes):
+        raise ConfigError(
+            f"{name} steps differently after its state has moved to another optimizer of this class: it keeps "
+            "something in attributes, or state of several parameters together, so a checkpoint would continue with "
+            "other numbers. WholeParameterOptimizer runs optimizers that keep state[param] of each parameter, and "
+            "numbers in their groups"
+        )
+    group_state, other_state, *_ = together.states
+    tensors = {key: value for key, value in group_state.items() if isinstance(value, torch.Tensor)}
+    return frozenset(key for key in tensors.keys() - other_state if tensors[key].shape[:1] == (len(shapes),))
+
+
+def _name_of(kind: type[Optimizer]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _are_near(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+    for one, other in zip(wanted, found, strict=True):
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        if not torch.where(is_same, 0.0, one - other).norm() <= _TOLERANCE * one.nan_to_num().norm():
+            return False
+    return True
+
+
+def _differing_option(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first number in groups that is not the same in all of them."""
+    for key, value in groups[0].items():
+        if isinstance(value, int | float | torch.Tensor) and torch.as_tensor(value).numel() == 1:
+            values = torch.stack([torch.as_tensor(group[key], dtype=torch.float64).cpu().view(()) for group in groups])
+            if not torch.allclose(values, values[0], rtol=_TOLERANCE, atol=0.0, equal_nan=True):
+                return key
+    return None
+
+
+class _Trial(NamedTuple):
+    """What a trial has found.
+
+    Attributes:
+        changes: of each parameter, in a few steps.
+        groups: the optimizers' groups after these steps.
+        states: each parameter's.
+    """
+
+    changes: list[torch.Tensor]
+    groups: list[dict[str, Any]]
+    states: list[dict[str, Any]]
+
+
+def _try(
+    made: GroupClass, options: dict[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device, way: _Way
+) -> _Trial:
+    """Step parameters of these shapes with large and small gradients, which have a common direction over steps."""
+    generator = torch.Generator().manual_seed(0)
+    starts, directions = ([torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2))
+    params = [nn.Parameter(start.clone()) for start in starts]
+    group = {**options, "params": params}
+    _, made = try_constructor(made.kind, made.options, [{**made.given, "params": params}])  # for its initial state
+    step = _together(made, group) if way is _Way.TOGETHER else _on_owners(made, group, moves=way is _Way.MOVED)
+    for number in range(_STEPS):
+        for index, (param, direction) in enumerate(zip(params, directions, strict=True)):
+            scale = 10.0 ** ((3 * index + 2 * number) % 7 - 4)  # norms over all parameters differ from step to step
+            param.grad = scale * (direction + torch.randn(param.shape, generator=generator).to(device))
+        optimizers = step(number)
+    groups = [each for optimizer in optimizers for each in optimizer.param_groups]
+    state = {param: values for optimizer in optimizers for param, values in optimizer.state.items()}
+    states = [state.get(param, {}) for each in groups for param in each["params"]]
+    return _Trial([param.detach() - start for param, start in zip(params, starts, strict=True)], groups, states)
+
+
+def _together(made: GroupClass, group: dict[str, Any]) -> _Step:
+    """Steps as plain PyTorch does."""
+    optimizer: Optimizer = made.kind([{**options_of(made.given), "params": group["params"]}], **made.options)
+    optimizer.param_groups[0].update(options_of(group))
+
+    def step(_: int) -> list[Optimizer]:
+        with _RefusesCollectives(made.kind):
+            optimizer.step()
+        return [optimizer]
+
+    return step
+
+
+def _on_owners(made: GroupClass, group: dict[str, Any], *, moves: bool) -> _Step:
+    """Steps as two owners do, whose optimizers are made before parameters have values.
+
+    The last owner steps first, so that random numbers differ. After each step the memory of gradients and parameters is
+    overwritten, so that an optimizer that keeps it gives other results.
+
+    Args:
+        made, group: of the parameters.
+        moves: half-way one more parameter belongs to the first owner.
+    """
+    params: list[nn.Parameter] = group["params"]
+    wholes = {param: nn.Parameter(stand_in(param)) for param in params}
+
+    def owners(cut: int) -> list[InnerOptimizer]:
+        parts = (params[:cut], params[cut:])
+        return [InnerOptimizer(made, 0, group, {param: wholes[param] for param in part}) for part in parts]
+
+    inners = owners(1)
+
+    def step(number: int) -> list[Optimizer]:
+        nonlocal inners
+        if moves and number == _STEPS // 2:
+            state: dict[Any, Any] = defaultdict(dict)
+            for inner in inners:
+                inner.link(state)
+            inners = owners(2)
+            for inner in inners:
+                inner.load(state, is_loaded=False)
+        for param, whole in wholes.items():
+            whole.data, whole.grad = param.data.clone(), param.grad
+        for inner in inners:
+            inner.take_options()
+        for inner in reversed(inners):
+            inner.step()
+        inners[0].give_options()
+        for param, whole in wholes.items():
+            param.data.copy_(whole.data)
+            for memory in (whole.data, whole.grad):
+                memory.fill_(torch.nan)  # type: ignore[union-attr]  # made above
+            whole.data, whole.grad = stand_in(param), None
+        return [inner.optimizer for inner in inners]
+
+    return step
+
+
+class _RefusesCollectives(TorchDispatchMode):
+    """Inside, a collective raises. See `try_steps`."""
+
+    def __init__(self, kind: type[Optimizer]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
+        self._kind = kind
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise ConfigError(
+                f"{_name_of(self._kind)} calls torch.distributed in its step ({func.name()}). Gradients are reduced "
+                "already, and each parameter is stepped on one rank: use the class for one process, such as nanochat's "
+                "MuonAdamW instead of DistMuonAdamW, or SingleDeviceMuon instead of Muon"
+            )
+        return func(*args, **(kwargs or {}))
