@@ -247,6 +247,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "optim/averages": [
         ("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages"),
     ],
+    "optim/inner": [
+        ("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state"),
+    ],
     "optim/rounds": [
         ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],

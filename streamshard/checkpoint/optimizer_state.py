@@ -7,6 +7,7 @@ the param groups. `scatter_state` loads this format, which plain torch writes to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.checkpoint.manifest import TensorRecord, join_records
 from streamshard.comm.communicator import Communicator
 from streamshard.engine.engine import Engine
-from streamshard.errors import ShardingError
+from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.torch_private import is_traceable_wrapper_subclass
 from streamshard.unit.optimizer_hooks import NUMBERS, params_in, take_over_state
 from streamshard.unit.shard import ParamShard
@@ -31,6 +32,7 @@ Sharded = Mapping[nn.Parameter, tuple[Engine, ParamShard]]
 """Sharded parameters: their engines and shards."""
 
 _CPU = torch.device("cpu")
+_REL_TOLERANCE = 1e-6  # machines may compute a schedule's cosine with other last bits
 
 
 def owners_of(optimizer: Optimizer) -> Mapping[int, int]:
@@ -127,6 +129,66 @@ def join_states(states: Sequence[State]) -> State:
     return joined
 
 
+def options_in(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """By group, the options that can be compared between ranks: numbers, strings, and sequences of them."""
+    return [
+        {key: plain for key, value in group.items() if key != "params" and (plain := _plain(value)) is not None}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def refuse_differences(
+    name: str, options: Sequence[Sequence[Mapping[str, Any]]], states: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> None:
+    """Raise if ranks step with other options, or have stepped another number of times. The same on all ranks.
+
+    Args:
+        name: the optimizer's.
+        options: by rank and group, see `options_in`.
+        states: by rank, its part of the state, see `local_state`. Of each parameter some ranks have entries.
+
+    Raises:
+        RankMismatchError: names the option or the state, the group or the parameter, and the values of two ranks.
+    """
+    first: dict[tuple[str, str], tuple[int, Any]] = {}
+    for rank, (groups, state) in enumerate(zip(options, states, strict=True)):
+        found: dict[tuple[str, str], Any] = {("the optimizer", "number of groups"): len(groups)}
+        found |= {(f"group {number}", key): each for number, own in enumerate(groups) for key, each in own.items()}
+        found |= {(param, key): each for param, own in state.items() for key, each in own.items()}
+        for (where, key), value in found.items():
+            known, wanted = first.setdefault((where, key), (rank, value))
+            if not _are_close(value, wanted):
+                raise RankMismatchError(
+                    f"{name}: {key!r} of {where} is {_shown(wanted)} on rank {known} and {_shown(value)} on rank {rank}"
+                    ", so ranks step their pieces of a parameter differently. Give all ranks the same options, such as "
+                    "a learning rate by a loss that is averaged over ranks, and let all ranks take each step or none. "
+                    "Nothing is written. To go on with these weights, set options to the same values and save again, "
+                    "or save without this optimizer. Or load the last checkpoint"
+                )
+
+
+def _shown(value: Any) -> Any:
+    return value.get("value", value) if isinstance(value, dict) else value
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=_REL_TOLERANCE) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_are_close, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_close(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
 # ------------------------------------------------------------------------------------------------ in memory
 
 
@@ -140,15 +202,16 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
     mine: list[Piece] = []
 
-    def outline() -> tuple[State, dict[str, TensorRecord]]:
+    def outline() -> tuple[State, dict[str, TensorRecord], list[dict[str, Any]]]:
         state, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
         mine.extend(pieces if not ranks.replica else ())
-        return state, {piece.name: piece.record(ranks.number) for piece in mine}
+        return state, {piece.name: piece.record(ranks.number) for piece in mine}, options_in(optimizer)
 
     told = ranks.gather_results("collect the optimizer's state", outline)
+    refuse_differences(type(optimizer).__name__, [each for *_, each in told], [state for state, *_ in told])
     own = {piece.name: piece.data for piece in mine}
     wholes: dict[str, torch.Tensor] = {}
-    for name, record in join_records(records for _, records in told).items():
+    for name, record in join_records(records for _, records, _ in told).items():
         if ranks.is_first or not rank0_only:
             wholes[name] = torch.empty(record.shape, dtype=record.dtype)
         for source, start, stop, _ in record.pieces:
@@ -159,7 +222,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
                 wholes[name].view(-1)[start:stop] = part
     if rank0_only and not ranks.is_first:
         return {}
-    joined = join_states([state for state, _ in told])
+    joined = join_states([state for state, *_ in told])
     state = {
         number: decode(values, lambda name, _: wholes[name], _CPU)
         for number, param in enumerate(params_in(optimizer.param_groups))

@@ -27,6 +27,8 @@ from streamshard.checkpoint.optimizer_state import (
     join_states,
     local_state,
     of_replica,
+    options_in,
+    refuse_differences,
     settle,
 )
 from streamshard.checkpoint.safetensors_file import bytes_of
@@ -182,6 +184,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
 
     Raises:
         CheckpointError: on every rank; names a part that cannot be saved.
+        RankMismatchError: on every rank; names an option of an optimizer that differs between ranks.
     """
     ranks = parts.engine.ranks
     saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
@@ -190,7 +193,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)
 
-    def collect_here() -> tuple[dict[str, State], dict[str, str]]:
+    def collect_here() -> tuple[dict[str, State], dict[str, str], dict[str, list[dict[str, Any]]]]:
         states = {}
         for name, (model, engine) in parts.models.items():
             saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
@@ -206,18 +209,21 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
         for name, value in parts.trees.items():
             tensors = {}
             trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
-        return states, {name: _digest(*tree) for name, tree in trees.items()}
+        options = {name: options_in(optimizer) for name, optimizer in parts.optimizers.items()}
+        return states, {name: _digest(*tree) for name, tree in trees.items()}, options
 
     told = gather_from_all_ranks(ranks, "save", collect_here)
-    if any(digests.keys() != told[0][1].keys() for _, digests in told):
-        raise CheckpointError(f"ranks save different things: {[sorted(digests) for _, digests in told]}")
+    if any(digests.keys() != told[0][1].keys() for _, digests, _ in told):
+        raise CheckpointError(f"ranks save different things: {[sorted(digests) for _, digests, _ in told]}")
     for name, json_of in saved["optimizers"].items():
-        json_of["state"] = join_states([states[name] for states, _ in told])
-    differing = {name for _, digests in told for name, digest in digests.items() if digest != told[0][1][name]}
-    by_rank = gather_from_all_ranks(ranks, "save", lambda: {name: trees[name][0] for name in differing})
+        by_rank = [states[name] for states, *_ in told]
+        refuse_differences(name, [options[name] for *_, options in told], by_rank)
+        json_of["state"] = join_states(by_rank)
+    differing = {name for _, digests, _ in told for name, digest in digests.items() if digest != told[0][1][name]}
+    their_trees = gather_from_all_ranks(ranks, "save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
         if name in differing:
-            saved["trees"][name] = [theirs[name] for theirs in by_rank]
+            saved["trees"][name] = [theirs[name] for theirs in their_trees]
             pieces.extend(Piece.whole(f"{each}@rank{ranks.number}", tensor) for each, tensor in tensors.items())
         else:
             saved["trees"][name] = [tree]

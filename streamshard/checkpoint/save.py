@@ -87,8 +87,8 @@ def save_checkpoint(
         CheckpointError: on every rank; names the rank, the file and the cause. The new checkpoint is removed, and older
             ones are unchanged. If the save is in the background, the next call or the handle's ``wait()`` raises.
         ConfigError: an argument that cannot work.
-        RankMismatchError: `directory`, `keep`, `step`, `wait`, or the names of models and optimizers differ between
-            ranks.
+        RankMismatchError: `directory`, `keep`, `step`, `wait`, the names of models and optimizers, or an optimizer's
+            options or step counts differ between ranks. Nothing is written.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory)
