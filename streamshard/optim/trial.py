@@ -269,7 +269,8 @@ class _RefusesCollectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ConfigError(
                 f"{_name_of(self._kind)} calls torch.distributed in its step ({func.name()}). Gradients are reduced "
-                "already, and each parameter is stepped on one rank: use the class for one process, such as nanochat's "
-                "MuonAdamW instead of DistMuonAdamW, or SingleDeviceMuon instead of Muon"
+                "already, and each parameter is stepped on one rank: use the class for one process (MuonAdamW instead "
+                "of DistMuonAdamW, SingleDeviceMuon instead of Muon). If one class is for both, tell its module that "
+                "there is one rank: module.dist = types.SimpleNamespace(is_available=lambda: False)"
             )
         return func(*args, **(kwargs or {}))
