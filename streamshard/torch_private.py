@@ -13,7 +13,6 @@ Imported under torch's own names:
 - ``is_traceable_wrapper_subclass``: finds tensors that consist of other tensors, such as DTensor.
 - ``skip``: torch.compile breaks its graph at this function, runs it uncompiled, and compiles the functions that it
   calls. ``torch.compiler.disable`` would leave those uncompiled too.
-- ``tree_leaves``, ``tree_map_only``: tensors inside nested lists and dicts.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from torch.distributed.distributed_c10d import AllgatherOptions as AllgatherOpti
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
 
 _T = TypeVar("_T")
 

@@ -38,10 +38,10 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Observer, StreamName, Work
 from streamshard.engine import backward
 from streamshard.engine.backward import Backward
-from streamshard.engine.hooks import tensors_in
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import AdversarialTransport
 from streamshard.inspect.races import _bytes_of, _touched
+from streamshard.nested import tensors_in
 from streamshard.torch_private import AsTensors
 from streamshard.unit.sharded_parameter import grad_of
 

@@ -6,12 +6,10 @@ every exception, and is neither compiled by ``module.compile()`` nor recomputed 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +22,7 @@ from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
 from streamshard.errors import ShardingError
+from streamshard.nested import cast, tensors_in
 from streamshard.torch_private import saved_tensors_hooks, sequence_number, skip, untraced
 from streamshard.unit.unsharded_parameter import refuse_absent
 
@@ -60,7 +59,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
             "them: shard the part around it too, or leave DDP away"
         )
     if handle.cast_dtype is not None:
-        args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
+        args, kwargs = untraced(cast, (args, kwargs), handle.cast_dtype)
     forward: Forward = untraced(functools.partial(begin_forward, engine, handle.units, is_whole_model=handle.is_root))
     error: BaseException | None = None
     try:
@@ -72,10 +71,10 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         graph = untraced(forward.finish, error)
         error = None  # its traceback refers to this frame, which would keep the forward's graph alive
     if graph is not None:
-        untraced(_watch_nodes, tensors_in(output), 0, set(), engine, graph)
+        untraced(_watch_nodes, output, 0, 0, set(), engine, graph)
         if handle.is_root:
             untraced(_warn_of_rounded_loss, output, engine)
-    return output if handle.output_dtype is None else untraced(_cast, output, handle.output_dtype)
+    return output if handle.output_dtype is None else untraced(cast, output, handle.output_dtype)
 
 
 @skip
@@ -87,12 +86,13 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         return call_shell(
             handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
         )
+    copies: _Copies = []
     if handle.cast_dtype is not None:
-        args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
+        args, kwargs, copies = untraced(_cast_inputs, args, kwargs, handle.cast_dtype)
     use: Use = untraced(phase.pre_forward, unit)
     first, outer = sequence_number(), saved_tensors_hooks(False)
     # Each thread numbers its nodes itself, and backward may recompute in another thread than that of the forward.
-    given = set() if phase.is_forward else {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
+    given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
     try:
         if outer is not None and unit.weight_slot.is_shared:
             with holding_back_weights(engine, use, *outer):
@@ -101,10 +101,41 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
             output = call(*args, **kwargs)
     finally:
         untraced(phase.post_forward, unit)
-    is_watched = untraced(_watch_nodes, tensors_in(output), first, given, engine, use)
+    if copies:
+        untraced(_refuse_lost_writes, copies, output, unit.name)
+    is_watched = untraced(_watch_nodes, output, 0, first, given, engine, use)
     if not is_watched and unit.is_trainable and torch.is_grad_enabled():
-        untraced(_watch_nodes, tensors_deep_in([output, args, kwargs]), first, given, engine, use)
+        untraced(_watch_nodes, [output, args, kwargs], 3, first, given, engine, use)
     return output
+
+
+_Copies = list[tuple[Any, list[torch.Tensor]]]  # containers, each with the tensors in it
+
+
+def _cast_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any], _Copies]:
+    """Cast the arguments of a layer. Also returns the lists, dicts and dataclasses that are copies."""
+    given = args, kwargs
+    args, kwargs = result = cast(given, dtype)
+    if result is given:
+        return args, kwargs, []
+    pairs = zip((*given[0], *given[1].values()), (*args, *kwargs.values()), strict=True)
+    changed = [new for old, new in pairs if new is not old and not isinstance(new, torch.Tensor | tuple)]
+    return args, kwargs, [(new, tensors_in(new)) for new in changed]
+
+
+def _refuse_lost_writes(copies: _Copies, output: Any, name: str) -> None:
+    """Raise if a layer has put tensors into the copy of an argument, and does not return the copy."""
+    returned = [output, *(output if isinstance(output, list | tuple) else ())]
+    for each, before in copies:
+        after = tensors_in(each)
+        if [id(t) for t in after] != [id(t) for t in before] and not any(each is value for value in returned):
+            raise ShardingError(
+                f"{name!r} puts tensors into its argument, a {type(each).__name__} with tensors of another dtype than "
+                "the layer computes in. The layer gets a copy with cast tensors, so its caller would not see them: "
+                "let the layer return them, or leave arguments uncast, Precision(cast_inputs=False)"
+            )
 
 
 def compute_in_fp32(module: nn.Module) -> None:
@@ -115,9 +146,9 @@ def compute_in_fp32(module: nn.Module) -> None:
 
     def forward(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
-        args, kwargs = _cast((args, kwargs), torch.float32)
+        args, kwargs = cast((args, kwargs), torch.float32)
         output = method(*args, **kwargs)
-        return output if given is None else _cast(output, given)
+        return output if given is None else cast(output, given)
 
     _wrap_method(module, "forward", forward)
 
@@ -196,12 +227,13 @@ def holding_back_weights(
 
 
 def _watch_nodes(
-    tensors: Iterable[torch.Tensor], first: int, given: Collection[Any], engine: Engine, origin: Graph | Use
+    values: Any, depth: int, first: int, given: Collection[Any], engine: Engine, origin: Graph | Use
 ) -> bool:
-    """Watch the nodes of `tensors` that a call has made, see `watch_node`.
+    """Watch the nodes of the tensors in `values` that a call has made, see `watch_node`.
 
     Args:
-        tensors: outputs of the call, which may be inputs of it.
+        values: outputs of the call, which may be inputs of it.
+        depth: see `tensors_in`.
         first: sequence number of the first node of the call.
         given: nodes of the call's inputs.
         engine, origin: see `watch_node`.
@@ -210,7 +242,7 @@ def _watch_nodes(
         Whether there are any.
     """
     is_any = False
-    for tensor in tensors:
+    for tensor in tensors_in(values, depth=depth):
         # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
         for each in (tensor, tensor._base):
             node = None if each is None else each.grad_fn
@@ -229,71 +261,3 @@ def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
                 "fp32 let forward compute it from logits.float(), or return the logits and compute it outside, with "
                 "Precision(output_dtype=torch.float32)"
             )
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in it cast to `dtype`."""
-    return map_tensors(value, lambda t: t.to(dtype) if t.dtype is not dtype and t.is_floating_point() else t)
-
-
-# -- tensors in arguments and outputs -------------------------------------------------------------------------------
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in `value`: itself, or in mappings, lists, tuples and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
-
-
-def tensors_deep_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """All tensors in `value`, as `tensors_in` finds them, and in attributes of objects (spconv, PyTorch Geometric).
-
-    Args:
-        value: any object; modules are left out.
-        depth: how many objects lie inside each other at most.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_deep_in(item, depth)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_deep_in(item, depth)
-    elif depth and not isinstance(value, nn.Module | type):
-        yield from tensors_deep_in(getattr(value, "__dict__", {}), depth - 1)
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with ``change(tensor)`` for every tensor in it: itself, or in dicts, lists and tuples.
-
-    A container with a changed tensor becomes a new object. Dicts of other classes, such as transformers' outputs, are
-    changed in place: their constructors are unknown.
-    """
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        changed = {key: new for key, old in value.items() if (new := map_tensors(old, change)) is not old}
-        if not changed:
-            return value
-        if type(value) is dict:
-            return value | changed
-        for key, item in changed.items():
-            value[key] = item
-        return value
-    if isinstance(value, list | tuple):
-        items = [map_tensors(item, change) for item in value]
-        if all(map(operator.is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-    return value

@@ -19,9 +19,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from streamshard.errors import ConfigError, describe
+from streamshard.nested import tensors_in
 from streamshard.planning.discovery import FoundUnit, UnitsArgument, find_groups
 from streamshard.planning.structure import modules_inside, params_of
-from streamshard.torch_private import FakeTensorMode, tree_leaves
+from streamshard.torch_private import FakeTensorMode
 
 
 def estimate_activations(
@@ -48,8 +49,8 @@ def estimate_activations(
 
     def note_inputs(layer: int, given: Any) -> None:
         running[0] = layer
-        for tensor in tree_leaves(given):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+        for tensor in tensors_in(given):
+            if tensor.is_floating_point():
                 alive.append(tensor.untyped_storage())
                 inputs[alive[-1]._cdata] = alive[-1].nbytes()
 

@@ -37,6 +37,7 @@ from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamNa
 from streamshard.engine.engine import Engine
 from streamshard.errors import RaceError
 from streamshard.inspect import engine_inside
+from streamshard.nested import tensors_in
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, OpOverload, TorchDispatchMode
 
@@ -341,9 +342,6 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _look(self, value: Any, is_write: bool, func: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided and value.device.type != "meta":
-                self._detector.on_operation(value, write=is_write, what=str(func))
-        elif isinstance(value, list | tuple):
-            for item in value:
-                self._look(item, is_write, func)
+        for tensor in tensors_in(value):
+            if tensor.layout is torch.strided and tensor.device.type != "meta":
+                self._detector.on_operation(tensor, write=is_write, what=str(func))

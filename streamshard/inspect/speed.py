@@ -26,8 +26,8 @@ from streamshard.config import Precision
 from streamshard.device import has_streams, module_of
 from streamshard.errors import ConfigError
 from streamshard.inspect.activations import cast_params, model_without_memory, run_tokens
+from streamshard.nested import map_tensors, tensors_in
 from streamshard.planning.flat_params import kind_of
-from streamshard.torch_private import tree_leaves, tree_map_only
 
 _SMALL_NUMEL = 1 << 22  # starting the collectives of a smaller layer may take longer than sending its bytes
 _SECONDS = 1.0  # for each measurement, if one repeat does not take longer
@@ -179,7 +179,7 @@ class Layer:
         with torch.no_grad():
             for tensor in (*params, *module.buffers()):
                 tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.zero_()
-        self._args, self._kwargs = tree_map_only(torch.Tensor, partial(_real, device=device), given[0])
+        self._args, self._kwargs = map_tensors(given[0], partial(_real, device=device))
         self._outputs: list[torch.Tensor] = []
         self.name = unit.name
         self.count = sum(type(other.modules[0]) is type(unit.modules[0]) for other in units)
@@ -190,8 +190,8 @@ class Layer:
 
     def forward(self) -> None:
         """Compute the outputs."""
-        leaves = tree_leaves(self._module(*self._args, **self._kwargs))
-        self._outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        outputs = tensors_in(self._module(*self._args, **self._kwargs))
+        self._outputs = [output for output in outputs if output.requires_grad]
 
     def backward(self) -> None:
         """Add to the gradients of parameters and inputs."""

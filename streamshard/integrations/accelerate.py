@@ -24,7 +24,7 @@ from streamshard.device import accelerator as accelerator_kind
 from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
-from streamshard.torch_private import tree_leaves
+from streamshard.nested import tensors_in
 from streamshard.unit.sharded_tensor import is_piece
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
@@ -160,7 +160,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Like accelerate's, but refuses sharded parameters and gradients. accelerate's LocalSGD would pass them."""
-        for each in filter(is_piece, tree_leaves(tensor)):
+        for each in filter(is_piece, tensors_in(tensor)):
             raise ShardingError(
                 f"reduce of a parameter or gradient of a sharded model, {tuple(each.shape)} here: each rank has "
                 "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "

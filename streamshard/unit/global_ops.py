@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from streamshard.comm.communicator import Communicator
-from streamshard.torch_private import AsTensors, skip, tree_map_only, untraced
+from streamshard.nested import map_tensors
+from streamshard.torch_private import AsTensors, skip, untraced
 
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
 
@@ -176,9 +177,8 @@ class PartialNorm(torch.Tensor):
             first = parts[0] if parts else None
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
                 if func in (torch.stack, torch.Tensor.to):
-                    return cls.wrap(
-                        func(*tree_map_only(cls, lambda norm: norm.local, args), **kwargs), first.order, first.ranks
-                    )
+                    args = map_tensors(args, lambda t: t.local if isinstance(t, cls) else t)
+                    return cls.wrap(func(*args, **kwargs), first.order, first.ranks)
                 if func in NORMS and order_of(func, args, kwargs) == first.order:
                     return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
             args, kwargs = full_norms(args), full_norms(kwargs)
@@ -203,14 +203,4 @@ def _full_of(norm: PartialNorm) -> torch.Tensor:
 
 def full_norms(values: Any) -> Any:
     """`values` with norms over all ranks in the place of each `PartialNorm`."""
-    if any(isinstance(value, PartialNorm) for value in flat(values.values() if isinstance(values, dict) else values)):
-        return tree_map_only(PartialNorm, _full_of, values)
-    return values
-
-
-def flat(values: Iterable[Any]) -> Iterable[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from flat(value)
-        else:
-            yield value
+    return map_tensors(values, lambda t: _full_of(t) if isinstance(t, PartialNorm) else t)

@@ -9,13 +9,14 @@ averages of weights and log lines are right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
+from streamshard.nested import tensors_in
 from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
 from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.global_ops import (
@@ -23,7 +24,6 @@ from streamshard.unit.global_ops import (
     SHAPE,
     PartialNorm,
     extreme,
-    flat,
     full_norms,
     global_extreme,
     global_norm,
@@ -194,7 +194,7 @@ def is_piece(tensor: torch.Tensor) -> bool:
 
 def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """All that this calls runs without __torch_function__."""
-    tensors = [value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor)]
+    tensors = [value for value in tensors_in((args, kwargs)) if isinstance(value, ShardedTensor)]
     for tensor in (each for each in tensors if each.why_unusable and answer is not _shape):
         raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
     with AsTensors():
@@ -225,29 +225,29 @@ def _elementwise(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwa
     return type(results)(_wrapped(*each) for each in zip(results, pieces, rows, strict=True))
 
 
-def _wrapped(result: Any, piece: Piece | None, values: Iterable[Any]) -> Any:
-    is_new = isinstance(result, torch.Tensor) and not any(result is value for value in flat(values))
+def _wrapped(result: Any, piece: Piece | None, values: tuple[Any, ...]) -> Any:
+    is_new = isinstance(result, torch.Tensor) and not any(result is value for value in tensors_in(values))
     if piece is None or not is_new or isinstance(result, ShardedTensor):
         return result
     return ShardedTensor.wrap(result, piece, _life_under(result, values))
 
 
-def _life_under(result: torch.Tensor, values: Iterable[Any]) -> Life | None:
+def _life_under(result: torch.Tensor, values: tuple[Any, ...]) -> Life | None:
     """The life of the gradient in `values` whose memory `result` is on; None if there is none."""
-    grads = (value for value in flat(values) if isinstance(value, ShardedTensor) and value.life is not None)
+    grads = (value for value in tensors_in(values) if isinstance(value, ShardedTensor) and value.life is not None)
     storage = result.untyped_storage().data_ptr()
     if not storage:  # no elements: the clone of an empty gradient is no view of it
         return None
     return next((grad.life for grad in grads if grad.untyped_storage().data_ptr() == storage), None)
 
 
-def _common(func: Callable[..., Any], values: Iterable[Any]) -> Piece | None:
+def _common(func: Callable[..., Any], values: tuple[Any, ...]) -> Piece | None:
     """The `Piece` that all ShardedTensors in `values` share; None if there are none.
 
     Raises:
         ShardingError: two pieces have other elements on some rank, or a tensor is neither a piece nor a number.
     """
-    tensors = [value for value in flat(values) if isinstance(value, torch.Tensor)]
+    tensors = tensors_in(values)
     first = next((tensor for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
     if first is None:
         return None

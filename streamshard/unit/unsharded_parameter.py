@@ -30,7 +30,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.errors import ShardingError, log, uncaught
-from streamshard.torch_private import AsTensors, get_data, set_data, set_versions, skip, tree_leaves, untraced
+from streamshard.nested import tensors_in
+from streamshard.torch_private import AsTensors, get_data, set_data, set_versions, skip, untraced
 from streamshard.unit.global_ops import answers_without_values, name_of
 
 
@@ -79,7 +80,7 @@ class AbsentWeight(nn.Parameter):
         if answers_without_values(func) and name != "untyped_storage":
             with AsTensors():
                 return func(*args, **kwargs)
-        for value in tree_leaves((args, kwargs)):
+        for value in tensors_in((args, kwargs)):
             if isinstance(value, AbsentWeight):
                 untraced(_known[value].ask)
         if called == "__get__":

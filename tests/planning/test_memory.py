@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from streamshard import Precision, StreamShard
 from streamshard.inspect import engine_inside
 from streamshard.inspect.memory import MemoryReport
+from streamshard.nested import tensors_in
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, lm_step, stack_step
@@ -224,10 +224,6 @@ class _Made:
         return [shape for ref, shape in self.refs if not ref.expired()]
 
 
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 @contextmanager
 def _watched() -> Iterator[_Made]:
     made = _Made()
@@ -235,8 +231,8 @@ def _watched() -> Iterator[_Made]:
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            given = {t.untyped_storage().data_ptr() for t in _tensors_in((args, kwargs))}
-            for tensor in _tensors_in(result):
+            given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+            for tensor in tensors_in(result):
                 if tensor.numel() and tensor.untyped_storage().data_ptr() not in given:
                     made.refs.append((StorageWeakRef(tensor.untyped_storage()), tuple(tensor.shape)))
                     made.largest_numel = max(made.largest_numel, tensor.numel())

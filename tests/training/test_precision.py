@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from streamshard import ConfigError, Precision, StreamShard
+from streamshard import ConfigError, Precision, ShardingError, StreamShard
 from streamshard.comm.transport import sum_in_rank_order
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
@@ -156,6 +159,80 @@ def test_layers_compute_in_param_dtype(context: RankContext) -> None:
         assert out.dtype == (SINGLE if casts else BF16)
         for name, p in model.named_parameters():
             assert p.dtype == p.grad.dtype == SINGLE, name
+
+
+@dataclass(frozen=True)
+class _State:
+    x: Tensor
+    target: Tensor
+
+
+class _OfState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, state: _State) -> _State:
+        return replace(state, x=self.linear(state.x).float())
+
+
+class _Stateful(nn.Module):
+    """Takes a batch of any class; its layers get and return a dataclass of fp32 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_OfState() for _ in range(3))
+
+    def forward(self, batch: Any) -> _State:
+        state = _State(batch["x"].float(), batch["target"].float())
+        for layer in self.layers:
+            state = layer(state)
+        return state
+
+
+@on_ranks(1, 2)
+def test_calling_a_model_never_writes_into_its_arguments(context: RankContext) -> None:
+    """Layers and outputs are cast in dataclasses, and in subclasses of dict."""
+    model = StreamShard(_Stateful(), precision=Precision(output_dtype=SINGLE))
+    for kind in (dict, OrderedDict, UserDict, partial(defaultdict, list)):
+        batch = kind(x=torch.ones(2, 8), target=torch.full((2, 8), 1.001))
+        given = dict(batch)
+        output = model(batch)
+        assert output.x.dtype is output.target.dtype is SINGLE
+        assert all(batch[key] is given[key] for key in given)
+        (output.x - batch["target"]).square().mean().backward()
+
+
+class _Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        losses.append(x.float().square().mean())
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class _Collected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Collecting() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, losses)
+        return x.float().mean() + sum(losses)
+
+
+@on_ranks(1, 2)
+def test_a_loss_that_a_layer_puts_into_the_copy_of_an_argument_raises(context: RankContext) -> None:
+    """Nothing is copied where no tensor is cast, so the layer may write there."""
+    x = torch.ones(2, 8)
+    with pytest.raises(ShardingError, match=r"'layers.1' puts tensors into its argument, a list"):
+        StreamShard(_Collected())(x)
+    for precision in (Precision(cast_inputs=False, param_dtype=None), "fp32"):
+        StreamShard(_Collected(), precision=precision)(x).backward()
 
 
 @on_ranks(2)
