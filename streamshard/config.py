@@ -70,7 +70,10 @@ class Precision:
             it. bf16 with fp32 compute sends half as many bytes, and needs a buffer beside each weight slot.
         reduce_dtype: dtype of the sum of gradients over ranks. fp32, or `param_dtype`.
         grad_dtype: dtype of grad slots and of the gradients that are sent; None means `reduce_dtype`.
-        output_dtype: floating-point outputs of the model are cast to it; None leaves them.
+        output_dtype: floating-point outputs of the model are cast to it, so that a loss outside is in fp32; None
+            leaves them. float64 stays, and so do ``past_key_values``. If an output has a ``loss`` (transformers, with
+            labels), the loss and other scalars are cast, and large tensors stay: no second copy of the logits is made.
+            Parts that are called by themselves return what they compute.
         cast_inputs: cast floating-point inputs of the model and of each unit to `param_dtype`.
         fp32_modules: modules and parameters that stay in fp32: module classes, or names that contain these whole words
             (``"router"``, ``"model.norm"``). Their all-gathers, compute and reductions are in fp32. Their
@@ -86,7 +89,7 @@ class Precision:
     wire_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = torch.float32
     cast_inputs: bool = True
     fp32_modules: Sequence[str | type[nn.Module]] = ()
 

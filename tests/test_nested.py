@@ -86,7 +86,7 @@ _CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
     "defaultdict": lambda x: defaultdict(list, x=x),
     "UserDict": lambda x: UserDict(x=x, other=1),
     "transformers' batch": lambda x: BatchEncoding({"x": x, "input_ids": torch.zeros(2, dtype=torch.long)}),
-    "transformers' output": lambda x: CausalLMOutputWithPast(logits=x),  # type: ignore[arg-type]  # any tensor
+    "transformers' output": lambda x: CausalLMOutputWithPast(logits=x),
     "dict with attributes": lambda x: _Attributes(x=x, other=1),
     "subclass of dict": lambda x: _Batch("tag", x=x),
     "subclass of list": lambda x: _Queue("tag", x, 1),

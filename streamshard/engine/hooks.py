@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,7 +22,7 @@ from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
 from streamshard.errors import ShardingError
-from streamshard.nested import cast, tensors_in
+from streamshard.nested import cast, map_tensors, tensors_in
 from streamshard.torch_private import saved_tensors_hooks, sequence_number, skip, untraced
 from streamshard.unit.unsharded_parameter import refuse_absent
 
@@ -74,7 +74,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         untraced(_watch_nodes, output, 0, 0, set(), engine, graph)
         if handle.is_root:
             untraced(_warn_of_rounded_loss, output, engine)
-    return output if handle.output_dtype is None else untraced(cast, output, handle.output_dtype)
+    return output if handle.output_dtype is None else untraced(_cast_output, output, handle.output_dtype)
 
 
 @skip
@@ -257,7 +257,23 @@ def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
     for tensor in tensors_in(output):
         if tensor.dim() == 0 and tensor.dtype in (torch.bfloat16, torch.float16) and tensor.requires_grad:
             engine.warn_once(
-                f"the model's forward returns its loss in {tensor.dtype}, which has 3 digits at most. For a loss in "
-                "fp32 let forward compute it from logits.float(), or return the logits and compute it outside, with "
-                "Precision(output_dtype=torch.float32)"
+                f"the model's forward computes its loss in {tensor.dtype}, which has 3 digits at most. For a loss in "
+                "fp32 let forward compute it from logits.float(), or return the logits and compute it outside"
             )
+
+
+def _cast_output(output: Any, dtype: torch.dtype) -> Any:
+    """Cast the model's output as ``Precision.output_dtype`` says."""
+    loss, cache = _named(output, "loss"), _named(output, "past_key_values")
+    kept = {id(tensor) for tensor in tensors_in(cache)}
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64) or id(tensor) in kept:
+            return tensor
+        return tensor.to(dtype) if loss is None or tensor is loss or tensor.dim() == 0 else tensor
+
+    return map_tensors(output, change)
+
+
+def _named(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)

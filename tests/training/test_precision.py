@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from streamshard import ConfigError, Precision, ShardingError, StreamShard
 from streamshard.comm.transport import sum_in_rank_order
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
+from streamshard.nested import tensors_in
 from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, Tolerance, adamw, assert_same, full_grads, full_weights, lm_step
@@ -147,7 +151,7 @@ def test_layers_compute_in_param_dtype(context: RankContext) -> None:
             return super().forward(x.to(BF16))
 
     batch = {"x": [vector_batch(0, 0), torch.zeros(3, dtype=torch.int64)]}
-    for casts, settings in ((True, {"output_dtype": SINGLE}), (False, {"cast_inputs": False})):
+    for casts, settings in ((True, {}), (False, {"cast_inputs": False, "output_dtype": None})):
         model: Any = StreamShard(Looking(), precision=Precision(param_dtype=BF16, **settings))
         model.layers[1].linear.register_forward_hook(
             lambda module, args, out: seen.extend([module.weight.dtype, args[0].dtype, out.dtype])
@@ -193,8 +197,9 @@ class _Stateful(nn.Module):
 @on_ranks(1, 2)
 def test_calling_a_model_never_writes_into_its_arguments(context: RankContext) -> None:
     """Layers and outputs are cast in dataclasses, and in subclasses of dict."""
-    model = StreamShard(_Stateful(), precision=Precision(output_dtype=SINGLE))
-    for kind in (dict, OrderedDict, UserDict, partial(defaultdict, list)):
+    model = StreamShard(_Stateful())
+    kinds: list[Any] = [dict, OrderedDict, UserDict, partial(defaultdict, list)]
+    for kind in kinds:
         batch = kind(x=torch.ones(2, 8), target=torch.full((2, 8), 1.001))
         given = dict(batch)
         output = model(batch)
@@ -253,6 +258,55 @@ def test_without_param_dtype_each_parameter_computes_in_its_own(context: RankCon
         assert engine_inside(StreamShard(Stack(), precision=name)).precision == Precision(param_dtype=dtype)
 
 
+@on_ranks(1, 2)
+def test_a_loss_that_is_computed_from_outputs_has_the_digits_of_fp32(context: RankContext) -> None:
+    """The whole model returns fp32. A part that is called by itself returns what it computes."""
+    plain, target = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), torch.arange(4)
+    x = vector_batch(0, context.rank, dim=8)
+    wanted = nn.functional.cross_entropy(copy.deepcopy(plain).to(BF16)(x.to(BF16)).float(), target)
+    for precision, dtype in (("bf16", BF16), (Precision(output_dtype=None), BF16), ("fp16", FP16), ("fp32", SINGLE)):
+        model: Any = StreamShard(copy.deepcopy(plain), precision=precision)
+        output = model(x)
+        assert output.dtype is (dtype if isinstance(precision, Precision) else SINGLE)
+        loss = nn.functional.cross_entropy(output, target)
+        loss.backward()
+        assert model[0](x).dtype is dtype
+        if precision == "bf16":
+            assert_same({"loss": loss.detach()}, {"loss": wanted.detach()}, "loss in fp32", Tolerance(1e-6, 0))
+
+
+class _Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+
+    def forward(self, x: Tensor, returned: Callable[[Tensor], Any]) -> Any:
+        return returned(self.layers(x))
+
+
+@on_ranks(1)
+def test_an_output_with_a_loss_keeps_its_logits_and_a_cache_stays_as_it_is(context: RankContext) -> None:
+    """No memory for logits that no loss outside needs. float64 and integers stay."""
+    model, x = StreamShard(_Returning()), torch.ones(2, 8)
+
+    def dtypes(returned: Callable[[Tensor], Any]) -> list[torch.dtype]:
+        with torch.no_grad():
+            return [tensor.dtype for tensor in tensors_in(model(x, returned))]
+
+    without_loss = {
+        "dict": lambda t: {"logits": t, "aux_loss": t.mean(), "loss": None},
+        "transformers": lambda t: CausalLMOutputWithPast(logits=t, hidden_states=(t, t)),
+        "tuple": lambda t: (t, t.mean()),
+        "list of dicts": lambda t: [{"boxes": t}, {"boxes": t}],
+    }
+    for returned in without_loss.values():
+        assert set(dtypes(returned)) == {SINGLE}
+    assert dtypes(lambda t: CausalLMOutputWithPast(loss=t.mean(), logits=t)) == [SINGLE, BF16]
+    assert dtypes(lambda t: {"loss": t.mean(1), "aux_loss": t.mean(), "logits": t}) == [SINGLE, SINGLE, BF16]
+    assert dtypes(lambda t: CausalLMOutputWithPast(logits=t, past_key_values=((t + 1, t + 1),))) == [SINGLE, BF16, BF16]
+    assert dtypes(lambda t: (t.double(), t.argmax(1))) == [torch.float64, torch.int64]
+
+
 class _Loss(Stack):
     def forward(self, x: Tensor) -> Tensor:
         """[rows, width] -> []"""
@@ -269,7 +323,7 @@ def test_a_loss_that_the_model_rounds_is_warned_about_once(context: RankContext)
             model(vector_batch(number, context.rank)).backward()
         StreamShard(_Loss(), precision="fp32")(vector_batch(0, context.rank)).backward()
     assert len(caught) == (context.rank == 0)
-    assert all("returns its loss in torch.bfloat16" in str(each.message) for each in caught)
+    assert all("computes its loss in torch.bfloat16" in str(each.message) for each in caught)
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(2, False), (3, True), (5, False)])
