@@ -295,6 +295,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("StreamedUnit.start_gather", Drop("slot.released.wait()"), "matrix"),
         ("StreamedUnit.start_gather", Drop("slot.arrived.complete()"), "invariants matrix execution"),
     ],
+    "unit/used_grads": [
+        ("note_step", Swap("id(param) in ids for", "id(param) in () for"), "used_grads"),
+        ("note_step", Drop("unused.is_new = False"), "used_grads"),
+        ("note_backward", Drop("_unreached.discard(ranks)"), "loops"),
+    ],
 }
 
 MUTANTS = [Mutant(file, *change) for file, changes in _BY_FILE.items() for change in changes]

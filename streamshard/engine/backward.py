@@ -29,9 +29,9 @@ from streamshard.engine.reductions import SmallGrads
 from streamshard.errors import ShardingError, log
 from streamshard.planning.program import Op, Schedule
 from streamshard.torch_private import AsTensors, graph_task_id, skip, untraced
-from streamshard.unit.optimizer_hooks import unreached
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_present
+from streamshard.unit.used_grads import note_backward, note_gradients
 
 
 class Backward(Phase):
@@ -87,7 +87,7 @@ class Backward(Phase):
             unit.take_trainability()
             if unit.grads.waits:
                 unit.grads.resume()
-        unreached.discard(engine.ranks)
+        note_backward(engine.ranks)
         engine.reductions.begin(is_synced=engine.casts.is_synced, is_last=not self._leaves_unreduced)
         if engine.inputs.grad_scale == 1.0:
             engine.reductions.small.open()
@@ -247,6 +247,7 @@ class Backward(Phase):
             return
         given = engine.reductions.finish()
         engine.leave()
+        note_gradients(engine.ranks, given)
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():
                 hooks = param._post_accumulate_grad_hooks

@@ -12,9 +12,9 @@ from streamshard.comm.streams import StepEvent
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.errors import ShardingError
 from streamshard.planning.program import Op, Schedule
-from streamshard.unit.optimizer_hooks import unreached
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_absent, be_present
+from streamshard.unit.used_grads import note_forward
 
 
 def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool) -> Forward:
@@ -220,5 +220,5 @@ class Forward(Phase):
         if error is not None or not torch.is_grad_enabled():
             return None
         self.graph.visits = tuple(self._schedule.log)
-        unreached.add(engine.ranks)
+        note_forward(engine.ranks)
         return self.graph

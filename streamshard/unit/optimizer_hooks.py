@@ -18,7 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
 from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.sharded_parameter import ShardedParameter, grad_of, refuse_unreduced
-from streamshard.unit.sharded_tensor import CALL_BACKWARD, Piece, ShardedTensor, piece_of
+from streamshard.unit.sharded_tensor import Piece, ShardedTensor, piece_of
+from streamshard.unit.used_grads import note_step, refuse_step_without_backward
 
 NUMBERS = ("step", "mu_product", "eta", "mu")  # of a parameter that is one number itself, state that is no moment
 
@@ -95,8 +95,6 @@ def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
 _seen: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 # By optimizer, gradients that are plain tensors during the step that runs now.
 _lent: WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, ShardedTensor]]] = WeakKeyDictionary()
-# Models that have run forward with gradients, and not backward since. The engine adds and removes them.
-unreached: WeakSet[Communicator] = WeakSet()
 
 
 @functools.cache
@@ -142,15 +140,16 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     Raises:
         ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
     """
+    params = params_in(optimizer.param_groups)
+    note_step(optimizer, params)
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
         return
-    params = params_in(optimizer.param_groups)
     if optimizer not in _seen and all(piece_of(param) is None for param in params):
         _lend_full_grads(optimizer, params)
         return
     if closure is None:
         refuse_unreduced(params, "an optimizer's step")
-        _refuse_step_without_backward(params)
+        refuse_step_without_backward(params)
     if optimizer in _seen:
         _seen[optimizer].remove()
     else:
@@ -162,17 +161,6 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # ordered
     # The last hook before the step itself: hooks of the user's may replace gradients.
     _seen[optimizer] = optimizer.register_step_pre_hook(_before_step)
-
-
-def _refuse_step_without_backward(params: Sequence[torch.Tensor]) -> None:
-    """Raise if no parameter has a gradient, and the last forward with gradients was followed by no backward."""
-    pieces = [piece for param in params if param.requires_grad and (piece := piece_of(param)) is not None]
-    if pieces and pieces[0].ranks in unreached and all(param.grad is None for param in params):
-        raise ShardingError(
-            f"an optimizer steps, and neither {pieces[0].name!r} nor any other of its parameters has a gradient, "
-            "although the model has run forward: no backward has come to it. backward(inputs=...) does not find "
-            f"sharded parameters, because layers compute with all-gathered copies: {CALL_BACKWARD}"
-        )
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
