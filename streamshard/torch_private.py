@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import compiled_autograd
 from torch._dynamo.decorators import skip as skip
 from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
@@ -104,6 +105,11 @@ def is_traced() -> bool:
     ``torch.compiler.is_compiling`` is true only in code that is traced, not in code that the tracer itself runs.
     """
     return TracingContext.try_get() is not None
+
+
+def is_autograd_compiled() -> bool:
+    """Whether a backward that begins now runs in compiled autograd. torch has no public function for it."""
+    return bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
 
 
 def innermost_transform() -> str | None:

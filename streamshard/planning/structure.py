@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from streamshard.config import Precision
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.torch_private import innermost_transform
+from streamshard.torch_private import innermost_transform, is_autograd_compiled
 
 
 def leave_inference_mode() -> AbstractContextManager[object]:
@@ -34,11 +34,19 @@ def leave_meta_device() -> AbstractContextManager[object]:
 
 
 def refuse_transforms() -> None:
-    """Raise inside ``torch.func.grad`` and similar transforms. ``vmap`` is allowed: it only maps over a layer's inputs.
+    """Raise inside ``torch.func.grad`` and similar transforms, and inside compiled autograd.
+
+    ``vmap`` is allowed: it only maps over a layer's inputs.
 
     Raises:
         ShardingError: names the transform.
     """
+    if is_autograd_compiled():
+        raise ShardingError(
+            "compiled autograd is on, which reads the weights of all layers before backward begins, and a StreamShard "
+            "model has them in place one at a time: leave out torch's setting compiled_autograd = True. Compiling "
+            "layers or the model (layer.compile(), torch.compile(model)) compiles their backward too"
+        )
     if (transform := innermost_transform()) is not None:
         raise ShardingError(
             f"a StreamShard model inside torch.func ({transform}): such transforms allow no writes, and an all-gather "

@@ -236,7 +236,8 @@ def explain_version(error: BaseException | None) -> str | None:
     name = _unit_names[now // 2]
     return (
         f"backward has come to {name!r} by a tensor that this layer has not returned: one that a hook took, or an "
-        f"attribute. Let the layer return it, {_keep(name)}"
+        f"attribute. Let the layer return it, {_keep(name)}. If compiled autograd runs this backward: it is not "
+        "supported, because it reads the weights of all layers first"
     )
 
 

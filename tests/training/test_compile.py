@@ -16,7 +16,9 @@ from torch._inductor.utils import count_tangents
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
+from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
+from streamshard.unit.unsharded_parameter import explain_version
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, let_dynamo_look, only_sharded, stack_step
@@ -114,6 +116,21 @@ def test_weights_of_compiled_units_are_always_at_the_same_addresses(context: Ran
     assert len(steps[0]) == 2 * len(model.layers)
     assert sum(len(call) > 1 for call in steps[0]) == 2 * len(model.layers) - 1  # the first layer's backward needs none
     assert steps[1:] == steps[:1] * 2
+
+
+@on_ranks(1, 2)
+def test_compiled_autograd_is_refused_when_a_forward_begins(context: RankContext) -> None:
+    """Around the backward alone, torch's own error comes; the line in the log names compiled autograd."""
+    model = StreamShard(Stack(), precision=FP32)
+    compiled = functools.partial(torch._dynamo.compiled_autograd._enable, torch.compile(backend="eager"))
+    with compiled(), pytest.raises(ShardingError, match="compiled autograd is on"):
+        model(vector_batch(0, context.rank))
+    loss = model(vector_batch(0, context.rank)).square().mean()
+    if context.world_size > 1:
+        with compiled(), pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            loss.backward()
+        assert "compiled autograd" in str(explain_version(raised.value))
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
 @on_ranks(2)
