@@ -296,9 +296,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("StreamedUnit.start_gather", Drop("slot.arrived.complete()"), "invariants matrix execution"),
     ],
     "unit/used_grads": [
-        ("note_step", Swap("id(param) in ids for", "id(param) in () for"), "used_grads"),
+        ("note_step", Swap("is not None", "is None is not None"), "used_grads"),
         ("note_step", Drop("unused.is_new = False"), "used_grads"),
-        ("note_backward", Drop("_unreached.discard(ranks)"), "loops"),
+        ("note_backward", Drop("_unreached.discard(model)"), "loops"),
     ],
 }
 

@@ -87,7 +87,7 @@ class Backward(Phase):
             unit.take_trainability()
             if unit.grads.waits:
                 unit.grads.resume()
-        note_backward(engine.ranks)
+        note_backward(engine)
         engine.reductions.begin(is_synced=engine.casts.is_synced, is_last=not self._leaves_unreduced)
         if engine.inputs.grad_scale == 1.0:
             engine.reductions.small.open()
@@ -247,7 +247,8 @@ class Backward(Phase):
             return
         given = engine.reductions.finish()
         engine.leave()
-        note_gradients(engine.ranks, given)
+        if given:
+            note_gradients(engine)
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():
                 hooks = param._post_accumulate_grad_hooks

@@ -220,5 +220,5 @@ class Forward(Phase):
         if error is not None or not torch.is_grad_enabled():
             return None
         self.graph.visits = tuple(self._schedule.log)
-        note_forward(engine.ranks)
+        note_forward(engine)
         return self.graph

@@ -142,6 +142,8 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     """
     params = params_in(optimizer.param_groups)
     note_step(optimizer, params)
+    if closure is None:
+        refuse_step_without_backward(params)
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
         return
     if optimizer not in _seen and all(piece_of(param) is None for param in params):
@@ -149,7 +151,6 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
         return
     if closure is None:
         refuse_unreduced(params, "an optimizer's step")
-        refuse_step_without_backward(params)
     if optimizer in _seen:
         _seen[optimizer].remove()
     else:

@@ -371,7 +371,7 @@ _NO_GRAPH = f"Layers use all-gathered copies, so no graph has a sharded paramete
 
 def _refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> NoReturn:
     name, piece = name_of(func).strip("_"), tensor.piece
-    why = why or (_NO_GRAPH if name == "grad" else _RIGHT)
+    why = why or (_NO_GRAPH if name in ("backward", "grad") else _RIGHT)
     instead = "Call the model instead, or compute inside `with model.summon_full_params():`, where tensors are full"
     raise ShardingError(
         f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why}"
@@ -389,6 +389,14 @@ def _refuse_saving(func: Callable[..., Any], tensor: ShardedTensor, args: Any, k
 
 def _refuse_op(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
     _refuse(func, tensor)
+
+
+def _backward(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """``loss.backward(inputs=...)``. torch 2.13 asks; if torch does not ask, the optimizer's step raises."""
+    for each in tensors_in(kwargs.get("inputs")):
+        if isinstance(each, ShardedTensor):
+            _refuse(func, each)
+    return func(*args, **kwargs)
 
 
 # -- the closed list --------------------------------------------------------------------------------------------------
@@ -420,7 +428,10 @@ _ANSWERS: Mapping[str, _Answer] = {
     "_amp_foreach_non_finite_check_and_unscale_": _check_finite,
 }
 # What answers each function; None for a question about metadata, which the local tensor answers.
-_answers: dict[Callable[..., Any], _Answer | None] = {torch.autograd.backward: None, torch.autograd.grad: _refuse_op}
+_answers: dict[Callable[..., Any], _Answer | None] = {
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _refuse_op,
+}
 _answers.update(dict.fromkeys(NORMS, _norm))
 
 

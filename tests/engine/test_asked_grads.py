@@ -38,15 +38,17 @@ def test_autograd_grad_of_a_sharded_parameter_raises(context: RankContext) -> No
     assert_trains_like_plain(context, Stack, step)
 
 
-@on_ranks(2)
-def test_a_step_after_backward_of_sharded_inputs_raises(context: RankContext) -> None:
-    """It has left no gradient. The next step is right."""
+@on_ranks(1, 2)
+def test_backward_of_sharded_inputs_raises(context: RankContext) -> None:
+    """At once if torch asks (2.13 does) and a parameter is a piece, else at the step. The next step is right."""
     model: Any = StreamShard(Stack(), precision=FP32)
     optimizer = sgd(model)
-    before = full_weights(model)
-    _loss(model, vector_batch(0, context.rank)).backward(inputs=list(model.parameters()))
-    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' .*backward\(inputs=\.\.\.\) does not find"):
-        optimizer.step()
+    before, x = full_weights(model), vector_batch(0, context.rank)
+    asked = [list(model.parameters()), [x.requires_grad_(), *model.parameters()]]
+    for inputs in asked[: context.world_size]:
+        with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight'.* call loss\.backward\(\) without"):
+            _loss(model, x).backward(inputs=inputs)
+            optimizer.step()
     assert_same(full_weights(model), before, "weights")
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     optimizer.step()
