@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from streamshard import StreamShard
 from streamshard.errors import ConfigError, ShardingError
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_texts, make_tokenizer
 from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, run_example, train
+from tests.models import TinyLM, next_token_loss, token_batch
 from tests.ranks import RankContext
+from tests.reference import Call, assert_trains_like_plain
 
 trl: Any = pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
 pytest.importorskip("peft", reason="needs peft: pip install streamshard[hf]")
@@ -192,6 +196,30 @@ def test_a_callback_that_copies_the_model_is_refused_before_training(context: Ra
                 arguments_class=trl.SFTConfig,
                 before=before,
             )
+
+
+@on_ranks(2)
+def test_activations_that_trl_offloads_give_plain_gradients(context: RankContext) -> None:
+    """TRL copies saved tensors to the host. It gets no weights of layers."""
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    has_streams = context.device.type != "cpu"
+    offload: dict[bool, Any] = {}
+
+    def step(model: Any, call: Call) -> Tensor:
+        is_ours = isinstance(model, StreamShard)
+        if is_ours not in offload:
+            with mock.patch.object(torch.accelerator, "current_accelerator", lambda: context.device):
+                offload[is_ours] = get_act_offloading_ctx_manager(
+                    model, use_pin_memory=False, use_streams=has_streams, min_offload_size=1, warn_if_no_head=False
+                )
+        tokens = token_batch(call.step, call.rank)
+        with offload[is_ours]:
+            loss = next_token_loss(model(tokens), tokens)
+        assert any(is_copied for _, is_copied, *_ in offload[is_ours].tracker.values())
+        return call.backward(loss)
+
+    assert_trains_like_plain(context, TinyLM, step)
 
 
 @on_ranks(2)
