@@ -95,8 +95,8 @@ class StepEvent(enum.Enum):
     """A point of a step on the compute stream. See `Observer.on_event`.
 
     The wait for weights (rule 1) may come after FORWARD_BEGINS and BACKWARD_BEGINS. The root unit's forward is the
-    whole pass: the layers' forwards lie inside it. If a layer's forward raises, its FORWARD_ENDS does not come; the
-    root unit's always comes.
+    whole pass: the layers' forwards lie inside it. A forward that raises ends too. Only if the weights could not be put
+    in place, FORWARD_BEGINS comes alone.
     """
 
     CAST_BEGINS = enum.auto()
