@@ -3,6 +3,11 @@
 The manifest is JSON. Its first line holds its own SHA-256, and it lists checksums of all other files, so any changed
 byte of a checkpoint is noticed. Anyone can compute checksums, so `read_manifest` also checks that file names stay
 inside the directory, and that no tensor is larger than its files.
+
+[Note: names of tensors]
+A weight is called "model/", then its name; state of an optimizer "optimizer/model/", its name and the key; a tensor in
+`extra` "extra.", then its key. If ranks or replicas have different tensors of one name, "rank3/" or "replica1/" comes
+first. No other name begins so.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 
 MANIFEST_NAME = "checkpoint.json"
-FORMAT = 5
+FORMAT = 6
 
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = b"\n}\n"
@@ -206,6 +211,16 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
 def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] = ()) -> PieceRecord:
     """The piece. JSON has lists in the place of tuples."""
     return PieceRecord(file, start, stop, tuple((first, size) for first, size in box))
+
+
+def name_of_rank(name: str, rank: int) -> str:
+    """The name in files of a tensor of which each rank has saved its own. See [Note: names of tensors]."""
+    return f"rank{rank}/{name}"
+
+
+def name_of_replica(name: str, replica: int) -> str:
+    """The name in files of a tensor of which each replica but the first has saved its own."""
+    return f"replica{replica}/{name}"
 
 
 class CheckpointFiles(OpenFiles):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.json_codec import decode, encode
-from streamshard.checkpoint.manifest import TensorRecord, join_records
+from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
 from streamshard.comm.communicator import Communicator
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
@@ -72,7 +72,7 @@ def of_replica(pieces: Iterable[Piece], engine: Engine) -> list[Piece]:
     if not number:
         return list(pieces)
     is_alone = replicas is not None and not replicas.averages_grads
-    return [piece._replace(name=f"{piece.name}@replica{number}") for piece in pieces if is_alone]
+    return [piece._replace(name=name_of_replica(piece.name, number)) for piece in pieces if is_alone]
 
 
 def local_state(

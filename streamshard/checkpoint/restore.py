@@ -20,7 +20,7 @@ from streamshard.checkpoint.directory import find_checkpoint, look_into, open_ch
 from streamshard.checkpoint.disk_layout import local_pieces, saved_names
 from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.load import put_back_buffers
-from streamshard.checkpoint.manifest import CheckpointFiles
+from streamshard.checkpoint.manifest import CheckpointFiles, name_of_rank, name_of_replica
 from streamshard.checkpoint.optimizer_state import owners_of, steps_here
 from streamshard.checkpoint.run_parts import (
     RANDOM,
@@ -179,10 +179,9 @@ class Plan:
         if self._wrong:
             raise CheckpointError("; ".join(self._wrong))
 
-    def _decode(self, saved: Any, suffix: str = "") -> Any:
-        return decode(
-            saved, lambda name, where: self._files.read_whole(self._name_there(name, suffix), where), self._device
-        )
+    def _decode(self, saved: Any, name_there: Callable[[str], str] = lambda name: name) -> Any:
+        """The value. Its tensors are called `name_there` in the files."""
+        return decode(saved, lambda name, where: self._files.read_whole(name_there(name), where), self._device)
 
     def _read(self, what: str, tensor: str, shape: tuple[int, ...], start: int, target: torch.Tensor) -> None:
         """Plan to fill `target`, [n] contiguous, with elements [start, start + n) of a saved tensor of this shape."""
@@ -191,9 +190,10 @@ class Plan:
         else:
             self.steps.extend(partial(copy_range, *each) for each in self._files.find(tensor, start, target))
 
-    def _name_there(self, tensor: str, suffix: str) -> str:
-        """The saved name of a tensor that each rank or replica may have saved itself."""
-        return tensor + suffix if tensor + suffix in self._tensors else tensor
+    def _of_replica(self, engine: Engine, tensor: str) -> str:
+        """The name in the files: of this rank's replica if it has saved its own tensor, else of the first one."""
+        own = name_of_replica(tensor, engine.ranks.replica)
+        return own if own in self._tensors else tensor
 
     def _plan_model(self, name: str, model: nn.Module, engine: Engine, saved: Mapping[str, Any]) -> None:
         pieces = local_pieces(model, engine.param_shards, buffers=True)
@@ -204,7 +204,7 @@ class Plan:
         unexpected = sorted({*saved["names"].values()} - {*found.values()})
         wrong = {"missing": sorted(pieces.keys() - found.keys()), "unexpected": unexpected}
         for here, there in found.items():
-            tensor, piece = self._name_there(f"{name}/{there}", _of_replica(engine)), pieces[here]
+            tensor, piece = self._of_replica(engine, f"{name}/{there}"), pieces[here]
             self._read(f"{name}: {here!r}", tensor, piece.shape, piece.start, piece.data)
         self.filled[name] = set(found)
         self.steps.append(partial(put_back_buffers, model, pieces))
@@ -232,7 +232,7 @@ class Plan:
                 if id(param) not in owners:
                     own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
                 else:
-                    own = self._decode(values, _of_replica(engine))
+                    own = self._decode(values, partial(self._of_replica, engine))
             if own:
                 state[number] = own
         groups = zip(rest["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
@@ -241,7 +241,7 @@ class Plan:
 
     def _plan_moment(self, name: str, engine: Engine, shard: ParamShard, saved: str, where: object) -> torch.Tensor:
         """A tensor for this rank's piece of an optimizer's state, to be filled later."""
-        tensor = self._name_there(saved, _of_replica(engine))
+        tensor = self._of_replica(engine, saved)
         piece = torch.empty(shard.piece.shape, dtype=self._tensors[tensor].dtype, device=self._device)
         self._read(f"{name}: {saved!r}", tensor, shard.layout.shape, shard.local.start, piece.view(-1))
         return piece
@@ -260,17 +260,15 @@ class Plan:
                         f"not on {ranks.total_size}"
                     )
                 continue
-            value = self._decode(saved[ranks.number % len(saved)], f"@rank{ranks.number}")
+            if len(saved) == 1:
+                value = self._decode(saved[0])
+            else:
+                value = self._decode(saved[ranks.number], lambda each: name_of_rank(each, ranks.number))
             if has_state(mine.get(name)):
                 self.loads.append(partial(mine[name].load_state_dict, value))
                 value = mine[name]
             if name.startswith("extra."):
                 self.values[name.removeprefix("extra.")] = value
-
-
-def _of_replica(engine: Engine) -> str:
-    """The suffix of tensors that this rank's replica may have saved. Other tensors are from the first replica."""
-    return f"@replica{engine.ranks.replica}"
 
 
 def _other_class(optimizer: Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> str:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import Piece, local_pieces, saved_names
 from streamshard.checkpoint.json_codec import encode
+from streamshard.checkpoint.manifest import name_of_rank
 from streamshard.checkpoint.optimizer_state import (
     Sharded,
     State,
@@ -224,7 +225,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     for name, (tree, tensors) in trees.items():
         if name in differing:
             saved["trees"][name] = [theirs[name] for theirs in their_trees]
-            pieces.extend(Piece.whole(f"{each}@rank{ranks.number}", tensor) for each, tensor in tensors.items())
+            pieces.extend(Piece.whole(name_of_rank(each, ranks.number), tensor) for each, tensor in tensors.items())
         else:
             saved["trees"][name] = [tree]
             pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)

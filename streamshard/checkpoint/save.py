@@ -12,6 +12,7 @@ import datetime
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,9 @@ def write_checkpoint(
     data_of = {piece.name: piece.data for piece in pieces}
 
     def write(partial: Path) -> tuple[FileRecord, dict[str, TensorRecord]]:
+        if len(data_of) < len(pieces):
+            twice = Counter(piece.name for piece in pieces).most_common(1)[0][0]
+            raise CheckpointError(f"several tensors are named {twice!r}: give other keys in extra= or model=")
         specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in pieces if each.data.numel()]
         written = write_file(partial, lay_out(file, specs), data_of)
         return written, {piece.name: piece.record(group.number) for piece in pieces}

@@ -605,6 +605,30 @@ def test_arrays_of_numpy_in_extra_come_back(context: RankContext, tmp_path: Path
         assert np.array_equal(loaded["ids"][name], array)
 
 
+@on_ranks(2)
+def test_a_name_never_leads_to_the_tensor_of_another_name(context: RankContext, tmp_path: Path) -> None:
+    """Not even a name with a rank or a replica in it, or a dot where another has a key."""
+
+    def make() -> Any:
+        model = Stack()
+        for place, name in enumerate(("w", "w@replica0", "rank0/w", "replica0/w")):
+            model.register_parameter(name, nn.Parameter(torch.full((3,), float(place))))
+        return StreamShard(model, precision=FP32)
+
+    mine = torch.full((2,), float(context.rank))
+    extra = {"t": mine, "t@rank0": mine + 2, "rank0/extra.t": mine + 4, "a": {"b": mine}, "a.b": torch.full((2,), 9.0)}
+    model, other = make(), make()
+    save_checkpoint(tmp_path, model, extra=extra)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.fill_(-1.0)
+    loaded = load_checkpoint(tmp_path, other)
+    assert_same(full_weights(other), full_weights(model), "weights", EXACT)
+    assert {name: str(value) for name, value in loaded.items()} == {name: str(value) for name, value in extra.items()}
+    with pytest.raises(CheckpointError, match=r"several tensors are named 'extra\.a\.b': give other keys in extra="):
+        save_checkpoint(tmp_path, model, extra={"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)})
+
+
 def _save_a_loader(context: RankContext, path: Path) -> None:
     model = StreamShard(Stack(), precision=FP32)
     save_checkpoint(path, model, extra={"loader": Position(dist.get_rank())})
