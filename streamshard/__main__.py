@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,6 +18,7 @@ from streamshard import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, UnitError, printable
 
 if TYPE_CHECKING:
+    from streamshard.checkpoint.find import Survey
     from streamshard.checkpoint.manifest import Manifest, TensorRecord
     from streamshard.config import Precision
 
@@ -188,16 +189,16 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from streamshard.checkpoint.directory import check_sizes, checkpoints_in, no_checkpoint
-    from streamshard.checkpoint.manifest import CheckpointFiles, read_manifest
+    from streamshard.checkpoint.find import is_checkpoint, no_checkpoint, open_checkpoint, survey
+    from streamshard.checkpoint.manifest import read_manifest
     from streamshard.comm.objects import RankGroup
 
     root: Path = arguments.directory
-    found = checkpoints_in(root)
-    if not found:
-        raise no_checkpoint(root)
-    if found[0] != root:
-        _list(root, found)
+    if not is_checkpoint(root):
+        found = survey(root)
+        if not found.whole and not found.others:
+            raise no_checkpoint(root, {})
+        _list(found)
         return
     manifest = read_manifest(root)
     _say(root)
@@ -207,44 +208,41 @@ def _inspect(arguments: argparse.Namespace) -> None:
         for name, tensor in manifest.tensors.items():
             _say(f"  {name}  {_dtype_of(tensor)}  {list(tensor.shape)}")
     sys.stdout.flush()  # before an error follows on the other stream
-    check_sizes(root, manifest)
-    CheckpointFiles(root, manifest).verify_together(RankGroup())
+    open_checkpoint(root).verify_together(RankGroup())
     _say("verified: all is as written")
 
 
-def _list(root: Path, paths: Iterable[Path]) -> None:
-    """Print a line for each checkpoint, without reading its tensors. The error at the end names the damaged files."""
-    from streamshard.checkpoint.directory import check_sizes, latest
-    from streamshard.checkpoint.manifest import read_manifest
-
-    errors: list[str] = []
-    newest = latest(root)
-    for path in sorted(paths, key=lambda path: (len(path.name), path.name)):  # checkpoint-9 before checkpoint-10
-        try:
-            manifest = read_manifest(path)
-            check_sizes(path, manifest)
-        except CheckpointError as error:
-            errors.append(str(error))
-            what = "damaged"
+def _list(found: Survey) -> None:
+    """Print a line for each checkpoint, without reading its tensors. The error at the end says what is damaged."""
+    entries = [*found.whole, *found.others]
+    for entry in sorted(entries, key=lambda entry: (len(entry.path.name), entry.path.name)):  # 9 before 10
+        if entry.wrong or entry.manifest is None:
+            what = "cannot be read" if entry.may_be_whole else "damaged"
         else:
-            what = f"{_saved_at(manifest)}  {manifest.world_size} rank(s)  {_total_bytes(manifest)}"
-        _say(f"{path.name:<20}  {what}{', latest' if path == newest else ''}")
-    if errors:
+            size = _total_bytes(entry.manifest)
+            what = f"{_saved_at(entry.manifest)}  {entry.manifest.world_size} rank(s)  {size}"
+        _say(f"{entry.path.name:<20}  {what}{', latest' if entry in found.whole[-1:] else ''}")
+    if found.others:
         sys.stdout.flush()
-        raise CheckpointError("; ".join(errors))
+        raise CheckpointError("; ".join(entry.wrong for entry in found.others))
 
 
 def _describe(manifest: Manifest) -> list[tuple[str, str]]:
     """Rows (name, content), one for each part of a checkpoint."""
+    from streamshard.checkpoint.manifest import references
+
     rows = [
         ("number", str(manifest.number)),
         ("saved", f"{_saved_at(manifest)} by streamshard {manifest.versions['streamshard']}"),
         ("ranks", str(manifest.world_size)),
         ("size", f"{_total_bytes(manifest)} in {len(manifest.files)} file(s)"),
     ]
-    for name, saved in (*manifest.state["models"].items(), *manifest.state["optimizers"].items()):
-        own = [tensor for each, tensor in manifest.tensors.items() if each.startswith(f"{name}/")]
-        dtypes = ", ".join(dict.fromkeys(map(_dtype_of, own)))
+    models, optimizers = manifest.state["models"], manifest.state["optimizers"]
+    used = {name: {f"{name}/{source}" for source in saved["names"].values()} for name, saved in models.items()}
+    used |= {name: {*references(saved)} for name, saved in optimizers.items()}
+    for name, saved in (*models.items(), *optimizers.items()):
+        own = [manifest.tensors[each] for each in used[name]]
+        dtypes = ", ".join(sorted({*map(_dtype_of, own)}))
         rows.append((name, f"{saved['class'] or 'of unknown class'}, {len(own)} tensors ({dtypes})"))
     for name, trees in manifest.state["trees"].items():
         differs = "" if len(trees) == 1 else f"differs between {len(trees)} ranks; "

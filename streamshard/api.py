@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from streamshard.build import shard_model
-from streamshard.checkpoint.directory import latest
 from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.find import latest
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.checkpoint.restore import Loaded, load_checkpoint

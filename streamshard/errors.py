@@ -55,7 +55,9 @@ class CommunicationError(StreamShardError):
 class CheckpointError(StreamShardError):
     """Files of a checkpoint, an export or a conversion that cannot be written or read.
 
-    The lists are complete, while the message may show only some names. They are empty if something else is wrong.
+    The message is one line of printable characters: names come from files, and may hold terminal commands. The lists
+    are complete and as in the files, while the message may show only some names. They are empty if something else is
+    wrong.
 
     Attributes:
         missing: names of tensors that the model wants and the files do not have.
@@ -70,7 +72,7 @@ class CheckpointError(StreamShardError):
         unexpected: Sequence[str] = (),
         mismatched: Sequence[str] = (),
     ) -> None:
-        super().__init__(*args)
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
         self.missing, self.unexpected, self.mismatched = list(missing), list(unexpected), list(mismatched)
 
 

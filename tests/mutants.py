@@ -119,9 +119,17 @@ _ASIDE = "with module.stream(module.Stream()):"
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/directory": [
         ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
-        ("_open_whole", Drop("check_sizes(path, manifest)"), "directory"),
-        ("_newest_last", Swap("generation, files.manifest.number", "number, files.manifest.generation"), "directory"),
-        ("publish_checkpoint", Swap("len(own) + 1 - keep", "len(own) + 2 - keep"), "directory"),
+        ("publish_checkpoint", Swap("if each.path != directory", ""), "find"),
+        ("_next_generation", Swap("unread * _AHEAD", "0"), "find"),
+        ("_delete_old", Swap("len(own) - keep", "len(own) + 1 - keep"), "directory"),
+    ],
+    "checkpoint/find": [
+        ("read_entry", Drop("check_sizes(path, manifest)"), "directory"),
+        ("Entry.order", Swap("generation, self.manifest.number", "number, self.manifest.generation"), "directory"),
+        ("_verified", Drop("files.verify_together(ranks)"), "find"),
+    ],
+    "checkpoint/manifest": [
+        ("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find"),
     ],
     "checkpoint/save": [
         ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),

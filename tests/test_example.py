@@ -20,7 +20,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from streamshard.checkpoint.directory import open_checkpoint
+from streamshard.checkpoint.find import open_checkpoint
 from streamshard.checkpoint.json_codec import decode
 from tests.launched import ROOT, Launched, run_file
 

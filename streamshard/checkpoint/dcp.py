@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
-from streamshard.checkpoint.directory import PARTIAL, next_number, open_checkpoint
 from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.find import PARTIAL, next_number, open_checkpoint
 from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, side by side in one directory: find them, add one, delete old ones.
+"""The checkpoints of a run, side by side in one directory: add one, delete old ones.
 
 `write_together` is how saves and exports write files: rank 0 makes a partial directory, all ranks write into it, rank 0
 publishes it.
@@ -25,128 +25,24 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
-from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
+from streamshard.checkpoint.find import PARTIAL, Survey, check_sizes, is_named_as_ours, survey
+from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, Manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
 from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
-from streamshard.config import parse_path
-from streamshard.errors import CheckpointError, StreamShardError, log, printable
+from streamshard.errors import CheckpointError, StreamShardError, log
 
-PARTIAL = ".partial"
-"""Suffix of a directory's name until the directory is complete."""
-
-_NAME = re.compile(r"checkpoint-(\d+)(-\d+)?")
 _LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")
+
+_AHEAD = 1 << 20
+"""By how much the generation of a checkpoint that cannot be read now is at most larger than the largest known one."""
 
 _Written = TypeVar("_Written")
 _Published = TypeVar("_Published")
-
-
-# ------------------------------------------------------------------------------------------------ finding
-
-
-def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The latest whole checkpoint in `directory`; None if there is none.
-
-    A checkpoint is whole if its manifest matches its checksum, and all files are there with their recorded sizes.
-    `load_checkpoint` verifies the files' contents. Checkpoints are ordered by a generation number, not by clocks.
-
-    Raises:
-        ConfigError: `directory` is not a path.
-    """
-    whole, others = look_into(parse_path("directory", directory))
-    for why in others:
-        log.warning("passed over: %s", printable(why))
-    return whole[-1].root if whole else None
-
-
-def look_into(directory: Path) -> tuple[list[CheckpointFiles], list[str]]:
-    """Whole checkpoints, newest last, whose contents are not verified; and why each other one is not whole."""
-    whole, others = [], []
-    for path in checkpoints_in(directory):
-        try:
-            whole.append(_open_whole(path))
-        except CheckpointError as error:
-            others.append(str(error))
-    return sorted(whole, key=_newest_last), others
-
-
-def find_checkpoint(directory: Path) -> Path:
-    """`directory` if it is a checkpoint, else the latest one in it.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if os.path.exists(directory / MANIFEST_NAME):
-        return directory
-    if (found := latest(directory)) is None:
-        raise no_checkpoint(directory)
-    return found
-
-
-def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointFiles:
-    """The files of a checkpoint, or of the latest in a directory of them. Their contents have not been verified.
-
-    Raises:
-        CheckpointError: there is none, or a file of it is missing or has another size.
-    """
-    return _open_whole(find_checkpoint(parse_path("directory", directory)))
-
-
-def no_checkpoint(directory: Path) -> CheckpointError:
-    """The error to raise for a directory without a whole checkpoint."""
-    reasons = "; ".join(look_into(directory)[1]) or "wanted a directory that save_checkpoint has written to"
-    return CheckpointError(
-        f"{directory} holds no whole checkpoint: {reasons}. `streamshard convert DIR OUT --from dcp` makes one of a "
-        "directory of torch.distributed.checkpoint; load_safetensors reads a Hugging Face directory"
-    )
-
-
-def checkpoints_in(directory: Path) -> list[Path]:
-    """`directory` if it is a checkpoint, and the checkpoints in it, whole or not."""
-    inside = [path for path in _children(directory) if not path.name.endswith(PARTIAL)]
-    return [path for path in [directory, *inside] if os.path.exists(path / MANIFEST_NAME)]
-
-
-def next_number(directory: Path) -> int:
-    """One more than the largest number in the names of checkpoints in `directory`."""
-    numbers = [int(match[1]) for path in _children(directory) if (match := _NAME.match(path.name))]
-    return max(numbers, default=0) + 1
-
-
-def _newest_last(files: CheckpointFiles) -> tuple[int, int, bool]:
-    """Sort key for the checkpoints of one directory. A user's copy comes before its original."""
-    return files.manifest.generation, files.manifest.number, _NAME.fullmatch(files.root.name) is not None
-
-
-def _open_whole(path: Path) -> CheckpointFiles:
-    manifest = read_manifest(path)
-    check_sizes(path, manifest)
-    return CheckpointFiles(path, manifest)
-
-
-def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise a CheckpointError unless all files are there, as long as they were. Their contents are not looked at."""
-    for record in manifest.files:
-        try:
-            size_bytes = os.stat(directory / record.name).st_size
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
-        if size_bytes != record.size_bytes:
-            raise CheckpointError(
-                f"{directory} is not whole: {record.name} has {size_bytes} bytes, was written with {record.size_bytes}"
-            )
-
-
-def _children(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.is_dir() else []
-
-
-# ------------------------------------------------------------------------------------------------ writing
 
 
 def write_together(
@@ -274,26 +170,48 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
     """
     check_sizes(partial.path, manifest)
     directory = partial.path.parent
-    earlier = look_into(directory)[0]
-    generation = 1 + max((found.manifest.generation for found in earlier), default=0)
+    earlier = survey(directory)
     descriptor = partial.manifest.fileno()
-    write_all(descriptor, manifest._replace(generation=generation).encode(), 0)
+    write_all(descriptor, manifest._replace(generation=_next_generation(earlier)).encode(), 0)
     os.fsync(descriptor)
     sync_directory(partial.path)
     path = _rename_to_unused(partial.path, directory / f"checkpoint-{manifest.number}")
     partial.manifest.close()
     try:
         sync_directory(directory)
-        own = [each.root for each in earlier if _NAME.fullmatch(each.root.name) and not each.root.is_symlink()]
-        for old in own[: max(len(own) + 1 - keep, 0)] if keep is not None else ():
+        if keep is not None:
+            _delete_old([each.path for each in earlier.whole if each.path != directory], keep - 1)
+    except OSError as error:
+        log.warning("%s is saved; older ones are not deleted: %s", path, error)
+    return path
+
+
+def _next_generation(earlier: Survey) -> int:
+    """One more than the largest in the directory, or far more if it has a checkpoint that the system cannot read now.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    entries = [*earlier.whole, *earlier.others]
+    known = max((each.manifest.generation for each in entries if each.manifest is not None), default=0)
+    unread = sum(each.manifest is None and each.may_be_whole for each in entries)
+    if (generation := known + 1 + unread * _AHEAD) > MAX_GENERATION:
+        raise CheckpointError(f"a checkpoint beside it has generation {known}, the largest there may be: move it away")
+    return generation
+
+
+def _delete_old(paths: Sequence[Path], keep: int) -> None:
+    """Delete all but the last `keep` of our own checkpoints. Each that cannot be deleted is logged."""
+    own = [path for path in paths if is_named_as_ours(path) and not path.is_symlink()]
+    for old in own[: max(len(own) - keep, 0)]:
+        try:
             if os.stat(old).st_mode & stat.S_IWUSR:
                 gone = old.with_name(f"{old.name}.{secrets.token_hex(4)}{PARTIAL}")
                 os.rename(old, gone)  # first: what a kill leaves is no checkpoint, and the next save deletes it
                 shutil.rmtree(gone)
-                log.info("deleted %s: keep=%d", old, keep)
-    except OSError as error:
-        log.warning("%s is saved; older ones could not be deleted: %s", path, error)
-    return path
+                log.info("deleted %s: it is older than the newest %d", old, keep + 1)
+        except OSError as error:
+            log.warning("%s could not be deleted: %s", old, error)
 
 
 def _rename_to_unused(partial: Path, path: Path) -> Path:

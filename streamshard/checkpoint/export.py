@@ -47,6 +47,7 @@ from streamshard.checkpoint.safetensors_file import (
     in_chunks,
     lay_out,
     opened,
+    read_text,
     sync_directory,
     write_all,
 )
@@ -235,11 +236,11 @@ def _sweep(root: Path, names: FileNames) -> None:
     """
     named: set[str] = set()
     try:
-        named.update(json.loads((root / names.index).read_bytes())["weight_map"].values())
+        named.update(json.loads(read_text(root / names.index))["weight_map"].values())
     except FileNotFoundError:
         if not (root / names.single).is_file():
             return
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, CheckpointError):
         return
     for name in os.listdir(root):
         if names.is_numbered(name) and name not in named and not (root / name).is_dir():

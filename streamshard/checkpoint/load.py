@@ -20,7 +20,7 @@ from streamshard.checkpoint.disk_layout import (
     saved_names,
     whole_tensors,
 )
-from streamshard.checkpoint.safetensors_file import MODEL_FILES, FileNames, OpenFiles, copy_range
+from streamshard.checkpoint.safetensors_file import MODEL_FILES, FileNames, OpenFiles, copy_range, read_text
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError, log
 from streamshard.integrations import huggingface
@@ -70,9 +70,9 @@ class StoredDirectory(OpenFiles):
                 "by load_checkpoint"
             )
         try:
-            file_of: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
+            file_of: dict[str, str] = dict(json.loads(read_text(index))["weight_map"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error!r:.200}") from None
         for file in file_of.values():
             if not isinstance(file, str) or Path(file).name != file:
                 raise CheckpointError(f"{index} names {file!r}, which is not a file of its own directory")

@@ -2,7 +2,8 @@
 
 The manifest is JSON. Its first line holds its own SHA-256, and it lists checksums of all other files, so any changed
 byte of a checkpoint is noticed. Anyone can compute checksums, so `read_manifest` also checks that file names stay
-inside the directory, and that no tensor is larger than its files.
+inside the directory, that the tensors fit into their files, and that values refer to each tensor once. So reading a
+checkpoint takes no more time and memory than its files have bytes.
 
 [Note: names of tensors]
 A weight is called "model/", then its name; state of an optimizer "optimizer/model/", its name and the key; a tensor in
@@ -16,26 +17,39 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, combinations
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.json_codec import dtype_named, name_of
-from streamshard.checkpoint.safetensors_file import FileRecord, OpenFiles, contiguous_runs, copy_range, verify_files
+from streamshard.checkpoint.json_codec import decode, dtype_named, name_of
+from streamshard.checkpoint.safetensors_file import (
+    CHUNK_BYTES,
+    MAX_TEXT_BYTES,
+    FileRecord,
+    OpenFiles,
+    contiguous_runs,
+    copy_range,
+    read_text,
+    verify_files,
+)
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 
 MANIFEST_NAME = "checkpoint.json"
 FORMAT = 6
+MAX_GENERATION = 1 << 40
+"""No run saves as often. A larger generation is damage: the checkpoint would be the newest for ever."""
 
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = b"\n}\n"
+_VERSIONS = {"streamshard", "torch", "saved_at"}
 _CPU = torch.device("cpu")
+_MAX_DIMS, _MAX_SIZE = 64, (1 << 63) - 1  # torch's
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")  # in the checkpoint's directory, and not hidden there
-
 
 Found = tuple[torch.Tensor, int, torch.Tensor]
 """A view of a mapped file, the place in it of the first element, and what is filled from there."""
@@ -81,40 +95,39 @@ class TensorRecord(NamedTuple):
         """The same, with its pieces in order. It may come from anybody.
 
         Raises:
-            CheckpointError: pieces leave gaps, overlap, or lie outside of the shape.
-            TypeError, ValueError: starts cannot be ordered, or a box does not have two numbers for each dimension.
+            CheckpointError: pieces leave gaps, overlap, or lie outside of the shape, or boxes are no grid.
+            TypeError: starts cannot be ordered.
         """
         pieces = tuple(sorted(self.pieces, key=lambda piece: piece[1:3]))
         if not _hold_each_element_once(self.shape, pieces):
             have = ", ".join(f"{each[1]}:{each[2]} of {each.box or self.shape} in file {each.file}" for each in pieces)
-            raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have or 'none'}")
+            raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have or 'none':.300}")
         return self._replace(pieces=pieces)
 
 
-def _hold_each_element_once(shape: tuple[int, ...], pieces: Iterable[PieceRecord]) -> bool:
-    """Whether pieces, ordered by `start`, fill their boxes one after another, and the boxes fill the tensor."""
+def _hold_each_element_once(shape: tuple[int, ...], pieces: Sequence[PieceRecord]) -> bool:
+    """Whether pieces, ordered by `start`, fill their boxes one after another, and the boxes are a grid of the tensor.
+
+    Linear in the number of pieces, and exact: distinct cells of a grid, as many as it has, fill it without overlap.
+    """
     edges_of: dict[Box, list[int]] = {}
     for piece in pieces:
         edges_of.setdefault(piece.box or tuple((0, size) for size in shape), [0]).extend(piece[1:3])
-    numbers = chain(shape, *edges_of.values(), *chain(*edges_of))
-    if not all(type(each) is int and each >= 0 for each in numbers):
+    numbers = chain(shape, *edges_of.values(), *chain(*edges_of), (piece.file for piece in pieces))
+    if len(shape) > _MAX_DIMS or not all(type(each) is int and 0 <= each <= _MAX_SIZE for each in numbers):
         return False
+    if not edges_of:
+        return math.prod(shape) == 0
     for box, edges in edges_of.items():
-        edges.append(_numel_of(box))
-        is_inside = all(start + size <= end for (start, size), end in zip(box, shape, strict=True))
-        if not is_inside or edges[::2] != edges[1::2] or edges != sorted(edges):
+        edges.append(math.prod(size for _, size in box))
+        if len(box) != len(shape) or edges[::2] != edges[1::2] or edges != sorted(edges):
             return False
-    has_enough = sum(map(_numel_of, edges_of)) == math.prod(shape)
-    return has_enough and not any(_overlap(*two) for two in combinations(edges_of, 2))
-
-
-def _numel_of(box: Box) -> int:
-    return math.prod(size for _, size in box)
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    """Whether the two have an element in common; neither is empty."""
-    return all(a < b + b_size and b < a + a_size for (a, a_size), (b, b_size) in zip(one, other, strict=True))
+    cuts = [sorted({box[dim] for box in edges_of}) for dim in range(len(shape))]
+    for size, parts in zip(shape, cuts, strict=True):
+        ends = [0, *accumulate(length for _, length in parts)]
+        if ends != [*(start for start, _ in parts), size]:
+            return False
+    return len(edges_of) == math.prod(map(len, cuts))
 
 
 def join_records(by_rank: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
@@ -156,14 +169,21 @@ class Manifest(NamedTuple):
     generation: int = 0
 
     def encode(self) -> bytes:
-        """The file's content."""
+        """The file's content.
+
+        Raises:
+            CheckpointError: it would be too large to be read.
+        """
         files = [record._asdict() for record in self.files]
         tensors = {}
         for name, (shape, dtype, pieces) in self.tensors.items():
             places = [piece if piece.box else piece[:3] for piece in pieces]
             tensors[name] = {"shape": shape, "dtype": name_of(dtype), "pieces": places}
         content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
-        return sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
+        text = sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
+        if len(text) > MAX_TEXT_BYTES:
+            raise CheckpointError(f"the manifest would have {len(text)} bytes, at most {MAX_TEXT_BYTES} are read")
+        return text
 
 
 def sealed(body: bytes) -> bytes:
@@ -176,11 +196,12 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         CheckpointError: there is none, it is damaged or malformed, or another version has written it.
+        OSError: it cannot be read, which does not say whether the checkpoint is whole.
     """
     path = directory / MANIFEST_NAME
     try:
-        text = path.read_bytes()
-    except FileNotFoundError as error:  # other errors do not say whether the checkpoint is whole
+        text = read_text(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     body = text[len(_HEAD.format("0" * 64)) : -len(_TAIL)]
     if text != sealed(body):
@@ -191,26 +212,76 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"it has format {found!r:.20}, and this version reads format {FORMAT}")
         return _manifest_of(**content)
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError, CheckpointError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from error
+        raise CheckpointError(f"{path} cannot be used: {error}") from None  # a traceback would show a stranger's words
 
 
 def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
     """The manifest with these contents, which may come from anybody."""
-    records = tuple(FileRecord(**record) for record in files)
-    if strange := [record.name for record in records if not _FILE_NAME.fullmatch(record.name)]:
-        raise CheckpointError(f"files have the names {strange!r:.80}, wanted some in the directory")
-    found = {}
+    records = tuple(_file_of(**record) for record in files)
+    if len({record.name for record in records}) < len(records):
+        raise CheckpointError("it lists a file twice")
+    found, left = {}, {place: record.size_bytes for place, record in enumerate(records)}
     for name, told in tensors.items():
         pieces = tuple(_piece_of(*piece) for piece in told["pieces"])
         found[name] = record = TensorRecord(tuple(told["shape"]), dtype_named(told["dtype"]), pieces).ordered(name)
-        if any(each.stop - each.start > records[each.file].size_bytes // record.dtype.itemsize for each in pieces):
-            raise CheckpointError(f"tensor {name!r:.80} exceeds its files")
-    return Manifest(files=records, tensors=found, **others)
+        for piece in pieces:
+            left[piece.file] -= (piece.stop - piece.start) * record.dtype.itemsize
+            if left[piece.file] < 0:
+                raise CheckpointError(f"tensor {name!r:.80} exceeds its files")
+    manifest = Manifest(files=records, tensors=found, **others)
+    for key, kind in (("number", int), ("world_size", int), ("generation", int), ("versions", dict), ("state", dict)):
+        if type(value := getattr(manifest, key)) is not kind:
+            raise CheckpointError(f"its {key} is {value!r:.40}, wanted a value of type {kind.__name__}")
+    if min(manifest.number, manifest.world_size - 1, manifest.generation) < 0 or manifest.generation > MAX_GENERATION:
+        numbers = f"number {manifest.number}, {manifest.world_size} ranks and generation {manifest.generation}"
+        raise CheckpointError(f"it has {numbers:.200}: no save writes these")
+    if {*map(type, manifest.versions.values())} != {str} or not manifest.versions.keys() >= _VERSIONS:
+        raise CheckpointError(f"its versions are {manifest.versions!r:.80}, wanted texts for {sorted(_VERSIONS)}")
+    _check_state(**manifest.state, tensors=found.keys())
+    return manifest
 
 
-def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] = ()) -> PieceRecord:
-    """The piece. JSON has lists in the place of tuples."""
-    return PieceRecord(file, start, stop, tuple((first, size) for first, size in box))
+def _file_of(name: str, size_bytes: int, crc32: list[str]) -> FileRecord:
+    if not _FILE_NAME.fullmatch(name):
+        raise CheckpointError(f"a file has the name {name!r:.80}, wanted one in the directory")
+    if type(size_bytes) is not int or size_bytes < 1 or len(crc32) != -(-size_bytes // CHUNK_BYTES):
+        raise CheckpointError(f"{name} has {len(crc32)} checksums for {size_bytes!r:.40} bytes")
+    return FileRecord(name, size_bytes, crc32)
+
+
+def _check_state(models: Any, optimizers: Any, trees: Any, tensors: Collection[str]) -> None:
+    """Check the parts that are read without `decode`, and that each tensor is referred to once."""
+    used = list(references(list(optimizers.values())))
+    for name, saved in models.items():
+        used += {f"{name}/{source}" for source in saved["names"].values()}
+    for name, saved in (*models.items(), *optimizers.items()):
+        if not isinstance(saved["class"], str | None):
+            raise CheckpointError(f"the class of {name!r:.80} is {saved['class']!r:.80}, wanted a text")
+    for name, saved in optimizers.items():
+        named = [saved["shared"], *saved["state"].values(), *saved["param_groups"]]
+        if not all(isinstance(each, dict) for each in named):
+            raise CheckpointError(f"the state of {name!r:.80} is malformed: wanted a dict for each parameter and group")
+    for name, by_rank in trees.items():
+        if not isinstance(by_rank, list) or not by_rank:
+            raise CheckpointError(f"{name!r:.80} is {by_rank!r:.80}, wanted a list of one for each rank")
+        for rank, tree in enumerate(by_rank):
+            used += [name_of_rank(each, rank) if len(by_rank) > 1 else each for each in references(tree)]
+    if len({*used}) < len(used) or not {*used} <= {*tensors}:
+        strange = next(name for name, times in Counter(used).items() if times > 1 or name not in tensors)
+        raise CheckpointError(f"its values refer to {strange!r:.80} more than once, or there is no such tensor")
+
+
+def references(saved: Any) -> Iterator[str]:
+    """Names of the tensors that JSON of `encode` refers to."""
+    rest = [saved]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, dict):
+            if each.get("$") == "tensor":
+                yield each["tensor"]
+            rest.extend(each.values())
+        elif isinstance(each, list):
+            rest.extend(each)
 
 
 def name_of_rank(name: str, rank: int) -> str:
@@ -221,6 +292,11 @@ def name_of_rank(name: str, rank: int) -> str:
 def name_of_replica(name: str, replica: int) -> str:
     """The name in files of a tensor of which each replica but the first has saved its own."""
     return f"replica{replica}/{name}"
+
+
+def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] = ()) -> PieceRecord:
+    """The piece. JSON has lists in the place of tuples."""
+    return PieceRecord(file, start, stop, tuple((first, size) for first, size in box))
 
 
 class CheckpointFiles(OpenFiles):
@@ -236,13 +312,32 @@ class CheckpointFiles(OpenFiles):
         self.manifest = manifest
 
     def verify_together(self, ranks: RankGroup) -> None:
-        """Compare the files with their checksums; each rank reads an equal share of all bytes.
+        """Compare the files with their checksums and with the manifest, and decode its values. Ranks share the work.
 
         Raises:
-            CheckpointError: on all ranks, names the file that is damaged.
+            CheckpointError: on all ranks, names the file or the value that is damaged.
         """
-        share = ranks.number, ranks.total_size
-        run_on_all_ranks(ranks, f"verify {self.root}", lambda: verify_files(self.root, self.manifest.files, *share))
+        part, parts = ranks.number, ranks.total_size
+
+        def verify() -> None:
+            verify_files(self.root, self.manifest.files, part, parts)
+            for name, record in self.manifest.tensors.items():
+                for piece in record.pieces:
+                    if piece.file % parts == part and piece.start < piece.stop:
+                        self._stored(name, record, piece)
+            state = self.manifest.state
+            for saved in [*state["optimizers"].values(), *chain(*state["trees"].values())][part::parts]:
+                decode(saved, lambda name, device: torch.empty(0), _CPU)
+
+        run_on_all_ranks(ranks, f"verify {self.root}", verify)
+
+    def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> torch.Tensor:
+        """A piece as a file stores it, 1-D: a view of the mapped file."""
+        file = self.manifest.files[piece.file].name
+        stored = self.stored(file, name)
+        if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.dtype:
+            raise CheckpointError(f"{self.root / file} does not hold what it should of {name!r}")
+        return stored
 
     def find(self, name: str, start: int, target: torch.Tensor) -> Iterator[Found]:
         """Where elements [start, start + n) of the tensor `name` lie, as arguments of `copy_range` that fill `target`.
@@ -268,10 +363,7 @@ class CheckpointFiles(OpenFiles):
                     wanted.append((place + first - run, target[first - start : last - start]))
                 place += numel
             if wanted:
-                file = self.manifest.files[piece.file].name
-                stored = self.stored(file, name)
-                if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.dtype:
-                    raise CheckpointError(f"{self.root / file} does not hold what it should of {name!r}")
+                stored = self._stored(name, record, piece)
                 yield from ((stored, *each) for each in wanted)
 
     def read_whole(self, name: str, device: torch.device = _CPU) -> torch.Tensor:

@@ -5,7 +5,6 @@ verify all bytes -> compare the checkpoint with the run, changing nothing -> loa
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -16,8 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.directory import find_checkpoint, look_into, open_checkpoint
 from streamshard.checkpoint.disk_layout import local_pieces, saved_names
+from streamshard.checkpoint.find import open_intact
 from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.load import put_back_buffers
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_rank, name_of_replica
@@ -34,11 +33,10 @@ from streamshard.checkpoint.run_parts import (
 )
 from streamshard.checkpoint.safetensors_file import copy_range
 from streamshard.checkpoint.save import finish_running
-from streamshard.comm.communicator import Communicator
-from streamshard.comm.objects import gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.engine.engine import Engine
-from streamshard.errors import CheckpointError, log
+from streamshard.errors import CheckpointError, log, printable
 from streamshard.initialise import compute_buffers
 from streamshard.unit.optimizer_hooks import params_in
 from streamshard.unit.shard import ParamShard
@@ -49,11 +47,14 @@ class Loaded(dict[str, Any]):
 
     Attributes:
         path: the checkpoint's path.
+        passed_over: why newer checkpoints of the directory were not loaded, by their paths: damage in words. Those
+            that cannot be read may be newer.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+    def __init__(self, values: Mapping[str, Any], path: Path, passed_over: Mapping[Path, str]) -> None:
         super().__init__(values)
         self.path = path
+        self.passed_over = dict(passed_over)
 
 
 @torch.no_grad()
@@ -69,7 +70,8 @@ def load_checkpoint(
     rank reads only the parts that it owns.
 
     Args:
-        directory: a checkpoint, or a directory of checkpoints, whose latest complete one is used.
+        directory: a directory of checkpoints, whose newest intact one is loaded, or the path of one checkpoint. If
+            newer ones are damaged, rank 0 logs a warning, and `Loaded.passed_over` names them.
         model: as given to `save_checkpoint`.
         optimizer: as given to `save_checkpoint`. None: load no optimizer.
         extra: objects saved under the same keys; their ``load_state_dict`` is called. Plain values need not be passed:
@@ -79,15 +81,17 @@ def load_checkpoint(
         The values that were saved as `extra`, by key.
 
     Raises:
-        CheckpointError: on every rank, before any weight changes. Names the damaged or missing file and the newest
-            intact checkpoint, or all parameters that do not fit.
+        CheckpointError: on every rank, before any weight changes. Names all parameters that do not fit; or the damaged
+            file of the one checkpoint, and the newest intact checkpoint beside it; or the damage of each in a directory
+            without an intact one.
         ConfigError: an argument that cannot work.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
-    files = _open(root, ranks)
+    run_on_all_ranks(ranks, f"load {root}", finish_running)
+    files, passed_over = open_intact(root, ranks)
     path = files.root
     plan = run_on_all_ranks(ranks, f"load {path}", lambda: Plan(parts, files))
     run_on_all_ranks(ranks, f"load {path}", lambda: [act() for act in plan.loads])
@@ -97,45 +101,8 @@ def load_checkpoint(
     for name, (each, engine) in parts.models.items():
         engine.fill(plan.filled.get(name, ()))
         compute_buffers(engine, each)
-    log.info("loaded %s", path)
-    return Loaded(plan.values, path)
-
-
-def _open(root: Path, ranks: Communicator) -> CheckpointFiles:
-    """The checkpoint that all ranks load, verified. Collective."""
-
-    def find() -> Path:
-        finish_running()
-        return find_checkpoint(root) if ranks.is_first else Path()
-
-    path = gather_from_all_ranks(ranks, f"load {root}", find)[0]
-    try:
-        return _verified(path, ranks)
-    except CheckpointError as error:  # the same on all ranks
-        intact = _newest_intact(path, ranks)
-        advice = "" if intact is None else f". The newest intact checkpoint beside it is {intact}"
-        raise CheckpointError(f"{error}{advice}") from error
-
-
-def _newest_intact(path: Path, ranks: Communicator) -> Path | None:
-    """The newest checkpoint beside `path` whose files match their checksums. Collective."""
-
-    def find() -> list[Path]:
-        return [each.root for each in look_into(path.parent)[0] if each.root != path] if ranks.is_first else []
-
-    for other in reversed(gather_from_all_ranks(ranks, f"find checkpoints beside {path}", find)[0]):
-        with contextlib.suppress(CheckpointError):
-            return _verified(other, ranks).root
-    return None
-
-
-def _verified(path: Path, ranks: Communicator) -> CheckpointFiles:
-    """The files of the checkpoint `path`; each rank has read an equal share of all bytes. Collective."""
-    files = run_on_all_ranks(ranks, f"load {path}", lambda: open_checkpoint(path))
-    if not ranks.are_equal(repr((files.manifest.files, files.manifest.versions))):
-        raise CheckpointError(f"ranks see different checkpoints at {path}: it has to be on shared storage")
-    files.verify_together(ranks)
-    return files
+    log.info("loaded %s", printable(str(path)))
+    return Loaded(plan.values, path, passed_over)
 
 
 # ------------------------------------------------------------------------------------------------ comparing
@@ -242,7 +209,8 @@ class Plan:
     def _plan_moment(self, name: str, engine: Engine, shard: ParamShard, saved: str, where: object) -> torch.Tensor:
         """A tensor for this rank's piece of an optimizer's state, to be filled later."""
         tensor = self._of_replica(engine, saved)
-        piece = torch.empty(shard.piece.shape, dtype=self._tensors[tensor].dtype, device=self._device)
+        fits = self._tensors[tensor].shape == shard.layout.shape  # of others a stranger may name many
+        piece = torch.empty(shard.piece.shape if fits else 0, dtype=self._tensors[tensor].dtype, device=self._device)
         self._read(f"{name}: {saved!r}", tensor, shard.layout.shape, shard.local.start, piece.view(-1))
         return piece
 

@@ -20,12 +20,13 @@ import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from errno import EINVAL
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +35,9 @@ from streamshard.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
 """Bytes per checksum, and the memory for copying to or from a device or to another dtype."""
+
+MAX_TEXT_BYTES = 1 << 30
+"""The largest manifest or index. Ten thousand ranks write 0.2 GB."""
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
@@ -249,6 +253,37 @@ def sync_directory(root: Path) -> None:
 # ------------------------------------------------------------------------------------------------ reading
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A file, open for reading. A pipe would wait for its writer, and a device may have no end.
+
+    Raises:
+        CheckpointError: it is a pipe, a device or a directory, or a link to one.
+        OSError: it cannot be opened.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a regular file")
+
+    return open(path, "rb", opener=opener)
+
+
+def read_text(path: Path) -> bytes:
+    """The content of a manifest or an index. A file may have a petabyte of zeros that take no space on its disk.
+
+    Raises:
+        CheckpointError: it is not a regular file, or too large.
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        if (n_bytes := os.fstat(file.fileno()).st_size) > MAX_TEXT_BYTES:
+            raise CheckpointError(f"{path} has {n_bytes} bytes, wanted at most {MAX_TEXT_BYTES}")
+        return file.read(n_bytes)
+
+
 class OpenFiles:
     """The safetensors files of one directory. The library maps each into memory when a tensor of it is first read.
 
@@ -263,7 +298,7 @@ class OpenFiles:
         self._opened: dict[str, Any] = {}
 
     def open(self, name: str) -> Any:
-        """The library's `safe_open` of a file.
+        """The library's `safe_open` of a file, which waits if the file is a pipe.
 
         Raises:
             CheckpointError: names the file that is missing, damaged or not a safetensors file.
@@ -271,9 +306,10 @@ class OpenFiles:
         if name not in self._opened:
             path = self.root / name
             try:
+                open_regular(path).close()
                 self._opened[name] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"cannot read {path}: {error}") from error
+            except (OSError, ValueError, SafetensorError) as error:  # a traceback would show a stranger's words
+                raise CheckpointError(f"cannot read {path}: {error}") from None
         return self._opened[name]
 
     def stored(self, file: str, name: str) -> torch.Tensor:
@@ -286,7 +322,7 @@ class OpenFiles:
         try:
             tensor: torch.Tensor = opened.get_tensor(name)
         except (SafetensorError, AttributeError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"cannot read {name!r} of {self.root / file}: {error}") from error
+            raise CheckpointError(f"cannot read {name!r} of {self.root / file}: {error}") from None
         return tensor
 
 
@@ -332,7 +368,7 @@ def verify_files(root: Path, records: Sequence[FileRecord], part: int, parts: in
     for record, number in chunks[len(chunks) * part // parts : len(chunks) * (part + 1) // parts]:
         path = root / record.name
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 file.seek(number * CHUNK_BYTES)
                 found = f"{zlib.crc32(file.read(CHUNK_BYTES)):08x}"
         except OSError as error:

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from streamshard import __version__
-from streamshard.checkpoint.directory import Partial, next_number, publish_checkpoint, write_together
+from streamshard.checkpoint.directory import Partial, publish_checkpoint, write_together
 from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.find import next_number
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
 from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect, name_parts
 from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file

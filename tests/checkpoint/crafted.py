@@ -18,7 +18,30 @@ import pytest
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from streamshard.checkpoint.manifest import MANIFEST_NAME, sealed
+from streamshard.checkpoint.directory import Partial, create_partial, publish_checkpoint
+from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, sealed
+from streamshard.checkpoint.safetensors_file import FileRecord
+
+FILE = "rank-00000-of-00001.safetensors"
+
+
+def put(directory: Path, number: int, saved_at: str = "2026-01-01", keep: int | None = None) -> Path:
+    """A checkpoint with one file of four bytes."""
+    return publish(begin(directory, number), number, saved_at, keep)
+
+
+def begin(directory: Path, number: int) -> Partial:
+    partial = create_partial(directory, f"checkpoint-{number}")
+    (partial.path / FILE).write_bytes(b"1234")
+    return partial
+
+
+def publish(partial: Partial, number: int, saved_at: str = "2026-01-01", keep: int | None = None) -> Path:
+    versions = {"streamshard": "0", "torch": "0", "saved_at": saved_at}
+    state: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
+    return publish_checkpoint(
+        partial, Manifest(number, 1, versions, (FileRecord(FILE, 4, ["9be3e0a3"]),), {}, state), keep
+    )
 
 
 def write_body(checkpoint: Path, body: bytes) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.__main__ import main
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
-from streamshard.checkpoint.directory import open_checkpoint
+from streamshard.checkpoint.find import open_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint import runs

@@ -13,38 +13,12 @@ import pytest
 
 from streamshard import latest
 from streamshard.checkpoint.directory import (
-    Partial,
-    create_partial,
-    find_checkpoint,
-    next_number,
-    publish_checkpoint,
     remove_partial,
 )
-from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from streamshard.checkpoint.safetensors_file import FileRecord
+from streamshard.checkpoint.find import next_number, open_checkpoint
+from streamshard.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from streamshard.errors import CheckpointError
-from tests.checkpoint.crafted import few_files
-
-FILE = "rank-00000-of-00001.safetensors"
-
-
-def _put(directory: Path, number: int, saved_at: str = "2026-01-01", keep: int | None = None) -> Path:
-    """A checkpoint with one file of four bytes."""
-    return _publish(_begin(directory, number), number, saved_at, keep)
-
-
-def _begin(directory: Path, number: int) -> Partial:
-    partial = create_partial(directory, f"checkpoint-{number}")
-    (partial.path / FILE).write_bytes(b"1234")
-    return partial
-
-
-def _publish(partial: Partial, number: int, saved_at: str = "2026-01-01", keep: int | None = None) -> Path:
-    versions = {"streamshard": "0", "torch": "0", "saved_at": saved_at}
-    state: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
-    return publish_checkpoint(
-        partial, Manifest(number, 1, versions, (FileRecord(FILE, 4, ["9be3e0a3"]),), {}, state), keep
-    )
+from tests.checkpoint.crafted import FILE, begin, few_files, publish, put
 
 
 def _names(directory: Path) -> set[str]:
@@ -61,7 +35,7 @@ def _assert_whole(directory: Path, *names: str) -> None:
 @pytest.mark.parametrize("damage", ["cut", "longer", "lost", "manifest"])
 def test_a_checkpoint_that_is_not_whole_is_never_the_latest(tmp_path: Path, damage: str) -> None:
     """`keep` does not delete it: it is for people to look at."""
-    first, second = _put(tmp_path, 1), _put(tmp_path, 2)
+    first, second = put(tmp_path, 1), put(tmp_path, 2)
     assert latest(tmp_path) == second
     if damage == "lost":
         os.unlink(second / FILE)
@@ -69,34 +43,35 @@ def test_a_checkpoint_that_is_not_whole_is_never_the_latest(tmp_path: Path, dama
         path = second / (MANIFEST_NAME if damage == "manifest" else FILE)
         content = path.read_bytes()
         path.write_bytes({"cut": content[:-1], "longer": content + b" "}.get(damage, content.replace(b"2026", b"2027")))
-    assert latest(tmp_path) == find_checkpoint(tmp_path) == first
-    assert _put(tmp_path, 3, keep=1) == latest(tmp_path)
+    assert latest(tmp_path) == open_checkpoint(tmp_path).root == first
+    assert put(tmp_path, 3, keep=1) == latest(tmp_path)
     assert _names(tmp_path) == {"checkpoint-2", "checkpoint-3"}
 
 
 def test_the_last_save_is_the_latest_whatever_clocks_and_numbers_say(tmp_path: Path) -> None:
     """Clocks are corrected, and those of machines differ; numbers are the user's. `keep` goes by the same order."""
     for number, day in ((10, 9), (11, 8), (3, 7), (12, 6)):
-        assert latest(tmp_path) != _put(tmp_path, number, f"2026-01-0{day}", keep=2) == latest(tmp_path)
+        assert latest(tmp_path) != put(tmp_path, number, f"2026-01-0{day}", keep=2) == latest(tmp_path)
     assert _names(tmp_path) == {"checkpoint-3", "checkpoint-12"}
 
 
 def test_numbers_go_on_from_the_largest(tmp_path: Path) -> None:
     """Of directories that are called like a checkpoint, whole or not."""
     assert next_number(tmp_path / "nothing") == next_number(tmp_path) == 1
-    for name in ("checkpoint-7", "checkpoint-12-2", "checkpoint-9.0a1b2c3d.partial", "other-50"):
+    too_long = f"checkpoint-{'9' * 200}"
+    for name in ("checkpoint-7", "checkpoint-12-2", "checkpoint-9.0a1b2c3d.partial", "other-50", too_long):
         (tmp_path / name).mkdir()
     assert next_number(tmp_path) == 13
 
 
 def test_a_second_checkpoint_with_a_number_does_not_overwrite_the_first(tmp_path: Path) -> None:
     """It gets another name, and is the latest; so it is for a file or a link with that name."""
-    first = _put(tmp_path, 5)
+    first = put(tmp_path, 5)
     (tmp_path / "checkpoint-6").symlink_to(first)
-    assert _put(tmp_path, 5) == latest(tmp_path) == tmp_path / "checkpoint-5-2"
-    assert _put(tmp_path, 6) == latest(tmp_path) == tmp_path / "checkpoint-6-2"
+    assert put(tmp_path, 5) == latest(tmp_path) == tmp_path / "checkpoint-5-2"
+    assert put(tmp_path, 6) == latest(tmp_path) == tmp_path / "checkpoint-6-2"
     _assert_whole(tmp_path, "checkpoint-5", "checkpoint-5-2", "checkpoint-6", "checkpoint-6-2")
-    _put(tmp_path, 7, keep=3)
+    put(tmp_path, 7, keep=3)
     assert _names(tmp_path) == {"checkpoint-5-2", "checkpoint-6", "checkpoint-6-2", "checkpoint-7"}
 
 
@@ -105,7 +80,7 @@ def test_a_second_checkpoint_with_a_number_does_not_overwrite_the_first(tmp_path
 def test_copies_and_links_of_ones_own_are_not_deleted(name: str, is_link: bool, tmp_path: Path) -> None:
     """A user may keep the best one, or a link to the latest, in the same directory."""
     for number in (1, 2, 3):
-        path = _put(tmp_path, number, keep=2)
+        path = put(tmp_path, number, keep=2)
         own = tmp_path / name
         if is_link:
             own.unlink(missing_ok=True)
@@ -118,13 +93,13 @@ def test_copies_and_links_of_ones_own_are_not_deleted(name: str, is_link: bool, 
 
 def test_the_error_says_why_a_checkpoint_cannot_be_read(tmp_path: Path) -> None:
     """And the one about any other directory, what can be done with it."""
-    _put(tmp_path, 1)
+    put(tmp_path, 1)
     (tmp_path / "checkpoint-1" / FILE).unlink()
     with pytest.raises(CheckpointError, match=f"checkpoint-1 is not whole: {FILE}: No such file"):
-        find_checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
     for directory in (tmp_path / "nothing", tmp_path / "checkpoint-1" / FILE):
         with pytest.raises(CheckpointError, match="holds no whole checkpoint: .* `streamshard convert"):
-            find_checkpoint(directory)
+            open_checkpoint(directory)
 
 
 def test_directories_that_may_not_be_entered_are_passed_over(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -138,12 +113,12 @@ def test_directories_that_may_not_be_entered_are_passed_over(tmp_path_factory: p
     if is_root:  # which may enter any directory
         os.seteuid(65534)
     try:
-        first = _put(directory, 1)
+        first = put(directory, 1)
         (directory / "lost+found").mkdir(mode=0)
         first.chmod(0o555)
-        second = _put(directory, 2)
+        second = put(directory, 2)
         assert latest(directory) == second
-        assert _put(directory, 3, keep=1) == latest(directory)
+        assert put(directory, 3, keep=1) == latest(directory)
         assert _names(directory) == {"checkpoint-1", "checkpoint-3", "lost+found"}
         first.chmod(0o777)
     finally:
@@ -153,7 +128,7 @@ def test_directories_that_may_not_be_entered_are_passed_over(tmp_path_factory: p
 
 def test_a_process_with_too_many_open_files_finds_no_checkpoint_damaged(tmp_path: Path) -> None:
     """`latest` would return None, and a run would begin again."""
-    _put(tmp_path, 1)
+    put(tmp_path, 1)
     with few_files(0), pytest.raises(OSError, match="Too many open files"):
         latest(tmp_path)
 
@@ -165,11 +140,11 @@ def test_two_runs_that_save_one_number_at_once_both_leave_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither deletes what the other writes. The one that begins later warns."""
-    first = _begin(tmp_path, 5)
-    second = _begin(tmp_path, 5)
+    first = begin(tmp_path, 5)
+    second = begin(tmp_path, 5)
     assert f"another run is saving to {first.path}: give each run a directory of its own" in caplog.messages
-    assert _publish(first, 5) == latest(tmp_path) == tmp_path / "checkpoint-5"
-    assert _publish(second, 5) == latest(tmp_path) == tmp_path / "checkpoint-5-2"
+    assert publish(first, 5) == latest(tmp_path) == tmp_path / "checkpoint-5"
+    assert publish(second, 5) == latest(tmp_path) == tmp_path / "checkpoint-5-2"
     _assert_whole(tmp_path, "checkpoint-5", "checkpoint-5-2")
 
 
@@ -178,16 +153,16 @@ def test_another_run_right_before_the_rename_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str
 ) -> None:
     """It publishes the same number, or sweeps up."""
-    first, second = _begin(tmp_path, 5), _begin(tmp_path, 5)
+    first, second = begin(tmp_path, 5), begin(tmp_path, 5)
     rename = os.rename
 
     def interrupted(*paths: Any) -> None:
         monkeypatch.setattr(os, "rename", rename)
-        _publish(second, 5) if between == "publishes" else remove_partial(_begin(tmp_path, 6))
+        publish(second, 5) if between == "publishes" else remove_partial(begin(tmp_path, 6))
         rename(*paths)
 
     monkeypatch.setattr(os, "rename", interrupted)
-    path = _publish(first, 5)
+    path = publish(first, 5)
     remove_partial(second)
     names = {"checkpoint-5", "checkpoint-5-2"} if between == "publishes" else {"checkpoint-5"}
     assert path.name == max(names)
@@ -199,9 +174,9 @@ def test_the_next_save_deletes_what_a_killed_run_has_left(tmp_path: Path) -> Non
     for name in ("checkpoint-3.partial", "mine.12345678.partial", "checkpoint-3.x.partial"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-3.12345678.partial").mkdir()
-    killed = _begin(tmp_path, 4)
+    killed = begin(tmp_path, 4)
     killed.manifest.close()
-    _put(tmp_path, 1)
+    put(tmp_path, 1)
     assert _names(tmp_path) == {
         "checkpoint-1",
         "checkpoint-3.partial",
@@ -219,8 +194,8 @@ def test_without_locks_a_partial_directory_stays(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    left = _begin(tmp_path, 1)
+    left = begin(tmp_path, 1)
     left.manifest.close()
-    _put(tmp_path, 2)
+    put(tmp_path, 2)
     assert _names(tmp_path) == {left.path.name, "checkpoint-2"}
     assert any(str(left.path) in message for message in caplog.messages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,27 @@ def test_load_names_what_does_not_fit_and_changes_nothing(context: RankContext, 
     told = "does not fit Plain: missing scale; unexpected stray; mismatched first.bias (is [3], "
     other = "last.bias (is torch.int8, wanted torch.float32)"
     _assert_refused(Plain(), _write(context, tensors, tmp_path), told, other)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"\x1b[2K\n": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "\x1b[2K\n", "shape": [1], "data_offsets": [0, 4]}},
+    ],
+)
+def test_commands_in_a_file_do_not_reach_the_terminal(
+    context: RankContext, header: dict[str, Any], tmp_path: Path
+) -> None:
+    """Neither in the error nor in its traceback."""
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(CheckpointError, match=r"\\x1b\[2K\\n") as caught:
+        load_safetensors(sharded(Plain()), tmp_path)
+    assert str(caught.value).isprintable()
+    assert all(line.isprintable() for line in "".join(traceback.format_exception(caught.value)).splitlines())
+    assert caught.value.unexpected in ([], ["\x1b[2K\n"])
 
 
 # ------------------------------------------------------------------------------------------------ what files hold

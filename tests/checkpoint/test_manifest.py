@@ -6,10 +6,12 @@ import itertools
 import math
 import os
 import shutil
+import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
+from streamshard.checkpoint.find import open_intact
 from streamshard.checkpoint.manifest import (
     MANIFEST_NAME,
     Box,
@@ -28,7 +31,8 @@ from streamshard.checkpoint.manifest import (
     read_manifest,
 )
 from streamshard.checkpoint.safetensors_file import FileRecord, copy_range, verify_files
-from streamshard.errors import CheckpointError
+from streamshard.comm.objects import RankGroup
+from streamshard.errors import CheckpointError, log
 from tests.checkpoint.crafted import few_files, rewrite, write_body
 from tests.checkpoint.runs import start, steps, weights_of
 from tests.models import Stack
@@ -87,31 +91,46 @@ def test_files_that_are_cut_lost_longer_or_flipped_are_named_before_anything_cha
 
 
 @on_ranks(2)
-def test_the_error_about_a_damaged_latest_checkpoint_names_the_newest_intact_one(
+def test_a_directory_loads_its_newest_intact_checkpoint_and_one_checkpoint_is_refused(
     context: RankContext, tmp_path: Path
 ) -> None:
-    """Of those beside it, another may be damaged as well. Without an intact one, the error names none."""
+    """Whatever the damage. The result names the others on every rank, and the log on the first."""
     run = start(0)
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, *run, step=step)
+    paths = {step: tmp_path / f"checkpoint-{step}" for step in (1, 2, 3, 4)}
 
     def damage(*steps: int) -> None:
         for step in steps if context.rank == 0 else ():
-            file = tmp_path / f"checkpoint-{step}" / "rank-00001-of-00002.safetensors"
-            content = bytearray(file.read_bytes())
-            content[-1] ^= 1
-            file.write_bytes(content)
+            _flip_last(paths[step] / "rank-00001-of-00002.safetensors")
         dist.barrier()
 
-    damage(3, 4)
-    for directory in (tmp_path, tmp_path / "checkpoint-4"):
-        words = "checkpoint-4/rank-00001.* is damaged: .* newest intact checkpoint beside it is .*/checkpoint-2$"
-        with pytest.raises(CheckpointError, match=words):
-            load_checkpoint(directory, *run)
-    load_checkpoint(tmp_path / "checkpoint-2", *run)
+    damage(4)
+    if context.rank == 0:  # files that match their checksums, and not the list of tensors
+        rewrite(paths[3], lambda content: _set(content, "tensors", "model/norm.bias", "dtype", "int32"))
+    dist.barrier()
+    with mock.patch.object(log, "warning") as warn:
+        loaded = load_checkpoint(tmp_path, *run)
+        assert warn.call_count == (2 if context.rank == 0 else 0)
+    assert loaded.path == paths[2]
+    assert loaded.passed_over.keys() == {paths[3], paths[4]}
+    assert "is damaged: its checksums differ" in loaded.passed_over[paths[4]]
+    assert "safetensors does not hold what it should of" in loaded.passed_over[paths[3]]
+    assert not load_checkpoint(paths[2], *run).passed_over
+    words = "checkpoint-4/rank-00001.* is damaged: .* newest intact checkpoint beside it is .*/checkpoint-2$"
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint(paths[4], *run)
     damage(1, 2)
-    with pytest.raises(CheckpointError, match="is damaged: its checksums differ from those in the manifest$"):
-        load_checkpoint(tmp_path, *run)
+    for directory in (tmp_path, paths[4]):
+        with pytest.raises(CheckpointError, match="checkpoint-4/rank-00001.* is damaged") as caught:
+            load_checkpoint(directory, *run)
+        assert "newest intact" not in str(caught.value)
+
+
+def _flip_last(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
 
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -139,6 +158,9 @@ def test_ranks_that_have_a_tensor_in_two_dtypes_are_refused() -> None:
 # ------------------------------------------------------------------------------------------------ boxes
 
 
+VERSIONS = dict.fromkeys(("streamshard", "torch", "saved_at"), "0")
+
+
 def _boxed(directory: Path, whole: torch.Tensor, pieces: Sequence[tuple[int, int, Box]]) -> CheckpointFiles:
     """A checkpoint of tensor "w". Each piece, (first, last, box), lies in a file of its own."""
     files, records = [], []
@@ -149,7 +171,7 @@ def _boxed(directory: Path, whole: torch.Tensor, pieces: Sequence[tuple[int, int
         files.append(FileRecord(name, len(raw), [f"{zlib.crc32(raw):08x}"]))
         records.append(PieceRecord(number, first, last, box))
     tensors = {"w": TensorRecord(tuple(whole.shape), torch.int64, tuple(records)).ordered("w")}
-    manifest = Manifest(1, 1, {}, tuple(files), tensors, {})
+    manifest = Manifest(1, 1, VERSIONS, tuple(files), tensors, {"models": {}, "optimizers": {}, "trees": {}})
     (directory / MANIFEST_NAME).write_bytes(manifest.encode())
     assert read_manifest(directory) == manifest
     return CheckpointFiles(directory, read_manifest(directory))
@@ -163,7 +185,6 @@ BOXED: dict[str, tuple[tuple[int, ...], list[tuple[int, int, Box]]]] = {
         (4, 6),
         [(0, 7, ((0, 4), (0, 4))), (7, 16, ((0, 4), (0, 4))), (0, 8, ((0, 4), (4, 2)))],
     ),
-    "a row beside columns": ((3, 4), [(0, 4, ((0, 1), (0, 4))), (0, 2, ((1, 2), (0, 1))), (0, 6, ((1, 2), (1, 3)))]),
     "an empty box": ((2, 3), [(0, 0, ((0, 2), (3, 0))), (0, 6, ((0, 2), (0, 3)))]),
     "three dimensions, the middle one": (
         (2, 4, 3),
@@ -186,6 +207,17 @@ def test_a_tensor_saved_in_boxes_is_read_whole_and_by_ranges(tmp_path: Path, wha
         assert torch.equal(target, whole.view(-1)[first:last])
 
 
+def test_many_boxes_are_checked_in_time_that_grows_with_their_number() -> None:
+    """A stranger may write as many as a file takes. To compare each with each would take a minute."""
+    cells = itertools.product(range(150), range(150))
+    pieces = tuple(PieceRecord(0, 0, 1, ((row, 1), (column, 1))) for row, column in cells)
+    record = TensorRecord((150, 150), torch.uint8, pieces)
+    assert record.ordered("w").pieces
+    with pytest.raises(CheckpointError, match="once") as caught:
+        record._replace(pieces=pieces[:-1]).ordered("w")
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_checkpoint_of_more_files_than_may_be_open_is_read(tmp_path: Path) -> None:
     whole = torch.arange(150)
     files = _boxed(tmp_path, whole, [(place, place + 1, ()) for place in range(150)])
@@ -201,6 +233,7 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_read(tmp_path: Path) -> 
         (1, 0, 1, ((0, 1), (2, 1))),  # a box too few
         (1, 0, 2, ((0, 2), (1, 1))),  # as many elements, and some of them twice
         (1, 4, 6),  # a range of the whole tensor
+        (1, 0, 0, ((1, 0), (0, 3))),  # a box of no elements across another
     ],
 )
 def test_boxes_with_a_gap_or_an_overlap_are_refused(other: Any) -> None:
@@ -220,6 +253,7 @@ def _set(content: Any, *path: Any) -> None:
 
 
 TENSOR, TREES = ("tensors", "extra.values[0]"), ("state", "trees")
+TENSOR_VALUE = {"$": "tensor", "tensor": "extra.values[0]"}
 STRANGE: dict[str, Callable[[Any], object]] = {
     "a file outside": lambda c: _set(c, "files", 0, "name", "../x"),
     "a device": lambda c: _set(c, "files", 0, "name", "/dev/zero"),
@@ -240,6 +274,31 @@ STRANGE: dict[str, Callable[[Any], object]] = {
     "a range outside of its box": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[0, 1]]]]),
     "a range that ends before its start": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 3], [0, 3, 2]]),
     "no state": lambda c: c.pop("state"),
+    "a file twice": lambda c: c["files"].append(c["files"][0]),
+    "no checksums": lambda c: _set(c, "files", 0, "crc32", []),
+    "more checksums than its bytes have": lambda c: _set(c, "files", 0, "crc32", ["00000000"] * 1000),
+    "a file without bytes": lambda c: c["files"][0].update(size_bytes=0, crc32=[]),
+    "a size that is no integer": lambda c: _set(c, "files", 0, "size_bytes", 1.0),
+    "a file that is not counted in integers": lambda c: _set(c, *TENSOR, "pieces", [[0.0, 0, 2]]),
+    "tensors that exceed their file together": lambda c: c["tensors"].update(
+        (str(each), {**c["tensors"]["model/layers.0.linear.weight"]}) for each in range(100)
+    ),
+    "more dimensions than torch has": lambda c: c["tensors"]["extra.values[0]"].update(shape=[2] + [1] * 64),
+    "a dimension that is too large": lambda c: c["tensors"]["extra.values[0]"].update(shape=[0, 1 << 63], pieces=[]),
+    "a tensor that values refer to twice": lambda c: _set(c, *TREES, "extra.text", 0, [TENSOR_VALUE] * 2),
+    "a tensor that two values refer to": lambda c: _set(c, *TREES, "extra.text", 0, TENSOR_VALUE),
+    "a value of a tensor that there is not": lambda c: _set(
+        c, *TREES, "extra.text", 0, {**TENSOR_VALUE, "tensor": "extra.text"}
+    ),
+    "a weight that there is not": lambda c: _set(c, "state", "models", "model", "names", "x", "x"),
+    "an optimizer without groups": lambda c: c["state"]["optimizers"]["optimizer"].pop("param_groups"),
+    "an optimizer's state without names": lambda c: _set(
+        c, "state", "optimizers", "optimizer", "state", "model/layers.0.linear.weight", [1]
+    ),
+    "a class that is no text": lambda c: _set(c, "state", "models", "model", "class", 1),
+    "a value of no rank": lambda c: _set(c, *TREES, "extra.text", []),
+    "a value outside of a list": lambda c: _set(c, *TREES, "extra.text", "a"),
+    "a key with a command": lambda c: c.update({"\x1b[2K": 1}),
 }
 
 
@@ -252,8 +311,10 @@ def test_a_manifest_of_a_stranger_is_refused_and_passed_over(saved: Path, tmp_pa
     strange = tmp_path / "checkpoint-2"
     assert latest(tmp_path) == strange
     rewrite(strange, STRANGE[what])
-    with pytest.raises(CheckpointError, match=f"{strange}/checkpoint.json cannot be used"):
+    with pytest.raises(CheckpointError, match=f"{strange}/checkpoint.json cannot be used") as caught:
         read_manifest(strange)
+    assert len(str(caught.value)) < 1000
+    assert all(line.isprintable() for line in "".join(traceback.format_exception(caught.value)).splitlines())
     assert latest(tmp_path) == tmp_path / "checkpoint-1"
 
 
@@ -266,11 +327,13 @@ def _load_strange(context: RankContext, path: Path) -> None:
 
 
 def test_a_value_of_a_stranger_is_refused_before_anything_changes(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
-    """Such as an attribute of torch, which would be handed to the user's objects."""
+    """Such as an attribute of torch, which would be handed to the user's objects. A directory has an older one."""
     path = tmp_path / "checkpoint-1"
     shutil.copytree(saved, path)
     rewrite(path, lambda c: _set(c, *TREES, "extra.text", 0, {"$": "dtype", "value": "load"}))
     ranks(1).run(_load_strange, path)
+    shutil.copytree(saved, tmp_path / "checkpoint-0")
+    assert open_intact(tmp_path, RankGroup())[0].root.name == "checkpoint-0"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,18 @@ def test_a_pipe_or_directory_in_place_of_a_file_raises_at_once(name: str, tmp_pa
         remove(path)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_an_index_that_leads_to_no_regular_file_raises_at_once(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    """The library would wait for a pipe's writer."""
+    files = plan_files([TensorSpec(name, (1,), torch.float32) for name in "ab"], 4)
+    write_empty(tmp_path, files, encode_index(files, 2))
+    path = tmp_path / files[0].name
+    path.unlink()
+    make(path)
+    with pytest.raises(CheckpointError, match=f"{path} is not a regular file"):
+        StoredDirectory(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -150,6 +162,8 @@ def test_a_pipe_or_directory_in_place_of_a_file_raises_at_once(name: str, tmp_pa
         (b'"a": "model-00001-of-00002.safetensors"', b'"a": 3', "names 3"),
         (b'"a": "model-00001', b'"a": "model-00003', "cannot read"),
         (b"{", b"", "is not an index"),
+        (b'"a": "model-00001', b'"a": "\\ud800model-00001', "cannot read"),
+        (b'"a": "model-00001', b'"a": "\\u0000model-00001', "cannot read"),
     ],
 )
 def test_damaged_index_raises(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,250 @@
+"""The checkpoints of a run, side by side in one directory: which there are, and which is the newest intact one.
+
+[Note: whole and intact]
+A checkpoint is *whole* if its manifest can be read and used, and its files are there with their recorded sizes. It is
+*intact* if the files also match their checksums and hold the tensors that the manifest names. Saves and `latest` ask
+for the first, which reads no tensors; loads for the second, before anything changes. A checkpoint that is damaged, or
+that the system cannot read, never stops a save or the load of another one, and is never deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
+from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.config import parse_path
+from streamshard.errors import CheckpointError, describe, log, printable
+
+PARTIAL = ".partial"
+"""Suffix of a directory's name until the directory is complete."""
+
+_NAME = re.compile(r"checkpoint-(\d+)(-\d+)?")
+_MAX_DIGITS = 18
+
+
+class Entry(NamedTuple):
+    """A checkpoint in a directory, as far as its manifest and the sizes of its files say. Nobody has read the files.
+
+    Attributes:
+        path: its path.
+        manifest: None if it cannot be read or used.
+        wrong: why the checkpoint cannot be used; "" if it is whole. See [Note: whole and intact].
+        may_be_whole: False if it is damaged. A system that cannot read it now (no permission, a failing disk) says
+            nothing about it.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    wrong: str = ""
+    may_be_whole: bool = True
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        """Sort key of checkpoints whose manifest can be read, newest last. A user's copy comes before its original."""
+        assert self.manifest is not None
+        return self.manifest.generation, self.manifest.number, is_named_as_ours(self.path)
+
+
+class Survey(NamedTuple):
+    """The checkpoints of one directory.
+
+    Attributes:
+        whole: newest last.
+        others: checkpoints that cannot be used, directories with a checkpoint's name and no manifest among them.
+    """
+
+    whole: list[Entry]
+    others: list[Entry]
+
+    def passed_over(self, taken: Entry | None) -> dict[Path, str]:
+        """Why checkpoints that are newer than `taken`, or may be, cannot be used; by their paths."""
+        return {
+            each.path: each.wrong
+            for each in self.others
+            if taken is None or each.manifest is None or each.order > taken.order
+        }
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The latest whole checkpoint in `directory`; None if there is none.
+
+    A checkpoint is whole if its manifest matches its checksum, and all files are there with their recorded sizes.
+    `load_checkpoint` verifies the files' contents. Checkpoints are ordered by a generation number, not by clocks. The
+    log names checkpoints that are passed over, and why.
+
+    Raises:
+        CheckpointError: no checkpoint is whole, and the system cannot read one (no permission, a failing disk).
+        ConfigError: `directory` is not a path.
+    """
+    root = parse_path("directory", directory)
+    found = survey(root)
+    newest = found.whole[-1] if found.whole else None
+    passed_over = found.passed_over(newest)
+    if newest is None and any(each.may_be_whole for each in found.others):
+        raise no_checkpoint(root, passed_over)
+    _warn(passed_over)
+    return newest.path if newest else None
+
+
+def _warn(passed_over: Mapping[Path, str]) -> None:
+    for path, why in passed_over.items():
+        log.warning("passed over %s: %s", printable(str(path)), why)
+
+
+def survey(directory: Path) -> Survey:
+    """Read the manifests of all checkpoints in `directory`, and its own if it is a checkpoint.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    inside = [path for path in sorted(_children(directory)) if not path.name.endswith(PARTIAL)]
+    paths = [path for path in inside if is_named_as_ours(path) or is_checkpoint(path)]
+    entries = [read_entry(path) for path in ([directory] if is_checkpoint(directory) else []) + paths]
+    whole = sorted((each for each in entries if not each.wrong), key=lambda each: each.order)
+    # Another run may have deleted one in the meantime.
+    return Survey(whole, [each for each in entries if each.wrong and os.path.lexists(each.path)])
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether `directory` has a manifest, of any kind."""
+    return os.path.lexists(directory / MANIFEST_NAME)
+
+
+def read_entry(path: Path) -> Entry:
+    """Read the manifest of a checkpoint, and look at the sizes of its files."""
+    manifest = None
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+    except CheckpointError as error:
+        return Entry(path, manifest, str(error), may_be_whole=False)
+    except OSError as error:
+        return Entry(path, manifest, printable(f"cannot read {path}: {describe(error)}"))
+    return Entry(path, manifest)
+
+
+def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointFiles:
+    """The files of a checkpoint, or of the latest in a directory of them. Their contents have not been verified.
+
+    Raises:
+        CheckpointError: there is none, or a file of it is missing or has another size.
+    """
+    root = parse_path("directory", directory)
+    path = root if is_checkpoint(root) else latest(root)
+    if path is None:
+        raise no_checkpoint(root, survey(root).passed_over(None))
+    entry = read_entry(path)
+    if entry.wrong or entry.manifest is None:
+        raise CheckpointError(entry.wrong)
+    return CheckpointFiles(path, entry.manifest)
+
+
+def no_checkpoint(directory: Path, why_of: Mapping[Path, str]) -> CheckpointError:
+    """The error to raise for a directory without an intact checkpoint, with the reason for each entry."""
+    reasons = "; ".join(why_of.values()) or "wanted a directory that save_checkpoint has written to"
+    return CheckpointError(
+        f"{directory} holds no whole checkpoint: {reasons}. `streamshard convert DIR OUT --from dcp` makes one of a "
+        "directory of torch.distributed.checkpoint; load_safetensors reads a Hugging Face directory"
+    )
+
+
+def next_number(directory: Path) -> int:
+    """One more than the largest number in the names of checkpoints in `directory`. A longer name would not be taken."""
+    found = (match[1] for path in _children(directory) if (match := _NAME.match(path.name)))
+    return max((int(number) for number in found if len(number) <= _MAX_DIGITS), default=0) + 1
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """Raise a CheckpointError unless all files are there, as long as they were. Their contents are not looked at."""
+    for record in manifest.files:
+        try:
+            size_bytes = os.stat(directory / record.name).st_size
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
+        if size_bytes != record.size_bytes:
+            raise CheckpointError(
+                f"{directory} is not whole: {record.name} has {size_bytes} bytes, was written with {record.size_bytes}"
+            )
+
+
+def is_named_as_ours(path: Path) -> bool:
+    """Whether a save may have given `path` its name. Other names are the user's: copies and links."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def _children(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+# ------------------------------------------------------------------------------------------------ verifying
+
+
+def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Path, str]]:
+    """The files of a checkpoint, or of the newest intact one in a directory. Each rank verifies its share. Collective.
+
+    Returns:
+        The files; and by path, why checkpoints that are newer, or may be, are passed over. The first rank logs this.
+
+    Raises:
+        CheckpointError: on every rank. `root` is a checkpoint and damaged: names the newest intact one beside it. Or no
+            checkpoint in `root` is intact: says why of each.
+    """
+    is_one = gather_from_all_ranks(ranks, f"load {root}", lambda: ranks.is_first and is_checkpoint(root))[0]
+    if is_one:
+        try:
+            return _verified(root, ranks), {}
+        except CheckpointError as caught:  # the same on all ranks
+            error = caught
+    else:
+        files, passed_over = _newest_intact(root, ranks)
+        if files is not None:
+            _warn(passed_over if ranks.is_first else {})
+            return files, passed_over
+        error = no_checkpoint(root, passed_over)
+    beside = None
+    if is_one or is_named_as_ours(root):
+        path = Path(os.path.abspath(root))
+        with contextlib.suppress(CheckpointError):  # the error about `root` matters more
+            beside, _ = _newest_intact(path.parent, ranks, without=path)
+    advice = "" if beside is None else f". The newest intact checkpoint beside it is {beside.root}"
+    raise CheckpointError(f"{error}{advice}") from error
+
+
+def _newest_intact(
+    directory: Path, ranks: RankGroup, without: Path | None = None
+) -> tuple[CheckpointFiles | None, dict[Path, str]]:
+    """The newest checkpoint whose files match their checksums; and why others are passed over. Collective."""
+
+    def find() -> tuple[list[tuple[Path, dict[Path, str]]], dict[Path, str]]:
+        if not ranks.is_first:
+            return [], {}
+        found = survey(directory)
+        newest_first = [each for each in reversed(found.whole) if each.path != without]
+        return [(each.path, found.passed_over(each)) for each in newest_first], found.passed_over(None)
+
+    whole, others = gather_from_all_ranks(ranks, f"load {directory}", find)[0]
+    failed: dict[Path, str] = {}
+    for path, passed_over in whole:
+        try:
+            return _verified(path, ranks), failed | passed_over
+        except CheckpointError as error:  # the same on all ranks
+            failed[path] = str(error)
+    return None, failed | others
+
+
+def _verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
+    """The files of the checkpoint `path`; each rank has read an equal share of all bytes. Collective."""
+    files = run_on_all_ranks(ranks, f"load {path}", lambda: open_checkpoint(path))
+    if not ranks.are_equal(repr((files.manifest.files, files.manifest.versions))):
+        raise CheckpointError(f"ranks see different checkpoints at {path}: it has to be on shared storage")
+    files.verify_together(ranks)
+    return files

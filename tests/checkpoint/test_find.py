@@ -1,0 +1,211 @@
+"""A checkpoint that is damaged, or that cannot be read, stops no save and no search, and is never deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamshard import latest
+from streamshard.checkpoint.directory import remove_partial
+from streamshard.checkpoint.find import open_checkpoint, open_intact
+from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION
+from streamshard.checkpoint.safetensors_file import MAX_TEXT_BYTES
+from streamshard.comm.objects import RankGroup
+from streamshard.errors import CheckpointError
+from tests.checkpoint.crafted import FILE, begin, publish, put, rewrite
+
+
+@contextlib.contextmanager
+def failing(path: Path, code: int) -> Iterator[None]:
+    """Inside, the system cannot open or look at `path`."""
+
+    def watch(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(name: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(name, int) and os.fspath(name) == str(path):
+                raise OSError(code, os.strerror(code), str(path))
+            return real(name, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "stat"):
+            patch.setattr(os, name, watch(getattr(os, name)))
+        yield
+
+
+def _replace_manifest(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def act(checkpoint: Path) -> None:
+        (checkpoint / MANIFEST_NAME).unlink()
+        make(checkpoint / MANIFEST_NAME)
+
+    return act
+
+
+def _link_to_a_pipe(path: Path) -> None:
+    os.mkfifo(path.with_name("pipe"))
+    path.symlink_to("pipe")
+
+
+def _set(**others: Any) -> Callable[[Path], object]:
+    return lambda checkpoint: rewrite(checkpoint, lambda content: content.update(others))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no manifest": lambda checkpoint: os.unlink(checkpoint / MANIFEST_NAME),
+    "a manifest that is too large": lambda checkpoint: os.truncate(checkpoint / MANIFEST_NAME, MAX_TEXT_BYTES + 1),
+    "a manifest that is a directory": _replace_manifest(os.mkdir),
+    "a manifest that is a pipe": _replace_manifest(os.mkfifo),
+    "a manifest that is a link to a pipe": _replace_manifest(_link_to_a_pipe),
+    "a manifest that is a device": _replace_manifest(lambda path: path.symlink_to("/dev/zero")),
+    "no file": lambda checkpoint: os.unlink(checkpoint / FILE),
+    "no checkpoint but a file": lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.write_bytes(b"")),
+    "a generation of text": _set(generation="x"),
+    "a generation that is no number": _set(generation=float("nan")),
+    "a generation that is a truth": _set(generation=True),
+    "a generation that no run reaches": _set(generation=10**18),
+    "a generation that is too large for an integer": _set(generation=1.5e308),
+    "a negative generation": _set(generation=-1),
+    "a number of text": _set(number="x"),
+    "no ranks": _set(world_size=0),
+    "versions in a list": _set(versions=[]),
+    "a time that is no text": _set(versions={"streamshard": "0", "torch": "0", "saved_at": 1}),
+    "state in a list": _set(state=[]),
+}
+
+
+@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_stops_neither_saves_nor_searches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: int, damage: str
+) -> None:
+    """The log names it, unless it is known to be older than the one that is found. `keep` leaves it alone."""
+    paths = [put(tmp_path, number) for number in (1, 2, 3)]
+    damaged = paths[place - 1]
+    DAMAGES[damage](damaged)
+    before = sorted(damaged.rglob("*"))
+    assert latest(tmp_path) == open_checkpoint(tmp_path).root == (paths[2] if place == 1 else paths[1])
+    is_older = place == 1 and damage == "no file"
+    assert is_older or any(f"passed over {damaged}: " in message for message in caplog.messages)
+    assert put(tmp_path, 4, keep=1) == latest(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {damaged.name, "checkpoint-4"}
+    assert sorted(damaged.rglob("*")) == before
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("name", [MANIFEST_NAME, FILE])
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_checkpoint_that_cannot_be_read_now_is_older_than_saves_made_meanwhile(
+    tmp_path: Path, place: int, name: str, code: int
+) -> None:
+    """Also after it can be read again, whichever of the newer ones cannot be read then. It is not deleted."""
+    paths = [put(tmp_path, number) for number in (7, 8, 9)]
+    with failing(paths[place - 1] / name, code):
+        assert latest(tmp_path) == (paths[2] if place == 1 else paths[1])
+        second = put(tmp_path, 1, keep=1)
+        assert latest(tmp_path) == second
+    assert latest(tmp_path) == second
+    with failing(paths[place - 1] / name, code), failing(second / name, code):
+        third = put(tmp_path, 1, keep=2)
+    assert latest(tmp_path) == third
+    assert {path.name for path in tmp_path.iterdir()} == {paths[place - 1].name, second.name, third.name}
+
+
+def test_latest_raises_if_the_only_checkpoint_cannot_be_read(tmp_path: Path) -> None:
+    """None would let the run begin again."""
+    path = put(tmp_path, 1)
+    with failing(path / MANIFEST_NAME, errno.EIO), pytest.raises(CheckpointError, match="Input/output error"):
+        latest(tmp_path)
+    with failing(tmp_path, errno.EACCES), pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        open_checkpoint(tmp_path / "nothing")
+
+
+def test_a_generation_at_the_limit_is_named(tmp_path: Path) -> None:
+    """The next one would not be read."""
+    rewrite(put(tmp_path, 1), lambda content: content.update(generation=MAX_GENERATION))
+    save = begin(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=f"has generation {MAX_GENERATION}, the largest there may be"):
+        publish(save, 2)
+    remove_partial(save)
+
+
+def test_a_save_into_a_checkpoint_does_not_delete_the_checkpoint(tmp_path: Path) -> None:
+    outer = put(tmp_path, 1)
+    inner = put(outer, 2, keep=1)
+    assert latest(tmp_path) == outer
+    assert inner.exists()
+
+
+def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk would fill up."""
+    first, second = put(tmp_path, 1), put(tmp_path, 2)
+    rename = os.rename
+
+    def refuse(old: Path, new: Path) -> None:
+        if old == first:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    third = put(tmp_path, 3, keep=1)
+    assert {*tmp_path.iterdir()} == {first, third}
+    assert any(str(first) in message for message in caplog.messages)
+    assert not second.exists()
+
+
+def _flip(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / FILE).read_bytes())
+    content[0] ^= 1
+    (checkpoint / FILE).write_bytes(content)
+
+
+def test_the_newest_intact_checkpoint_is_opened_and_newer_ones_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A flipped bit is found when the files are read, a lost file before; each is named with its reason."""
+    alone = RankGroup()
+    paths = [put(tmp_path, number) for number in (1, 2, 3, 4, 5)]
+    _flip(paths[4])
+    (paths[3] / FILE).unlink()
+    (paths[2] / MANIFEST_NAME).unlink()
+    _flip(paths[0])
+    files, passed_over = open_intact(tmp_path, alone)
+    assert files.root == paths[1]
+    assert passed_over.keys() == {*paths[2:]}
+    assert "its checksums differ" in passed_over[paths[4]]
+    assert f"not whole: {FILE}" in passed_over[paths[3]]
+    assert f"{MANIFEST_NAME}: No such file" in passed_over[paths[2]]
+    assert caplog.messages == [f"passed over {path}: {why}" for path, why in passed_over.items()]
+    for path in paths[2:]:
+        why = passed_over[path] if path != paths[2] else f"{path} holds no whole checkpoint"
+        with pytest.raises(CheckpointError, match=f"{why}.* newest intact .* is {paths[1]}$"):
+            open_intact(path, alone)
+    _flip(paths[1])
+    with pytest.raises(CheckpointError, match=".*".join(f"checkpoint-{number}/" for number in (5, 2, 1, 3))):
+        open_intact(tmp_path, alone)
+
+
+def test_an_error_beside_a_damaged_checkpoint_does_not_hide_its_own(tmp_path: Path) -> None:
+    path = put(tmp_path, 1)
+    _flip(path)
+    with (
+        failing(tmp_path, errno.EIO),
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(CheckpointError, match=r"its checksums differ from those in the manifest$"),
+    ):
+        patch.setattr(os, "listdir", partial(_fail, errno.EIO))
+        patch.setattr(os, "scandir", partial(_fail, errno.EIO))
+        open_intact(path, RankGroup())
+
+
+def _fail(code: int, *_: Any) -> None:
+    raise OSError(code, os.strerror(code))
