@@ -192,8 +192,9 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from streamshard.checkpoint.find import is_checkpoint, no_checkpoint, open_checkpoint, survey
     from streamshard.checkpoint.manifest import read_manifest
     from streamshard.comm.objects import RankGroup
+    from streamshard.config import parse_path
 
-    root: Path = arguments.directory
+    root = parse_path("DIR", arguments.directory)
     if not is_checkpoint(root):
         found = survey(root)
         if not found.whole and not found.others:

@@ -265,6 +265,11 @@ def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
     return int(count)
 
 
+def is_utf8(text: str) -> bool:
+    """Whether `text` can be written as UTF-8. Python has lone surrogates in place of a file name's other bytes."""
+    return text == text.encode(errors="replace").decode()
+
+
 def parse_path(name: str, path: object) -> Path:
     """Make a path from text or an ``os.PathLike`` object.
 
@@ -273,9 +278,11 @@ def parse_path(name: str, path: object) -> Path:
         path: the argument's value.
 
     Raises:
-        ConfigError: `path` is neither text nor an ``os.PathLike``, or it is a path of bytes.
+        ConfigError: `path` is neither text nor an ``os.PathLike``, or it is a path of bytes, or is not in UTF-8.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise ConfigError(f"{name}={path!r}: wanted a path, as text or a pathlib.Path")
+    if not is_utf8(text):
+        raise ConfigError(f"{name}={path!r}: wanted a path in UTF-8, the safetensors library opens no other: rename it")
     return Path(text)

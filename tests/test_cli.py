@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,8 @@ def test_control_characters_from_a_checkpoint_are_not_printed(
     lines = (said.out + said.err).split("\n")
     assert all(line.isprintable() for line in lines)
     assert lines.count("verified: all is as written") == 1
+    assert main(["inspect", os.fsdecode(bytes(tmp_path) + b"\xff")]) == 2
+    assert "\\udcff" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -136,19 +136,19 @@ def create_partial(directory: Path, name: str, *, alone: bool = False) -> Partia
 def _create(directory: Path, name: str) -> Partial:
     while True:
         path = directory / f"{name}.{secrets.token_hex(4)}{PARTIAL}"
-        try:
-            os.mkdir(path)
-            manifest = FileIO(os.open(path / MANIFEST_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "r+")
-        except FileNotFoundError:  # another run has deleted it before it was locked
-            continue
-        except OSError:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(manifest, fcntl.LOCK_EX)  # waits for another run that deletes the directory right now
-        if (path / MANIFEST_NAME).exists():
-            return Partial(path, manifest)
-        manifest.close()
+        with contextlib.ExitStack() as undo:  # also of an interrupt: a lock would refuse the next export
+            undo.callback(shutil.rmtree, path, ignore_errors=True)
+            try:
+                os.mkdir(path)
+                manifest = FileIO(os.open(path / MANIFEST_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "r+")
+            except FileNotFoundError:  # another run has deleted it before it was locked
+                continue
+            undo.callback(manifest.close)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(manifest, fcntl.LOCK_EX)  # waits for another run that deletes the directory right now
+            if (path / MANIFEST_NAME).exists():
+                undo.pop_all()
+                return Partial(path, manifest)
 
 
 def remove_partial(partial: Partial) -> None:

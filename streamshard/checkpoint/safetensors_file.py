@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from streamshard.config import is_utf8
 from streamshard.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
@@ -41,6 +42,7 @@ MAX_TEXT_BYTES = 1 << 30
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
+_METADATA = "__metadata__"
 
 # In the order in which a file holds them.
 _DTYPE_NAMES = {
@@ -140,9 +142,9 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     """Plan one file that holds all of `specs`, as `save_pretrained` would write it.
 
     Raises:
-        CheckpointError: two tensors have one name, or a dtype has no name in the format.
+        CheckpointError: two tensors have one name, or the format cannot hold a name or a dtype.
     """
-    contents: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    contents: dict[str, Any] = {_METADATA: {"format": "pt"}}
     starts: dict[str, int] = {}
     position = 0
     if strange := [spec for spec in specs if spec.dtype not in _DTYPE_NAMES]:
@@ -150,6 +152,11 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     for spec in sorted(specs, key=lambda spec: (_DTYPE_ORDER[spec.dtype], spec.name)):
         if spec.name in starts:
             raise CheckpointError(f"several tensors are named {spec.name!r}")
+        if spec.name == _METADATA or not is_utf8(spec.name):
+            raise CheckpointError(
+                f"a tensor is named {spec.name!r}: safetensors files take names in UTF-8, and keep {_METADATA!r} for "
+                "their own data. Give it another name in the model"
+            )
         offsets = [position, position + spec.size_bytes]
         contents[spec.name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
         starts[spec.name], position = offsets

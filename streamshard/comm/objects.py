@@ -233,7 +233,7 @@ class RankGroup:
 
     def are_equal(self, text: str) -> bool:
         """Whether `text` is the same on all ranks, replicas included. Blocks the host."""
-        return len(set(self.gather_objects(hashlib.sha256(text.encode()).digest()))) == 1
+        return len(set(self.gather_objects(hashlib.sha256(text.encode(errors="surrogatepass")).digest()))) == 1
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

@@ -179,6 +179,21 @@ def test_sweep_keeps_what_is_not_an_exports(context: RankContext, tmp_path: Path
 
 
 @on_ranks(1)
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_an_error_before_the_directory_is_returned_leaves_no_lock(
+    context: RankContext, error: BaseException, tmp_path: Path
+) -> None:
+    """While somebody still holds the error, with all that its frames refer to."""
+    model = sharded(filled(Plain))
+    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught, mock.patch.object(Path, "exists") as exists:
+        exists.side_effect = error
+        _export(model, tmp_path, TWO)
+    assert names_in(tmp_path) == []
+    _export(model, tmp_path, TWO)
+    assert caught.value is not None
+
+
+@on_ranks(1)
 def test_a_second_process_that_exports_at_the_same_time_is_refused(context: RankContext, tmp_path: Path) -> None:
     """What a killed one has left is deleted: its lock is free."""
     model = sharded(filled(Plain))

@@ -629,6 +629,27 @@ def test_a_name_never_leads_to_the_tensor_of_another_name(context: RankContext, 
         save_checkpoint(tmp_path, model, extra={"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)})
 
 
+@on_ranks(2)
+def test_names_that_files_cannot_hold_are_refused(context: RankContext, tmp_path: Path) -> None:
+    """An export has the parameters' own names; in a checkpoint more stands before them."""
+    for name, fits_in_checkpoints in (("__metadata__", True), ("w\udcff", False)):
+        plain = Stack()
+        plain.register_parameter(name, nn.Parameter(torch.ones(3)))
+        model = StreamShard(plain, precision=FP32)
+        words = re.escape(f"a tensor is named {name!r}: safetensors files take names in UTF-8")
+        with pytest.raises(CheckpointError, match=words):
+            export_safetensors(model, tmp_path / "export")
+        if fits_in_checkpoints:
+            wanted = full_weights(model)
+            save_checkpoint(tmp_path / "run", model)
+            load_checkpoint(tmp_path / "run", model)
+            assert_same(full_weights(model), wanted, "weights", EXACT)
+        else:
+            with pytest.raises(CheckpointError, match=re.escape(f"a tensor is named {'model/' + name!r}: ")):
+                save_checkpoint(tmp_path / "other", model)
+    assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
+
+
 def _save_a_loader(context: RankContext, path: Path) -> None:
     model = StreamShard(Stack(), precision=FP32)
     save_checkpoint(path, model, extra={"loader": Position(dist.get_rank())})
@@ -733,8 +754,8 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
         lambda directory: to_dcp(directory, tmp_path / "out"),
         lambda directory: from_dcp(directory, tmp_path),
     ]
-    for call, directory in itertools.product(calls, (b"runs", 1, None)):
-        with pytest.raises(ConfigError, match=f"directory={directory!r}: wanted a path"):
+    for call, directory in itertools.product(calls, (b"runs", 1, None, "run\udcff")):
+        with pytest.raises(ConfigError, match=re.escape(f"directory={directory!r}: wanted a path")):
             call(directory)
     with pytest.raises(ConfigError, match="out=None: wanted a path"):
         to_dcp(tmp_path, None)  # type: ignore[arg-type]
