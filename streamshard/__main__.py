@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ABOUT = "Plan the memory of a training run, check the machine, inspect and convert checkpoints. Needs no GPU."
 _SHOWN_CHARACTERS = 72
-_RUN = "a checkpoint, or a directory of checkpoints: the latest is used"
+_RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
 _EXAMPLES = """\
 examples:
   streamshard plan llama/config.json --ranks 8         bytes per rank from ZeRO-3 to ZeRO-1

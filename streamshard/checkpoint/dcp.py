@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.checkpoint.find import PARTIAL, next_number, open_checkpoint
+from streamshard.checkpoint.find import PARTIAL, next_number, open_intact
 from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
@@ -79,7 +79,7 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     renamed to `out` when it is complete. An error or an interrupt removes it. A run that is killed leaves it.
 
     Args:
-        directory: a checkpoint, or a directory of them, of which the latest that is whole is taken.
+        directory: a checkpoint, or a directory of them, of which the newest intact one is taken.
         out: where to; a new directory.
 
     Returns:
@@ -91,8 +91,7 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     root = parse_path("out", out).resolve()
     if os.path.lexists(root):
         raise CheckpointError(f"{root} exists: convert into a new directory")
-    files = open_checkpoint(directory)
-    files.verify_together(RankGroup())
+    files, _ = open_intact(parse_path("directory", directory), RankGroup())
     saved = files.manifest.state
     state: dict[str, Any] = {}
     for name, each in saved["models"].items():

@@ -210,6 +210,19 @@ def test_other_prefixes_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert _everything(path).keys() == {"model/weight"}
 
 
+def test_a_directory_converts_its_newest_intact_checkpoint(tmp_path: Path) -> None:
+    """As a load of the directory takes it."""
+    for value in (1.0, 2.0):
+        source = tmp_path / f"dcp-{value}"
+        _dcp_of(source, {"model": {"weight": torch.full((2,), value)}})
+        path, _ = from_dcp(source, tmp_path / "run")
+    (file,) = path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert to_dcp(tmp_path / "run", tmp_path / "out").name == "checkpoint-1"
+    with pytest.raises(CheckpointError, match="newest intact checkpoint beside it is .*checkpoint-1"):
+        to_dcp(path, tmp_path / "other")
+
+
 def test_an_interrupt_is_one_and_leaves_nothing(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
