@@ -214,7 +214,7 @@ def test_a_directory_converts_its_newest_intact_checkpoint(tmp_path: Path) -> No
     """As a load of the directory takes it."""
     for value in (1.0, 2.0):
         source = tmp_path / f"dcp-{value}"
-        _dcp_of(source, {"model": {"weight": torch.full((2,), value)}})
+        write_dcp(source, {"model": {"weight": torch.full((2,), value)}})
         path, _ = from_dcp(source, tmp_path / "run")
     (file,) = path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import os
@@ -117,7 +118,8 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused(
     model, (start, stop) = _one(4), ranges[context.rank]
     engine = engine_inside(model)
     (shard,) = engine.param_shards
-    wrong = shard._replace(local=LocalRange(start, stop, start), param=nn.Parameter(torch.ones(stop - start)))
+    piece = nn.Parameter(torch.ones(stop - start))
+    wrong = dataclasses.replace(shard, local=LocalRange(start, stop, start), param=piece)
     with pytest.raises(CheckpointError, match="ranks did not write every byte"):
         export_shards(model, [wrong], engine.ranks, tmp_path, torch.float32, "1TB")
     assert names_in(tmp_path) == []
