@@ -144,6 +144,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),
+        ("_meet_at_launchers_store", Swap("PrefixStore(_start, store)", "store"), "groups:restart"),
+        ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
     ],
     "comm/gloo": [
         ("Exchange._abandon", Drop("_abandoned.setdefault(self.group, []).extend(self.messages)"), "transport"),

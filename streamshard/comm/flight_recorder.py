@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
-from streamshard.comm.groups import MOST_CONNECTED, NETWORK_ADVICE, base_store
+from streamshard.comm.groups import MOST_CONNECTED, base_store, connection_advice, start_name
 from streamshard.errors import describe, log, uncaught
 from streamshard.torch_private import count_collectives
 
@@ -305,8 +305,8 @@ class FlightRecorder:
         # gloo's is: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [..]. This is typically caused by ..
         text = re.sub(r"^\[\S*gloo\S*\] ", "", str(error)).partition(". This is typically caused")[0]
         details = f"{text}. {missing}" if missing else text
-        if "connecting" in details:
-            return f"{details}. {NETWORK_ADVICE}"
+        if "connecting" in details or "connectFullMesh" in details:
+            return details + connection_advice()
         return f"{details}. Either another rank has died, or ranks do not do the same. {_ADVICE}"
 
     # -- the watchdog -----------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class FlightRecorder:
         elif reports:
             missing = self._describe_missing(logs, among_shown=wait is None)
             if missing is not None or wait is not None:  # else this rank computes, or runs code of the user's
-                missing = missing or f"all ranks have come, so a rank or the network is slow. {NETWORK_ADVICE}"
+                missing = missing or f"all ranks have come, so a rank or the network is slow{connection_advice()}"
                 last = logs[self._rank].last(self.names)
                 log.warning("waited for %.0f s in %s (last: it %s): %s", waited_s, what, last, missing)
 
@@ -361,7 +361,8 @@ def _connect(group: dist.ProcessGroup) -> tuple[Any, Any]:
             connection = base
         elif (connection := _connections.get(base)) is None:
             connection = _connections[base] = base.clone()
-        name = store.compare_set("streamshard", "", uuid.uuid4().hex).decode()  # the same on all ranks
+        # The same on all ranks, and another one after a restart: the store may have an earlier failure.
+        name = store.compare_set(f"streamshard/{start_name()}", "", uuid.uuid4().hex).decode()
     except RuntimeError:  # not every store can do this
         return base, store
     return base, PrefixStore(f"streamshard/{name}", connection)

@@ -9,6 +9,8 @@ import fcntl
 import os
 import socket
 import struct
+import time
+import uuid
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
@@ -17,14 +19,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from streamshard.device import accelerator, has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError, uncaught
 from streamshard.torch_private import backend_of, set_timeout
 
-NETWORK_ADVICE = (
-    "If ranks are on several machines: set GLOO_SOCKET_IFNAME on each to the name of its network interface that the "
+_NETWORK_ADVICE = (
+    ". If ranks are on several machines: set GLOO_SOCKET_IFNAME on each to the name of its network interface that the "
     "others reach, such as eth0 (`ip address` lists them)"
+)
+_RESTART_ADVICE = (
+    ". torchrun has restarted the ranks, and its store may still have the addresses of dead ranks. Let StreamShard "
+    "make the process group, or start with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d`"
 )
 _ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): somewhere in the network
 _SIOCGIFADDR = 0x8915  # asks Linux for an interface's IPv4 address, see netdevice(7)
@@ -32,6 +39,7 @@ _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentati
 # Of control messages. One rank may write files for hours while the others wait; the watchdog looks after what hangs.
 CONTROL_TIMEOUT = datetime.timedelta(hours=24)
 _CONNECTED_WITHIN = datetime.timedelta(minutes=1)
+_ASK_EVERY_S = 0.02  # while ranks meet
 MOST_CONNECTED = 32  # ranks of a group that connects at once
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 
@@ -104,12 +112,12 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
-def make_default_group(device: torch.device, **rendezvous: Any) -> None:
+def make_default_group(device: torch.device, **given: Any) -> None:
     """Make the default process group, with backends for `device` and the CPU.
 
     Args:
         device: the device that ranks train on.
-        **rendezvous: arguments of ``init_process_group``; without any, the launcher's environment counts.
+        **given: arguments of ``init_process_group``; without any, the launcher's environment counts.
 
     Raises:
         CommunicationError: the ranks cannot connect.
@@ -117,15 +125,67 @@ def make_default_group(device: torch.device, **rendezvous: Any) -> None:
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
     several = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
     timeout = datetime.timedelta(minutes=10)
-    world_size = int(rendezvous.get("world_size", os.environ.get("WORLD_SIZE", "1")))
+    world_size = int(given.get("world_size", os.environ.get("WORLD_SIZE", "1")))
     try:
         with gloo_settings(os.environ.get("MASTER_ADDR"), world_size):
-            dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **rendezvous)
+            given = given or _meet_at_launchers_store(timeout)
+            dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **given)
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
-        raise CommunicationError(f"the ranks' hosts cannot connect: {error}. {NETWORK_ADVICE}") from error
+        raise CommunicationError(f"the ranks cannot connect: {error}{connection_advice()}") from error
     if has_streams(device):
         atexit.register(_end, weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD)))
+
+
+def _meet_at_launchers_store(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Arguments of ``init_process_group`` from the launcher's environment. Collective; blocks.
+
+    torchrun's store outlives a restart. So do the addresses of dead ranks, to which a rank would connect. So each start
+    of the ranks has keys of its own.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    global _start
+    _start = _agree_on_name(store, rank, world_size)
+    return {"store": PrefixStore(_start, store), "rank": rank, "world_size": world_size}
+
+
+def _agree_on_name(store: Any, rank: int, world_size: int) -> str:
+    """A name that no earlier start of the ranks has used in `store`, the same on all ranks. Collective; blocks.
+
+    TORCHELASTIC_RESTART_COUNT is no such name: after a restart it differs between machines. So rank 0 draws a name, and
+    answers each rank under a key that this rank has drawn. No answer is old, but a question may be: rank 0 reads the
+    questions again until all ranks have their answer.
+    """
+    drawn = f"streamshard/{uuid.uuid4().hex}"
+    store.set(f"streamshard/question of rank {rank}", drawn)
+    if rank != 0:
+        name: str = store.get(f"{drawn}/answer").decode()
+        store.set(f"{name}/rank {rank} knows", "")
+        return name
+    others = range(1, world_size)
+    while not store.check([f"{drawn}/rank {other} knows" for other in others]):
+        questions = store.multi_get([f"streamshard/question of rank {other}" for other in others])
+        store.multi_set([f"{question.decode()}/answer" for question in questions], [drawn] * len(questions))
+        time.sleep(_ASK_EVERY_S)
+    return drawn
+
+
+def start_name() -> str:
+    """Tells this start of the ranks from earlier ones, for keys in a store that may outlive them.
+
+    If StreamShard has not made the default group, the name is as good as the launcher's count: see `_agree_on_name`.
+    """
+    return _start or os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+
+
+_start = ""
+
+
+def connection_advice() -> str:
+    """What to change if ranks do not connect, or only slowly: further sentences of an error."""
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return _NETWORK_ADVICE * (not _is_one_machine()) + _RESTART_ADVICE * (is_restarted and not _start)
 
 
 def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
@@ -226,8 +286,7 @@ def _interface_to(host: str | None) -> str | None:
     if host is None:
         return None
     address = _own_address(host)
-    ranks, ranks_here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    is_one_machine = host == "localhost" or host.startswith("127.") or ranks is not None and ranks == ranks_here
+    is_one_machine = host == "localhost" or host.startswith("127.") or _is_one_machine()
     if address is not None and address.startswith("127.") and not is_one_machine:
         address = _own_address(_ELSEWHERE)
     for _, name in socket.if_nameindex():
@@ -236,6 +295,12 @@ def _interface_to(host: str | None) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def _is_one_machine() -> bool:
+    """Whether the launcher has started all ranks on this machine."""
+    ranks = os.environ.get("WORLD_SIZE")
+    return ranks is not None and ranks == os.environ.get("LOCAL_WORLD_SIZE")
 
 
 def _own_address(host: str) -> str | None:

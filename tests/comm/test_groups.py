@@ -6,19 +6,25 @@ import contextlib
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not re-exported in stubs
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
+from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.comm import groups
 from streamshard.comm.groups import (
     CONTROL_TIMEOUT,
@@ -31,9 +37,11 @@ from streamshard.comm.groups import (
 from streamshard.comm.objects import RankGroup
 from streamshard.errors import CommunicationError
 from tests.launched import Launched
+from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks, warnings_are_errors
 
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
 _LARGE = """
     import os, torch, torch.distributed as dist
     from streamshard.comm.groups import host_group_of, make_default_group
@@ -70,6 +78,55 @@ def _run(script: str) -> None:
     run_script(script)
 
 
+def _train_until_step_6(directory: Path) -> None:
+    """As the guide to checkpoints says. Rank 1 dies once."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own processes are not forked
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    rank, restarts = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts * rank)  # it differs between machines
+    if restarts and rank == 0:
+        time.sleep(1)  # rank 1 looks for its address before rank 0 gives it
+    model: Any = StreamShard(Stack())
+    optimizer = torch.optim.SGD(model.parameters())
+    step = load_checkpoint(directory, model, optimizer)["step"] if latest(directory) else 0
+    while step < 6:
+        model(vector_batch(step, rank)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 2 == 0:
+            saving = save_checkpoint(directory, model, optimizer, {"step": step}, step=step, wait=False)
+        if step == 3 and rank == 1 and not restarts:
+            saving.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("after", restarts, "restarts:", saving.wait().name, flush=True)
+
+
+def _torchrun(directory: Path) -> None:
+    """Its own code, which starts two ranks and restarts them. They are forked, which is faster."""
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
+    elastic_launch(config, _train_until_step_6)(directory)
+
+
+@pytest.mark.ranks
+def test_after_a_restart_by_torchrun_the_run_goes_on_to_its_last_step(tmp_path: Path) -> None:
+    """torchrun's store still has the addresses of the dead ranks. Saves in the background connect ranks anew."""
+    ((code, output),) = Launched(0, tmp_path, _torchrun, tmp_path / "checkpoints").end()
+    assert code == 0 and output.count("after 1 restarts: checkpoint-6") == 2, output
+
+
+def test_a_rank_that_is_late_gets_the_same_name_although_the_store_has_its_earlier_question() -> None:
+    """Rank 0 has answered the dead rank before the new one asks."""
+    store: Any = HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    store.set("streamshard/question of rank 1", "of the dead rank")
+    with ThreadPoolExecutor() as threads:
+        of_rank_0 = threads.submit(groups._agree_on_name, store, 0, 2)
+        store.wait(["of the dead rank/answer"])
+        assert groups._agree_on_name(store, 1, 2) == of_rank_0.result(10)
+
+
 @pytest.mark.parametrize("mine", ["", "chosen0"])
 def test_gloo_listens_where_rank_0_is_unless_the_user_has_chosen(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings hold while a group is made, and not afterwards."""
@@ -92,11 +149,21 @@ def test_gloo_listens_where_rank_0_is_unless_the_user_has_chosen(mine: str, monk
         assert "TORCH_GLOO_LAZY_INIT" not in os.environ
 
 
-def test_an_error_of_gloo_names_the_variable_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Here of an interface that is not there."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    says = r"nosuch0\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"
-    with pytest.raises(CommunicationError, match=says):
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({}, r"\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"),
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "$"),
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, r"\. torchrun has restarted"),
+    ],
+)
+def test_an_error_of_gloo_advises_what_the_launch_allows(
+    environment: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Here of an interface that is not there: on several machines, on one, and after a restart."""
+    for name, value in {"GLOO_SOCKET_IFNAME": "nosuch0", **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommunicationError, match=f"nosuch0{says}"):
         make_default_group(torch.device("cpu"), init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
 
 
