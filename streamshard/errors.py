@@ -17,9 +17,13 @@ error goes to `warn_user` or to `log`.
 
 from __future__ import annotations
 
+import linecache
 import logging
 import os
+import re
 import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Sequence
 
@@ -125,6 +129,26 @@ def describe(error: BaseException) -> str:
 def uncaught() -> BaseException | None:
     """The exception that ends this process, for what runs at exit; in an interactive session the last one shown."""
     return getattr(sys, "last_value", None)
+
+
+_INSTALLED = re.compile(r"<frozen|.*[/\\](site|dist)-packages[/\\]|" + re.escape(os.path.dirname(os.__file__) + os.sep))
+
+
+def line_reached() -> str:
+    """The line of the user's script at which the main thread is, and torch's collective if the thread is in one.
+
+    Such as "dist.barrier() in train.py, line 15: accelerator.wait_for_everyone()".
+    """
+    collective = ""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    for each, number in traceback.walk_stack(frame) if frame is not None else ():
+        file = each.f_code.co_filename
+        if file.endswith("distributed_c10d.py"):
+            collective = f"dist.{each.f_code.co_name}() in "
+        elif not file.startswith(_PACKAGE) and not _INSTALLED.match(file):
+            text = linecache.getline(file, number).strip()
+            return f"{collective}{os.path.basename(file)}, line {number}" + (f": {text}" if text else "")
+    return f"{collective}an unknown line"
 
 
 def printable(text: str) -> str:

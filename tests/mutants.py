@@ -144,8 +144,13 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),
+        ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
         ("_meet_at_launchers_store", Swap("PrefixStore(_start, store)", "store"), "groups:restart"),
         ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
+    ],
+    "comm/flight_recorder": [
+        ("FlightRecorder._look_for_failure", Drop('log.error("%s", self.difference)'), "flight_recorder:alone"),
+        ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:alone"),
     ],
     "comm/gloo": [
         ("Exchange._abandon", Drop("_abandoned.setdefault(self.group, []).extend(self.messages)"), "transport"),

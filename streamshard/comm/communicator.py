@@ -115,10 +115,10 @@ class Communicator(Peers):
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End this rank's waits, and the waits of ranks that wait for it."""
+    def close(self, *, users_too: bool = False) -> None:
+        """See `RankGroup.close`. Ends the transport's waits too."""
         self.transport.leave()
-        super().close()
+        super().close(users_too=users_too)
 
 
 class PlannedRanks(Communicator):

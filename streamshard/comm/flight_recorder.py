@@ -14,7 +14,8 @@ The watchdog is a thread that checks twice a second whether this rank waits:
 
 A missing rank may stand in another library's collective (``accelerator.gather``, ``dist.barrier()``) and wait for this
 one. torch counts the collectives of the default process group, which all ranks call in one order. So if a missing rank
-has called more of them than this rank, neither can go on, and on CPUs the watchdog ends the wait.
+has called more of them than this rank, neither can go on, and on CPUs the watchdog ends the wait. The missing rank's
+watchdog reads and logs this failure: the other library's error would not tell it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
 from streamshard.comm.groups import MOST_CONNECTED, base_store, connection_advice, start_name
-from streamshard.errors import describe, log, uncaught
+from streamshard.errors import StreamShardError, describe, line_reached, log, uncaught
 from streamshard.torch_private import count_collectives
 
 _ENTRIES = 512  # a log keeps its last so many entries
@@ -47,7 +48,7 @@ _LOGS_WITHIN_S = 1.5  # after an error, how long to wait for the logs of other r
 _END_WITHIN_S = 5.0  # at exit, how long to wait for each watchdog thread
 
 _ADVICE = (
-    "All of them have to call forward (evaluation and generate() too), backward, norms and everything that collects or "
+    "All ranks have to call forward (evaluation and generate() too), backward, norms and everything that collects or "
     "saves weights (save_model and the like, so call these outside of `if accelerator.is_main_process`), and run the "
     "same layers in the same order. Some ranks may skip layers. If some alone repeat or reorder a module's layers, as "
     "those of an image tower, keep the module in place: StreamShard(model, resident=['visual']). Where inputs run out "
@@ -90,12 +91,14 @@ class _Shown(NamedTuple):
         total: how many entries were added in all.
         time_s: Unix time of the last entry.
         others: how many collectives the rank has called on the default process group, other libraries' included.
+        place: the line of its script that the rank has reached, see `line_reached`.
     """
 
     entries: Mapping[int, _Entry]
     total: int
     time_s: float
     others: int
+    place: str = ""
 
     def last(self, names: Sequence[str]) -> str:
         """What the rank has issued last, in words."""
@@ -162,8 +165,8 @@ class FlightRecorder:
     Args:
         group: all ranks of a model; None: there is one rank.
         has_streams: ranks are on devices, so no host waits for collectives.
-        abort: a method that ends the waits of this rank's host; None: no watchdog. The thread does not keep the
-            method's object alive.
+        abort: a method that ends the waits of this rank's host, with ``users_too=True`` also other libraries' waits;
+            None: no watchdog. The thread does not keep the method's object alive.
 
     Attributes:
         log: this rank's log.
@@ -173,7 +176,7 @@ class FlightRecorder:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, *, has_streams: bool = False, abort: Callable[[], None] | None = None
+        self, group: dist.ProcessGroup | None, *, has_streams: bool = False, abort: Callable[..., None] | None = None
     ) -> None:
         self.log = Log()
         self.names: Sequence[str] = ()
@@ -186,6 +189,7 @@ class FlightRecorder:
         self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
         self._has_lost_store = False  # the rank or launcher that hosts it has ended
         self._has_streams = has_streams
+        self._is_told = False  # of another rank's failure, in the last look
         self._since = 0.0  # the start of the wait that the watchdog has seen last
         self._report_at_s = _REPORT_AFTER_S
         if group is None or self._world_size == 1:
@@ -219,6 +223,7 @@ class FlightRecorder:
         """Write this rank's log to the store, if it has changed."""
         shown = self.log.show()
         if (shown.total, shown.others) != self._shown:
+            shown = shown._replace(place=line_reached())
             self._store.set(self._key + str(self._rank), json.dumps([*shown.entries.values(), *shown[1:]]))
             self._shown = shown.total, shown.others
 
@@ -238,8 +243,8 @@ class FlightRecorder:
             self._show()
             for peer in self._peers:
                 if self._store.check([key := self._key + str(peer)]) and (text := self._store.get(key)):
-                    *entries, total, time_s, others = json.loads(text)
-                    logs[peer] = _Shown({entry[0]: tuple(entry) for entry in entries}, total, time_s, others)
+                    *entries, total, time_s, others, place = json.loads(text)
+                    logs[peer] = _Shown({entry[0]: tuple(entry) for entry in entries}, total, time_s, others, place)
 
         self._ask(read_peers, None)
         return logs
@@ -252,8 +257,8 @@ class FlightRecorder:
         for peer, shown in sorted(logs.items()):
             if not self._has_streams and shown.total < own.total and shown.others > own.others:
                 return (
-                    f"rank {peer} has not come: it waits in another library's collective on the default process group "
-                    f"(dist.barrier(), accelerator.gather()), which this rank has not called. {_ADVICE}"
+                    f"rank {peer} has not come: it is in another library's collective on the default process group, "
+                    f"which rank {self._rank} has not called: {shown.place}. {_ADVICE}"
                 )
         return None
 
@@ -269,7 +274,8 @@ class FlightRecorder:
             shown = logs.get(peer)
             if shown is not None and shown.total < logs[self._rank].total:
                 idle_s = max(0.0, time.time() - shown.time_s)
-                did = f"has issued nothing for {idle_s:.0f} s (last: it {shown.last(self.names)})"
+                last = shown.last(self.names)
+                did = f"has issued nothing for {idle_s:.0f} s (last: it {last}), and is at {shown.place}"
                 ranks_of.setdefault(did, []).append(peer)
             elif shown is None and not among_shown:
                 ranks_of.setdefault("has published no log of its collectives", []).append(peer)
@@ -291,8 +297,10 @@ class FlightRecorder:
     def explain(self, error: Exception) -> str:
         """Why a collective ended with `error`, from the logs and the failure in the store.
 
-        Waits a little for the other ranks' logs.
+        Waits a little for the other ranks' logs, if the watchdog has not read them.
         """
+        if self.difference is not None:
+            return self.difference
         missing, deadline = None, time.monotonic() + _LOGS_WITHIN_S
         while self._store is not None:
             logs = self._read()
@@ -315,8 +323,10 @@ class FlightRecorder:
         """Compare logs if the wait has taken long enough; end the wait or log a warning. The thread calls this."""
         self._ask(self._show_if_idle, None)
         wait = self.wait
-        if wait is None and not self._has_streams:
-            return
+        if wait is None:
+            self._look_for_failure()
+            if not self._has_streams:
+                return
         what, since = wait or ("what it has issued on its device", self.log.time_s)
         if since != self._since:
             self._since, self._report_at_s = since, _REPORT_AFTER_S
@@ -342,6 +352,22 @@ class FlightRecorder:
                 missing = missing or f"all ranks have come, so a rank or the network is slow{connection_advice()}"
                 last = logs[self._rank].last(self.names)
                 log.warning("waited for %.0f s in %s (last: it %s): %s", waited_s, what, last, missing)
+
+    def _look_for_failure(self) -> None:
+        """While this rank is idle: log the failure of another rank, and a look later end other libraries' waits.
+
+        Their errors would not tell the failure. A look later, so that the rank that has failed raises first: when the
+        first rank ends, launchers end the others.
+        """
+        if self._is_told:
+            self._is_told = False
+            if (abort := self._abort()) is not None:
+                abort(users_too=True)
+        elif self.difference is None and time.time() - self.log.time_s >= _SHOW_AFTER_S:
+            self.difference = self._read_failure()
+            if self.difference is not None:
+                self._is_told = True
+                log.error("%s", self.difference)
 
 
 _recorders: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -378,7 +404,7 @@ def _run(recorder_of: weakref.ref[FlightRecorder]) -> None:
 
 
 def _end() -> None:
-    """Tell the other ranks which error ends this process, and end the threads.
+    """Tell the other ranks which error ends this process, or log the failure before, and end the threads.
 
     Python aborts if it ends a daemon thread inside a C++ call, such as one of the store. A forked child has no threads:
     it must not use its parent's connection to the store, and its error is not the rank's.
@@ -387,6 +413,10 @@ def _end() -> None:
         if (error := uncaught()) is not None:
             for recorder in list(_alive):
                 recorder.post_failure(f"its process ends with {describe(error)}")
+            if not isinstance(error, StreamShardError):
+                failures = {recorder._read_failure() for recorder in _alive if recorder.difference is None}
+                for failure in failures - {None}:
+                    log.error("%s", failure)
         _is_over.set()
         for thread in alive:
             thread.join(_END_WITHIN_S)

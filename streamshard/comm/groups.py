@@ -331,18 +331,19 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     return timeout
 
 
-def close_connections(*groups: dist.ProcessGroup) -> None:
-    """End all waits over `groups` with an error, on this rank and on ranks that wait for it. Ends the groups for good.
+def close_connections(*groups: dist.ProcessGroup, users_too: bool = False) -> None:
+    """End all waits over StreamShard's own groups with an error, on this rank and on ranks that wait for it.
 
-    gloo has no function for it, but closes all connections when a receive times out.
+    Ends the groups for good. gloo has no function for it, but closes all connections when a receive times out.
 
     Args:
-        *groups: those that do not serve the CPU are left out. StreamShard's own groups of their ranks come first: a
-            rank whose wait over the user's group ends finds all closed.
+        *groups: users' groups, or StreamShard's own.
+        users_too: end other libraries' waits over the users' groups too. A group that does not serve the CPU is left
+            out.
     """
     hosts = [host for group in groups if group in _host_groups and (host := _host_groups[group]()) is not None]
-    for group in dict.fromkeys((*hosts, *groups)):
-        _closed.add(group)
+    _closed.update((*groups, *hosts))
+    for group in dict.fromkeys((*hosts, *(groups if users_too else ()))):
         if group.size() > 1 and serves(group, "cpu"):
             peer = (group.rank() + 1) % group.size()
             with contextlib.suppress(RuntimeError):
@@ -350,7 +351,7 @@ def close_connections(*groups: dist.ProcessGroup) -> None:
 
 
 def is_closed(group: dist.ProcessGroup) -> bool:
-    """Whether this rank has closed the connections of `group`."""
+    """Whether this rank has closed `group`, or StreamShard's own group of its ranks."""
     return group in _closed
 
 

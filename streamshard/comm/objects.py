@@ -6,9 +6,10 @@ collective starts. If that fails, the rank sends the error's text instead, and e
 collective early, so training and later saves go on.
 
 [Note: ranks that differ]
-A rank that fails posts its error's text in the store and closes its connections. That ends the waits of the other
-ranks, which then read the text. So all ranks end soon, with the same text. If a wait can never succeed, the watchdog
-makes its rank fail (`streamshard.comm.flight_recorder`).
+A rank that fails posts its error's text in the store and closes the connections of StreamShard's own groups. That ends
+the waits of the other ranks, which then read the text. So all ranks end soon, with the same text. If a wait can never
+succeed, the watchdog makes its rank fail (`streamshard.comm.flight_recorder`). A rank in another library's collective
+reads the text too: its own watchdog logs the text, and then closes the user's group.
 """
 
 from __future__ import annotations
@@ -244,15 +245,19 @@ class RankGroup:
             self.recorder.post_failure(failure)  # first: other ranks read it when their waits end
             self.close()
 
-    def abort(self) -> None:
-        """End this rank's waits, and the waits of ranks that wait for it. The watchdog calls this."""
-        if self.failure is None:
-            self.close()
+    def abort(self, *, users_too: bool = False) -> None:
+        """End this rank's waits, and the waits of ranks that wait for it. The watchdog calls this.
 
-    def close(self) -> None:
-        """Close StreamShard's own groups, then the user's: a rank whose wait over the latter ends finds all closed."""
+        Args:
+            users_too: end waits in other libraries' collectives too.
+        """
+        if self.failure is None:
+            self.close(users_too=users_too)
+
+    def close(self, *, users_too: bool = False) -> None:
+        """Close StreamShard's own groups; with `users_too` the user's group as well."""
         groups = [of() for of in (self._group_of, self._users_group_of) if of is not None]
-        close_connections(*(group for group in groups if group is not None))
+        close_connections(*(group for group in groups if group is not None), users_too=users_too)
 
 
 def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,11 +23,12 @@ import torch.distributed as dist
 
 import streamshard.build as build
 import streamshard.comm.flight_recorder as recorder
-from streamshard import StreamShard, save_checkpoint
+from streamshard import StreamShard, export_safetensors, save_checkpoint
 from streamshard.comm.flight_recorder import FlightRecorder, Log, RecordKind, describe_difference
 from streamshard.comm.objects import RankGroup
 from streamshard.errors import CommunicationError, log
 from streamshard.inspect import engine_inside
+from tests.launched import Launched, run_script
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.scenarios import BF16, RoutedStack, over_sockets
@@ -95,7 +97,7 @@ def _caught(context: RankContext, over: str, way: str) -> str:
             WAYS[way](model, context.rank)
     with pytest.raises(CommunicationError, match="is not possible any more: .*ranks do not do the same"):
         model(vector_batch(0, context.rank))
-    return str(caught.value).partition("ranks do not do the same: ")[2].partition(". All of them")[0]
+    return str(caught.value).partition("ranks do not do the same: ")[2].partition(". All ranks")[0]
 
 
 @pytest.mark.parametrize("way", list(WAYS))
@@ -141,6 +143,69 @@ def test_an_error_in_the_middle_of_an_exchange_ends_the_others_wait(context: Ran
             ranks.gather_objects(None)
     with pytest.raises(CommunicationError, match="not possible any more"):
         ranks.gather_objects(None)
+
+
+# -- another library's collectives ------------------------------------------------------------------------------------
+
+ALONE: dict[str, Callable[[Any], object]] = {
+    "a norm": lambda model: next(model.parameters()).norm(),
+    "clipping": lambda model: model.clip_grad_norm_(1.0),
+    "full weights": lambda model: model.full_state_dict(),
+    "a save": lambda model: save_checkpoint(tempfile.mkdtemp(), model),
+    "an export": lambda model: export_safetensors(model, tempfile.mkdtemp()),
+}
+ELSEWHERE: dict[str, Callable[[], object]] = {
+    "all_reduce": lambda: dist.all_reduce(torch.zeros(1)),
+    "broadcast_object_list": lambda: dist.broadcast_object_list([None]),
+    "barrier": lambda: dist.barrier(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("alone", "elsewhere"), [*((alone, "barrier") for alone in ALONE), *(("a norm", each) for each in ELSEWHERE)][:-1]
+)
+def test_a_rank_alone_raises_the_line_of_the_others_who_log_it_before_their_wait_ends(
+    context: RankContext, over: str, alone: str, elsewhere: str
+) -> None:
+    """The error of the other library would name neither. The user's group stays open until its ranks have been told."""
+    with _warnings() as told:
+        model = _model(over)
+        model(vector_batch(0, context.rank)).sum().backward()
+        missing = rf"which rank 0 has not called: dist\.{elsewhere}\(\) in {__name__.split('.')[-1]}\.py, line \d+: "
+        if context.rank == 0:
+            with pytest.raises(CommunicationError, match=f"rank 1 has not come: .*{missing}"):
+                ALONE[alone](model)
+        else:
+            with pytest.raises(RuntimeError, match="pair closure"):
+                ELSEWHERE[elsewhere]()
+            assert re.match(f"rank 1: rank 0 has failed: .*: rank 1 has not come: .*{missing}", told.get_nowait())
+
+
+_ENDS_FIRST = """
+    import os, sys, torch.distributed as dist
+    from streamshard.comm import flight_recorder
+    from streamshard.comm.objects import RankGroup
+
+    dist.init_process_group("gloo")
+    ranks = RankGroup(dist.group.WORLD)
+    try:
+        if ranks.number == 1:
+            raise ValueError("broken")
+        dist.barrier()
+    except (ValueError, RuntimeError) as error:
+        sys.last_value = error
+    flight_recorder._end()  # at exit
+    os._exit(1)
+"""
+
+
+@pytest.mark.ranks
+def test_a_process_that_ends_after_another_ranks_failure_names_that_rank_at_exit(tmp_path: Path) -> None:
+    """Its traceback shows only a closed connection of another library's collective."""
+    (_, output), _ = Launched(2, tmp_path, run_script, _ENDS_FIRST).end()
+    assert "rank 0: rank 1 has failed: its process ends with ValueError: broken" in output
 
 
 # -- waits that only time can end ---------------------------------------------------------------------------------
@@ -313,7 +378,7 @@ def test_the_first_difference_is_named_and_units_by_their_names() -> None:
     ours = _log(*same, (RecordKind.GATHER, 1), (RecordKind.MEETING, 0))
     theirs = _log(*same, (RecordKind.REDUCE, 1), (RecordKind.SUM, 0))
     assert ours.digest != theirs.digest
-    found = "ranks do not do the same: rank 0 gathers 'layers.0', rank 1 reduces the gradients of 'layers.0'. All of"
+    found = "ranks do not do the same: rank 0 gathers 'layers.0', rank 1 reduces the gradients of 'layers.0'. All"
     assert str(_differ(ours, theirs)).startswith(found)
 
 
