@@ -44,7 +44,7 @@ from streamshard.errors import (
 )
 from streamshard.unit.sharded_parameter import is_unreduced
 
-MADE_WITHIN = datetime.timedelta(seconds=20)  # timeout for making a group, after ranks have met
+MADE_WITHIN = datetime.timedelta(seconds=20)  # how long making a group takes at most, after ranks have met
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
 # torch rounds the size of pinned memory up to a power of two. One buffer for all pieces could take twice their bytes.
 _BUFFER_BYTES = 1 << 28  # unless a piece is larger
@@ -288,7 +288,7 @@ def background_ranks(ranks: Communicator) -> RankGroup:
     group = _groups.get(ranks.users_group, lambda: None)()
     if not all(ranks.gather_objects(group is not None and not is_closed(group))):
         with ranks.guard("making a group for saves in the background"):
-            group = make_host_group(ranks.users_group, MADE_WITHIN)
+            group = make_host_group(ranks.users_group, WRITTEN_WITHIN, MADE_WITHIN)
             _groups[ranks.users_group] = weakref.ref(group)
     return RankGroup(group, meeting="saving in the background", timeout=WRITTEN_WITHIN)
 

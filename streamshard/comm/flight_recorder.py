@@ -314,7 +314,7 @@ class FlightRecorder:
         text = re.sub(r"^\[\S*gloo\S*\] ", "", str(error)).partition(". This is typically caused")[0]
         details = f"{text}. {missing}" if missing else text
         if "connecting" in details or "connectFullMesh" in details:
-            return details + connection_advice()
+            return f"{details}. Another rank may have died{connection_advice()}"
         return f"{details}. Either another rank has died, or ranks do not do the same. {_ADVICE}"
 
     # -- the watchdog -----------------------------------------------------------------------------------------------

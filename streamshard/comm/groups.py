@@ -38,7 +38,9 @@ _SIOCGIFADDR = 0x8915  # asks Linux for an interface's IPv4 address, see netdevi
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
 # Of control messages. One rank may write files for hours while the others wait; the watchdog looks after what hangs.
 CONTROL_TIMEOUT = datetime.timedelta(hours=24)
-_CONNECTED_WITHIN = datetime.timedelta(minutes=1)
+_CONNECTED_WITHIN = datetime.timedelta(minutes=5)
+# gloo waits for a connection from a rank five times as long as for anything else (Pair::waitUntilConnected).
+_CONNECTION_WAITS = 5
 _ASK_EVERY_S = 0.02  # while ranks meet
 MOST_CONNECTED = 32  # ranks of a group that connects at once
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
@@ -228,8 +230,16 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return alive(_host_groups[group])
 
 
-def make_host_group(group: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A new gloo group of the ranks of `group`. Collective."""
+def make_host_group(
+    group: dist.ProcessGroup, timeout: datetime.timedelta, within: datetime.timedelta = _CONNECTED_WITHIN
+) -> dist.ProcessGroup:
+    """A new gloo group of the ranks of `group`. Collective.
+
+    Args:
+        group: its ranks.
+        timeout: of the new group.
+        within: how long a rank waits here for a rank that dies. A rank may come late by a fifth of it.
+    """
     ranks = dist.get_process_group_ranks(group)
     # With use_local_synchronization torch names a group by the number of groups that this rank is in. That number
     # may differ between ranks, so a group of all ranks does without.
@@ -237,7 +247,7 @@ def make_host_group(group: dist.ProcessGroup, timeout: datetime.timedelta) -> di
     host = getattr(base_store(group), "host", os.environ.get("MASTER_ADDR"))
     with gloo_settings(host, len(ranks)):
         made: dist.ProcessGroup = dist.new_group(
-            ranks, min(timeout, _CONNECTED_WITHIN), backend="gloo", use_local_synchronization=is_of_some
+            ranks, min(timeout, within / _CONNECTION_WAITS), backend="gloo", use_local_synchronization=is_of_some
         )
         dist.all_reduce(torch.zeros(1), group=made)
     set_timeout(timeout, made)

@@ -36,7 +36,7 @@ from streamshard.comm.groups import (
 )
 from streamshard.comm.objects import RankGroup
 from streamshard.errors import CommunicationError
-from tests.launched import Launched
+from tests.launched import Launched, run_script
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks, warnings_are_errors
 
@@ -72,8 +72,6 @@ def test_ranks_of_a_large_group_connect_when_they_first_send(tmp_path: Path) -> 
 
 
 def _run(script: str) -> None:
-    from tests.launched import run_script
-
     torch.set_num_threads(1)
     run_script(script)
 
@@ -186,6 +184,47 @@ def test_beside_a_group_for_devices_the_control_group_has_a_long_timeout(context
     with mock.patch.object(groups, "accelerator", lambda: "cpu"):  # "cpu" plays a device that the group serves
         assert timeout_of(groups.host_group_of(beside)) == CONTROL_TIMEOUT
     assert timeout_of(make_host_group(users, timedelta(seconds=20))) == timedelta(seconds=20)
+
+
+_DIES_WHILE_IT_CONNECTS = """
+    import os, signal, sys, threading, time, torch, torch.distributed as dist
+    from datetime import timedelta
+    from streamshard.comm.groups import make_host_group
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method="file://" + DIRECTORY + "/store", rank=rank, world_size=2)
+    if rank == 1:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while rank == 0 and not os.path.exists(DIRECTORY + "/dead"):
+        time.sleep(0.01)
+    try:
+        make_host_group(dist.group.WORLD, timedelta(hours=1), timedelta(seconds=5))
+    except RuntimeError as error:
+        print("raised", error)
+"""
+
+
+@pytest.mark.ranks
+def test_a_rank_that_dies_while_a_group_connects_ends_the_wait_of_the_others(tmp_path: Path) -> None:
+    """Rank 1 has given its address. Depending on addresses, rank 0 connects to it or waits for it to connect."""
+    launched = Launched(2, tmp_path, run_script, _DIES_WHILE_IT_CONNECTS.replace("DIRECTORY", repr(str(tmp_path))))
+    launched.processes[1].join(60.0)
+    (tmp_path / "dead").touch()
+    (code, output), (dead, _) = launched.end()
+    assert (code, dead) == (0, -signal.SIGKILL) and "raised" in output, output
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+@on_ranks(1)
+def test_gloo_gets_a_fifth_of_the_time_to_connect(context: RankContext) -> None:
+    """It waits five times as long for a rank that has given its address and has to connect."""
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        make_host_group(_world(), timedelta(hours=1), timedelta(seconds=20))
+    assert made.call_args.args[1] == timedelta(seconds=4)
 
 
 # -- two hosts ---------------------------------------------------------------------------------------------------------
