@@ -23,6 +23,7 @@ from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
 from streamshard.errors import ShardingError
 from streamshard.nested import cast, map_tensors, tensors_in
+from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import saved_tensors_hooks, sequence_number, skip, untraced
 from streamshard.unit.unsharded_parameter import refuse_absent
 
@@ -103,10 +104,22 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         untraced(phase.post_forward, unit)
     if copies:
         untraced(_refuse_lost_writes, copies, output, unit.name)
-    is_watched = untraced(_watch_nodes, output, 0, first, given, engine, use)
-    if not is_watched and unit.is_trainable and torch.is_grad_enabled():
+    latest = untraced(_watch_nodes, output, 0, first, given, engine, use)
+    if max(first, latest + 1) < sequence_number():  # backward comes first to a node that is not an output's
         untraced(_watch_nodes, [output, args, kwargs], 3, first, given, engine, use)
+        untraced(_watch_nodes, _attributes_in(getattr(call, "__self__", None)), 0, first, given, engine, use)
     return output
+
+
+def _attributes_in(layer: Any) -> list[Any]:
+    """Attributes of the modules in `layer`: an auxiliary loss may be one."""
+    modules = modules_inside(layer) if isinstance(layer, nn.Module) else ()
+    return [
+        value
+        for module in modules
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    ]
 
 
 _Copies = list[tuple[Any, list[torch.Tensor]]]  # containers, each with the tensors in it
@@ -228,7 +241,7 @@ def holding_back_weights(
 
 def _watch_nodes(
     values: Any, depth: int, first: int, given: Collection[Any], engine: Engine, origin: Graph | Use
-) -> bool:
+) -> int:
     """Watch the nodes of the tensors in `values` that a call has made, see `watch_node`.
 
     Args:
@@ -239,17 +252,17 @@ def _watch_nodes(
         engine, origin: see `watch_node`.
 
     Returns:
-        Whether there are any.
+        The sequence number of the latest one; -1: there are none.
     """
-    is_any = False
+    latest = -1
     for tensor in tensors_in(values, depth=depth):
         # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
         for each in (tensor, tensor._base):
             node = None if each is None else each.grad_fn
-            if node is not None and node._sequence_nr() >= first and node not in given:
+            if node is not None and (number := node._sequence_nr()) >= first and node not in given:
                 watch_node(node, engine, origin)
-                is_any = True
-    return is_any
+                latest = max(latest, number)
+    return latest
 
 
 def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:

@@ -193,6 +193,33 @@ def test_the_loss_may_use_activations_from_inside_layers(context: RankContext) -
     assert_trains_like_plain(context, _stashing, step, checked=(0, 2))
 
 
+class Exiting(Layer):
+    """Computes a loss from its output, with weights of its own, and keeps it as an attribute (early exits)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exit: Any = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, DIM]"""
+        y = super().forward(x)
+        self.exit.losses = [torch.sin(self.exit(y)).square().mean()]
+        return y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_layer_may_keep_a_loss_of_its_output_as_an_attribute(context: RankContext, share: float) -> None:
+    """Backward comes to the loss before it comes to the output, or never comes to the last output."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        out = model(vector_batch(call.step, call.rank)).square().mean()
+        losses = sum(layer.exit.losses[0] for layer in model.layers)
+        return call.backward(out + losses if share else losses)
+
+    assert_trains_like_plain(context, lambda: Calling(Exiting, lambda layer, x: layer(x)), step)
+
+
 def _only_inside(model: Any, call: Call) -> Tensor:
     model(vector_batch(call.step, call.rank))
     return call.backward(sum(layer.stash.square().mean() for layer in model.layers))  # type: ignore[arg-type]
