@@ -92,8 +92,9 @@ _SET_UP = {
                 self.norm1.emb, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
             def forward(self, x):
                 return self.out(self.norm1(x))
-        model = nn.Module()
-        model.transformer_blocks = nn.ModuleList(Block() for _ in range(3))
+        model, dit = nn.Module(), nn.Module()
+        model.visual, model.layers = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
+        dit.transformer_blocks = nn.ModuleList(Block() for _ in range(3))
     """,
     "docs/guide/distributed_optimizer.md": "from streamshard import StreamShard",
     "docs/guide/optimizers.md": """
@@ -135,6 +136,7 @@ _SET_UP = {
 # What two processes on a CPU cannot do, or not fast, and what they do in its place.
 _REPLACED = {
     "docs/guide/big_models.md": {"nn.Linear(4096, 4096)": "nn.Linear(8, 8)", '"base/"': '"snapshot/"'},
+    "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},
     "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
     "docs/guide/slow_step.md": {
         "StreamShard(model, ": "StreamShard(type(model)(config), ",
