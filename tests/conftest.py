@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.gpu import IS_PLAYED_CUDA, skip_without_gpu
+from tests.played_cuda import library
 from tests.ranks import RankPool, open_pool
 
 # Examples are the same on every run, and none fails because a machine was slow.
@@ -39,9 +40,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What plays "cuda:0" is compiled before there are ranks: one that is ended meanwhile leaves a lock behind."""
-    if IS_PLAYED_CUDA and not hasattr(config, "workerinput"):
-        code = "from tests.played_cuda import build; build()"
+    """Compile the device that plays "cuda:0" before there are ranks, which would all compile it."""
+    if IS_PLAYED_CUDA and not library().exists():
+        code = "from tests.played_cuda import build; build()"  # this process must not load the device itself
         subprocess.run([sys.executable, "-c", code], cwd=config.rootpath, check=True)
 
 

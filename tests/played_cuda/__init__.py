@@ -17,8 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
+import importlib.util
 import os
+import sys
+import tempfile
 import time
 import types
 from collections.abc import Iterator
@@ -30,14 +34,38 @@ import torch
 __all__ = ["play"]
 
 TOTAL_BYTES = 16 << 30
+SOURCE = Path(__file__).with_name("device.cpp")
+FLAGS = ("-O1", "-w", "-DUSE_C10D")
 
 
-def build() -> Any:
-    """Compile the device, if there is none of this source, and return it."""
+def library(source: Path = SOURCE) -> Path:
+    """The compiled device, which may not be there yet. Each source and each torch has a file of its own."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    facts = (torch.__version__, sys.implementation.cache_tag, *FLAGS)
+    digest = hashlib.sha256(source.read_bytes() + repr(facts).encode()).hexdigest()
+    return root / f"played_cuda_{digest[:16]}.so"
+
+
+@functools.cache
+def build(source: Path = SOURCE) -> Any:
+    """Compile the device, if there is none of this source, and import it.
+
+    A process compiles in a directory of its own, and moves the whole library to its place. So there is no lock that a
+    killed process could leave behind, and no half-written library.
+    """
+    path = library(source)
+    if path.exists():
+        spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+        device = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(device)
+        return device
     from torch.utils.cpp_extension import load
 
-    source = Path(__file__).with_name("device.cpp")
-    return load("played_cuda", [str(source)], extra_cflags=["-O1", "-w", "-DUSE_C10D"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:
+        device = load(path.stem, [str(source)], extra_cflags=list(FLAGS), build_directory=own)
+        (Path(own) / path.name).replace(path)
+    return device
 
 
 @functools.cache
