@@ -91,7 +91,7 @@ BENCHMARKS = (
     Benchmark("bytes_per_parameter", "", 900, ""),
     Benchmark("optimizers", "", 1800, "--only torch.optim.adamw --ranks 2", "--out"),
     Benchmark("transformers_classes", "", 3600, "--only LlamaForCausalLM", "--out", ("transformers",)),
-    Benchmark("gpu", "", 3600, "--stages machine", "--out", ("GPU",)),
+    Benchmark("gpu", "--within 470", 500, "--only facts", "--out", ("GPU",)),
 )
 
 

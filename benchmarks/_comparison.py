@@ -50,11 +50,11 @@ class Case:
 
 CASES = {
     "llama": Case(
-        systems=("local", "ddp", "fsdp2", "streamshard"),
+        systems=("local", "fsdp2", "streamshard"),  # DDP's memory as well would leave none of 80 GB to compute in
         model="1.1B",
         sequence=2048,
-        most_rows=16,
-        rounds=60,
+        most_rows=3,
+        rounds=30,
         host_tokens=64,
     ),
     "small": Case(

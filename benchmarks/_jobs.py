@@ -8,21 +8,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import resource
 import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-__all__ = ["Job", "Results", "run_jobs"]
+__all__ = ["Job", "Results", "ending", "run_jobs", "what_is_known"]
 
 ROOT = Path(__file__).parent.parent
 TICK_S = 2.0  # how long what a running job has found may be missing in the results
 LEAST_S = 10.0  # a job is not begun with less
 GRACE_S = 5.0  # between asking a job to end and ending it
+KEPT_CHARS = 6000  # of what a job that failed has printed, from its end: the whole is in output.log
 _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -31,13 +35,14 @@ class Job:
     """One command.
 
     Attributes:
-        name: "stage.what".
+        name: "what", or "what.which".
         command: its words; run in the root of the repository, which need not be installed.
         limit_s: it is ended after so many seconds.
         environment: beside this process's own.
         found: the file in which it writes what it has found: .json, rewritten as a whole, or .jsonl, by tests.
         brief: says what was found in a line.
         needs: the name of a job without which, if it has failed, there is no use in this one.
+        instead_of: the name of a job; this one is run only if that one has failed.
     """
 
     name: str
@@ -47,11 +52,7 @@ class Job:
     found: Path
     brief: Callable[[dict[str, Any]], str]
     needs: str | None = None
-
-    @property
-    def stage(self) -> str:
-        """Which it is part of."""
-        return self.name.split(".")[0]
+    instead_of: str | None = None
 
     def read(self) -> dict[str, Any] | None:
         """What it has found so far; None: nothing."""
@@ -89,7 +90,7 @@ class Results:
 
     def has_failed(self, name: str | None) -> bool:
         """Whether the job of that name was run, and did not end well."""
-        return self.all["jobs"].get(name, {}).get("exit_code", 0) != 0
+        return bool(self.all["jobs"].get(name, {}).get("exit_code", 0) != 0)
 
     def skip(self, job: Job, why: str) -> dict[str, Any]:
         """`job` is not run: what an earlier call has found of it stays."""
@@ -146,27 +147,53 @@ def run_jobs(jobs: Sequence[Job], directory: Path, about: dict[str, Any], within
     with (directory / "output.log").open("ab", buffering=0) as log:
         for job in jobs:
             left_s = end - time.monotonic()
-            if left_s < LEAST_S:
-                entry = results.skip(job, f"{left_s:.0f} s were left")
+            if job.instead_of and not results.has_failed(job.instead_of):
+                entry, is_needed = results.skip(job, f"only if {job.instead_of} fails"), False
+            elif left_s < LEAST_S:
+                entry, is_needed = results.skip(job, f"{left_s:.0f} s were left"), True
             elif results.has_failed(job.needs):
-                entry = results.skip(job, f"{job.needs} has failed")
+                entry, is_needed = results.skip(job, f"{job.needs} has failed"), True
             else:
                 log.write(f"\n=== {job.name}: {shlex.join(job.command)}\n".encode())
-                entry = _run(job, log.fileno(), min(job.limit_s, left_s), results)
-            is_well = is_well and entry.get("exit_code") == 0
-            print(f"{job.name:22} {_ending(entry):22} {entry['brief']}", flush=True)
+                entry, is_needed = _run(job, log, min(job.limit_s, left_s), results), True
+            is_well = is_well and (entry.get("exit_code") == 0 or not is_needed)
+            print(f"{job.name:22} {ending(entry):22} {what_is_known(entry)}", flush=True)
     return is_well
 
 
-def _ending(entry: dict[str, Any]) -> str:
+def ending(entry: dict[str, Any]) -> str:
+    """How a job of ``results.json`` ended, in words."""
     if "not_run" in entry:
         return f"not run: {entry['not_run']}"
-    how = "out of time" if entry["timed_out"] else "ended well" if entry["exit_code"] == 0 else "FAILED"
-    return f"{how} ({entry['seconds']:.0f} s)"
+    code, name = entry["exit_code"], "FAILED"
+    if entry["timed_out"]:
+        name = "out of time"
+    elif code == 0:
+        name = "ended well"
+    elif code is None:
+        name = "running"
+    elif code < 0:
+        name = f"FAILED: {signal.Signals(-code).name}"
+    return f"{name} ({entry['seconds']:.0f} s)"
 
 
-def _run(job: Job, log: int, limit_s: float, results: Results) -> dict[str, Any]:
-    start = time.monotonic()
+def what_is_known(entry: dict[str, Any]) -> str:
+    """What a job of ``results.json`` has found, and why it failed, in a line."""
+    return "; ".join(filter(None, [entry["brief"], entry.get("reason", "")]))
+
+
+def _reason(output: str) -> str:
+    """The line that says why a job failed: where its main thread was when it was stopped, or its last error."""
+    lines = [re.sub(r"^\[rank\d+\]: *", "", line).rstrip() for line in output.splitlines() if line.strip()]
+    for line, following in pairwise(lines):
+        if line.startswith("Current thread"):
+            return f"it was at {following.strip()}"
+    errors = [line for line in lines if re.match(r"(E +)?[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (errors or lines or ["no output"])[-1][:300]
+
+
+def _run(job: Job, log: BinaryIO, limit_s: float, results: Results) -> dict[str, Any]:
+    start, said = time.monotonic(), os.fstat(log.fileno()).st_size
     started = subprocess.Popen(
         job.command,
         cwd=ROOT,
@@ -174,25 +201,41 @@ def _run(job: Job, log: int, limit_s: float, results: Results) -> dict[str, Any]
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        preexec_fn=os.setpgrp,  # what it starts is ended with it
+        preexec_fn=_set_apart,
     )
-    with _ended_with_us(started) as process:
+    has_stacks = "PYTHONFAULTHANDLER" in job.environment
+    with _ended_with_us(started, signal.SIGABRT if has_stacks else signal.SIGTERM) as process:
         while process.poll() is None and (left_s := start + limit_s - time.monotonic()) > 0.0:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(min(TICK_S, left_s))
             results.note(job, seconds=round(time.monotonic() - start, 1), exit_code=None, timed_out=False)
         timed_out = process.poll() is None
-    seconds = round(time.monotonic() - start, 1)
-    return results.note(job, seconds=seconds, exit_code=process.returncode, timed_out=timed_out)
+    facts = {"seconds": round(time.monotonic() - start, 1), "exit_code": process.returncode, "timed_out": timed_out}
+    if process.returncode != 0:
+        with open(log.name, "rb") as file:
+            file.seek(said)
+            output = file.read().decode(errors="replace")
+        facts |= {"reason": _reason(output), "output": output[-KEPT_CHARS:]}
+    return results.note(job, **facts)
+
+
+def _set_apart() -> None:
+    """In a job's process: what it starts is ended with it, and nobody waits for the memory of an ended one."""
+    os.setpgrp()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 @contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Whatever ends the body, nothing of `process` goes on behind it."""
+def _ended_with_us(process: subprocess.Popen[bytes], first: signal.Signals) -> Iterator[subprocess.Popen[bytes]]:
+    """Whatever ends the body, nothing of `process` goes on behind it.
+
+    Args:
+        first: asks it to end. At SIGABRT, Python's faulthandler prints where each thread is.
+    """
     try:
         yield process
     finally:
-        for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+        for number, grace_s in ((first, GRACE_S), (signal.SIGKILL, None)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):

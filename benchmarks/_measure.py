@@ -41,6 +41,7 @@ __all__ = [
     "measured_memory",
     "own_device",
     "runtime_calls",
+    "said",
     "save",
     "seeded_order",
     "summary",
@@ -341,7 +342,7 @@ def _sample() -> Sample:
     return Sample(time.perf_counter(), user + nice + system + irq + soft_irq, stolen, own_s)
 
 
-def _said(*command: str) -> str | None:
+def said(*command: str) -> str | None:
     """What a command prints; None if it cannot be run here."""
     try:
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -365,11 +366,11 @@ def environment(device: torch.device) -> dict[str, Any]:
 
     A copy of the files alone, without git, says by ``STREAMSHARD_COMMIT`` which commit it is of.
     """
-    changed = _said("git", "status", "--porcelain", "--", "streamshard", "benchmarks/*.py")
+    changed = said("git", "status", "--porcelain", "--", "streamshard", "benchmarks/*.py")
     return {
         "command": shlex.join(["python", *(os.path.relpath(part, REPOSITORY) for part in sys.argv[:1]), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": _said("git", "rev-parse", "--verify", "--quiet", "HEAD") or os.environ.get("STREAMSHARD_COMMIT"),
+        "commit": said("git", "rev-parse", "--verify", "--quiet", "HEAD") or os.environ.get("STREAMSHARD_COMMIT"),
         "uncommitted_changes": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -386,7 +387,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def _of_gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "cudnn": torch.backends.cudnn.version(),

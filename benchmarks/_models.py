@@ -134,6 +134,15 @@ LLAMAS: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 2048,
     },
+    "8M": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    },
     "tiny": {
         "vocab_size": 256,
         "hidden_size": 64,

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks._gpu_report import draw, number, table
+
 _MEDIAN = ("median", "median_low", "median_high")
 _SETTINGS = ("zero2", "zero1", "one-edge", "coalesced", "registered")  # StreamShard as well
 Tables = dict[tuple[str, ...], dict[str, list[dict[str, float]]]]  # columns: row: a summary for each column
@@ -19,18 +21,20 @@ def render(directory: Path) -> Path:
     """Write ``report.md``, and a PNG for each result that has summaries.
 
     Args:
-        directory: holds results, one JSON file each, and perhaps ``gpu/results.json`` and the ``results.json`` that
-            says what was not run.
+        directory: holds results, one JSON file each, and perhaps the ``results.json`` that says what was not run, and
+            a run of ``gpu.py`` in ``gpu``; or is such a run itself.
 
     Returns:
         The page.
     """
     results = {path.stem: json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))}
     run = results.pop("results", {"left_out": {}, "jobs": {}})
-    if (gpu := directory / "gpu" / "results.json").exists():
-        jobs = json.loads(gpu.read_text())["jobs"].items()
-        results |= {f"gpu.{name}": job["found"] for name, job in jobs if job["found"]}
     lines = ["# Results", ""]
+    if run.get("benchmark") == "gpu":
+        lines += _gpu_section(run, directory)
+        run = {"left_out": {}, "jobs": {}}
+    elif (path := directory / "gpu" / "results.json").exists():
+        lines += _gpu_section(json.loads(path.read_text()), directory)
     for name, result in results.items():
         lines += [f"## {name}", "", *_about(result), ""]
         if tables := _tables(result):
@@ -49,12 +53,20 @@ def render(directory: Path) -> Path:
     return directory / "report.md"
 
 
+def _gpu_section(run: dict[str, Any], directory: Path) -> list[str]:
+    """A run of ``gpu.py``: one table and one picture, which is written to `directory`."""
+    draw(run, directory / "gpu.png")
+    where = run["environment"]  # None: no job found anything
+    about = _about({} if where is None else {"environment": {**where, "command": run["command"]}})
+    return ["## gpu", "", *about, "", "![gpu](gpu.png)", "", *table(run), ""]
+
+
 def brief(result: dict[str, Any]) -> str:
     """What the plot of a result shows, in a line."""
     if not _tables(result):
         return "no numbers"
     what, bars = _headline(result)
-    return f"{what}: " + ", ".join(f"{label} {_number(each['median'])}" for label, each in list(bars.items())[:7])
+    return f"{what}: " + ", ".join(f"{label} {number(each['median'])}" for label, each in list(bars.items())[:7])
 
 
 def _about(result: dict[str, Any]) -> Iterator[str]:
@@ -75,7 +87,7 @@ def _tables(result: dict[str, Any]) -> Tables:
     leaves = [(path, each) for path, each in _leaves(result) if "foreign_cores" not in path]
     summaries = [(path, each) for path, each in leaves if isinstance(each, dict)]
     rows: dict[str, dict[str, dict[str, float]]] = {}
-    for path, each in summaries or [(path, dict.fromkeys(_MEDIAN, number)) for path, number in leaves]:
+    for path, each in summaries or [(path, dict.fromkeys(_MEDIAN, each)) for path, each in leaves]:
         rows.setdefault("/".join(path[:-1]), {})[path[-1]] = each
     tables: Tables = {}
     for row, cells in rows.items():
@@ -118,12 +130,8 @@ def _table(columns: tuple[str, ...], rows: dict[str, list[dict[str, float]]]) ->
 
 
 def _cell(each: dict[str, float]) -> str:
-    median, low, high = (_number(each[name]) for name in _MEDIAN)
+    median, low, high = (number(each[name]) for name in _MEDIAN)
     return median if low == high else f"{median} ({low} to {high})"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 
 def _plot(name: str, result: dict[str, Any], path: Path) -> None:
@@ -133,7 +141,7 @@ def _plot(name: str, result: dict[str, Any], path: Path) -> None:
     medians, lows, highs = ([each[name] for each in bars.values()] for name in _MEDIAN)
     ends = [[abs(end - median) for end, median in zip(side, medians, strict=True)] for side in (lows, highs)]
     colors = ["tab:blue" if "streamshard" in label or label in _SETTINGS else "0.65" for label in bars]
-    labels = [f"{label}  {_number(median)}" for label, median in zip(bars, medians, strict=True)]
+    labels = [f"{label}  {number(median)}" for label, median in zip(bars, medians, strict=True)]
     figure = Figure(figsize=(7, 1.2 + 0.35 * len(bars)), layout="constrained")
     axes = figure.subplots()
     axes.barh(labels, medians, xerr=ends, color=colors, capsize=3)

@@ -4,7 +4,6 @@
     python benchmarks/one_device.py small                  # 48 layers x 512, 512 tokens: the host is what is slow
     python benchmarks/one_device.py small --compile        # with compiled layers
     python benchmarks/one_device.py small --pretend-ranks 8
-    python benchmarks/one_device.py machine                # what the device itself can do
 
 One rank, so nothing is communicated; with --pretend-ranks it is one of several on torch's "fake" group, whose
 collectives do nothing: what is left is what a rank's host and device do beside them. Plain PyTorch ("local") is what a
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,26 +28,21 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.optim
 from _comparison import CASES, REHEARSED, Comparison, free_memory
-from _measure import RESULTS, Clock, environment, summary, write_json
-
-# Dense bf16, by the vendors' data sheets.
-PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
+from _measure import RESULTS, environment, write_json
+from facts import speed
 
 
 def main() -> None:
     """Measure one case, save what is known so far again and again, print."""
     arguments = _parse()
     torch.set_num_threads(arguments.threads)
-    device = torch.device("cpu" if arguments.rehearse or not torch.cuda.is_available() else "cuda:0")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     result = {
         "benchmark": f"one_device {arguments.case}",
         "environment": environment(device),
-        "machine": _machine(device, is_brief=arguments.rehearse),
+        "machine": speed(device, is_brief=arguments.rehearse),
     }
     write_json(result, arguments.output)
-    if arguments.case == "machine":
-        print("\n".join(f"{name}: {value}" for name, value in result["machine"].items()))
-        return
     case = (REHEARSED if arguments.rehearse else CASES)[arguments.case]
     with _group(device, arguments.pretend_ranks):
         try:
@@ -65,7 +59,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=[*CASES, "machine"])
+    parser.add_argument("case", choices=CASES)
     parser.add_argument("--compile", action="store_true", help="the layers, each by itself")
     parser.add_argument("--pretend-ranks", type=int, default=1, metavar="N", help="be one of N on a fake group")
     parser.add_argument(
@@ -73,7 +67,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no round after this time")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU: whether it runs at all")
+    parser.add_argument("--rehearse", action="store_true", help="tiny: whether it runs at all")
     parser.add_argument("--output", type=Path, default=RESULTS / "one_device.json")
     return parser.parse_args()
 
@@ -96,37 +90,6 @@ def _group(device: torch.device, pretended: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-
-
-# -- what the device can do -------------------------------------------------------------------------------------------
-
-
-def _machine(device: torch.device, *, is_brief: bool) -> dict[str, Any]:
-    """What a large bf16 matrix product and a large copy reach, on random data."""
-    size, copied = (64, 1 << 16) if is_brief else (8192, 1 << 31)
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(left)
-    source = torch.empty(copied, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    matmul_ms = _median_ms(device, lambda: torch.mm(left, right, out=product))
-    copy_ms = _median_ms(device, lambda: target.copy_(source))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {
-        "matmul_tflops": 2 * size**3 / matmul_ms / 1e9,
-        "copy_gb_per_s": 2 * copied / copy_ms / 1e6,
-        "data_sheet_tflops": PEAK_TFLOPS.get(name),
-    }
-
-
-def _median_ms(device: torch.device, run: Callable[[], object], times: int = 10) -> float:
-    for _ in range(3):
-        run()
-    clock = Clock(device)
-    clock.lap()
-    for _ in range(times):
-        run()
-        clock.lap()
-    return summary(clock.laps_ms())["median"]
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

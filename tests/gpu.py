@@ -1,4 +1,4 @@
-"""Tests for GPUs: where they run, and what makes a run of them harder. ``benchmarks/gpu.py`` runs them all.
+"""Tests for GPUs: where they run, and what makes a run of them harder. ``benchmarks/gpu.py`` runs most of them.
 
 By environment variables, because ranks are other processes:
 

@@ -42,12 +42,12 @@ def test_a_benchmark_is_run_and_rendered(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_list_names_every_script_that_measures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A new script has to be added to the list. Those whose name begins with _ are shared; gpu.py runs two of them."""
+    """A new script has to be added to the list. Modules named _* are shared; gpu.py runs four of the scripts."""
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--list"])
     main()
     names = {line.split()[0].partition(".")[0] for line in capsys.readouterr().out.splitlines()}
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.startswith("_")}
-    assert names == scripts - {"one_device", "shared_gpu"}
+    assert names == scripts - {"facts", "one_device", "overlap", "parity"}
 
 
 def test_what_a_benchmark_lacks_is_named() -> None:
@@ -74,3 +74,31 @@ def test_a_report_has_medians_intervals_peers_and_what_is_missing(tmp_path: Path
     missing = {"gpu": "needs GPU", "slow": "out of time", "broken": "failed: exit code 1", "late": "3 s were left"}
     assert page.splitlines()[-4:] == [f"- {name} is missing or not complete: {why}" for name, why in missing.items()]
     assert (tmp_path / "step_time.png").exists()
+
+
+def test_a_run_on_a_gpu_is_one_table_and_one_picture(tmp_path: Path) -> None:
+    """Of the run's own directory, or of the one above. A job that found nothing has its row with the reason."""
+    facts = {"exit_code": 0, "timed_out": False, "seconds": 7.0}
+    system = {name: {"median": 2.0, "median_low": 1.0, "median_high": 3.0} for name in ("step_ms", "host_us_per_layer")}
+    llama = {"systems": {"streamshard": {**system, "memory": {"step_peak_bytes": 2**31}}, "fsdp2": {}}}
+    overlap = {"profile": {"collectives": 2, "collectives_ms": 4.0, "hidden_share": 0.75}}
+    killed = {"exit_code": -9, "timed_out": False, "seconds": 3.0, "reason": "no output", "brief": "found nothing"}
+    run = {
+        "benchmark": "gpu",
+        "command": "python benchmarks/gpu.py",
+        "is_rehearsal": False,
+        "environment": json.loads(STEP_TIME.read_text())["environment"],
+        "jobs": {
+            "llama": {**facts, "brief": "2.0 ms a step; all well", "found": llama},
+            "overlap": {**facts, "brief": "75% hidden", "found": overlap},
+            "compiled": {**killed, "found": None},
+        },
+    }
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "results.json").write_text(json.dumps(run))
+    for directory in (tmp_path, tmp_path / "gpu"):
+        page = render(directory).read_text()
+        assert "| llama | ended well (7 s) | 2.0 ms a step<br>all well |" in page
+        assert "| compiled | FAILED: SIGKILL (3 s) | found nothing<br>no output |" in page
+        assert page.count(".png)") == page.count("| job |") == 1
+        assert (directory / "gpu.png").read_bytes().startswith(b"\x89PNG")

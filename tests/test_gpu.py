@@ -92,17 +92,6 @@ def test_models_train_like_plain_pytorch_on_a_gpu(context: RankContext, case: st
     assert_trains_like_plain(context, build, step, steps=5, checked=(1, 4), optimizer=adamw, tolerance=NEAR, **settings)
 
 
-@pytest.mark.skipif(IS_PLAYED, reason="gloo has nothing to register")
-@on_ranks(1, 2, backend="nccl")
-@pytest.mark.parametrize("setting", ["ZeRO-3", "ZeRO-1"])
-def test_registered_memory_changes_no_numbers_on_a_gpu(context: RankContext, setting: str) -> None:
-    """NCCL allocates the buffers of collectives. Two models, one after the other: the first one's pool is gone."""
-    for _ in range(2):
-        settings = {**DIAL[setting], "registered_memory": True}
-        model: Any = assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, tolerance=NEAR, **settings)
-        assert model.memory_report().held_bytes["pool rounding"] >= 0
-
-
 def _capture_layers(model: Any, number: int) -> None:
     is_ours = isinstance(model, StreamShard)
     if number == 0 and is_ours:
@@ -389,6 +378,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_a_gpu(context: RankContext, f
     assert scaler.get_scale() == 256.0
 
 
+@pytest.mark.skipif(IS_PLAYED, reason="torch does not count the CPU's memory")
 @on_ranks(1, backend="nccl")
 def test_an_explanation_of_out_of_memory_says_what_torch_has_allocated_of_the_device(context: RankContext) -> None:
     """Beside what the engine holds."""
@@ -417,3 +407,15 @@ def test_a_trace_has_the_times_of_the_device_on_a_gpu(context: RankContext) -> N
     for span in found.spans:  # the last exchange of flags may end behind the step
         assert 0.0 <= span.start_us <= span.stop_us
         assert span.stream is StreamName.COMM or span.stop_us <= found.total_us
+
+
+# Last: a library that hangs in NCCL's allocator leaves the results of all other tests.
+@pytest.mark.skipif(IS_PLAYED, reason="gloo has nothing to register")
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("setting", ["ZeRO-3", "ZeRO-1"])
+def test_registered_memory_changes_no_numbers_on_a_gpu(context: RankContext, setting: str) -> None:
+    """NCCL allocates the buffers of collectives. Two models, one after the other: the first one's pool is gone."""
+    for _ in range(2):
+        settings = {**DIAL[setting], "registered_memory": True}
+        model: Any = assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, tolerance=NEAR, **settings)
+        assert model.memory_report().held_bytes["pool rounding"] >= 0

@@ -1,136 +1,144 @@
-"""The run on a GPU, ``benchmarks/gpu.py``: rehearsed on the CPU, and what it keeps when it is stopped."""
+"""The run on a GPU, ``benchmarks/gpu.py``: what it keeps of jobs that fail, and which jobs it runs.
+
+``.ci/run`` rehearses the whole run.
+"""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import importlib
 import json
-import multiprocessing
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from tests.launched import Launched, run_file
-from tests.ranks import forkserver
+from benchmarks._jobs import Job, run_jobs
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, found as the benchmarks find it."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("_jobs")
-
-
-def _job(jobs: Any, directory: Path, name: str, code: str, limit_s: float = 60.0) -> Any:
+def _job(directory: Path, name: str, code: str, limit_s: float = 60.0) -> Job:
     """One that runs `code`, which writes to the path in ``sys.argv[1]``."""
     found = directory / f"{name}.json"
-    command = [
-        sys.executable,
-        "-c",
-        f"import pathlib, sys, time; found = pathlib.Path(sys.argv[1]); {code}",
-        str(found),
-    ]
-    return jobs.Job(name=name, command=command, limit_s=limit_s, found=found, brief=lambda known: known["told"])
+    code = f"import os, pathlib, sys, time; found = pathlib.Path(sys.argv[1]); {code}"
+    command = [sys.executable, "-c", code, str(found)]
+    return Job(name=name, command=command, limit_s=limit_s, found=found, brief=lambda known: known["told"])
 
 
-class _Forked:
-    """In the place of ``subprocess.Popen``: forked from what has imported torch. What it says is appended to `log`."""
-
-    def __init__(self, log: Path, command: list[str], *, env: dict[str, str], **_: object) -> None:
-        assert command[0] == sys.executable
-        self._process = forkserver().Process(target=_run_job, args=(command[1:], env, log))
-        self._process.start()
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None) -> None:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a job", timeout or 0.0)
+def _run(directory: Path, *jobs: Job) -> tuple[bool, dict[str, Any]]:
+    """Whether they ended well, and what the results say of all jobs."""
+    is_well = run_jobs(jobs, directory, {"benchmark": "test"}, 100.0)
+    return is_well, json.loads((directory / "results.json").read_text())["jobs"]
 
 
-def _run_job(arguments: list[str], environment: dict[str, str], log: Path) -> None:
-    os.setpgrp()
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
-    with mock.patch.object(os, "execv", functools.partial(_launch, log)):
-        _run_file(arguments, environment)
-
-
-def _run_file(arguments: list[str], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-    run_file(arguments)
-
-
-def _launch(log: Path, _: str, command: list[str]) -> None:
-    """In the place of torchrun: ranks that are forked as well."""
-    count = command.index("--nproc-per-node") + 1
-    arguments, start = command[count + 1 :], multiprocessing.get_context("fork")
-    ranks = Launched(int(command[count]), log.parent, _run_file, arguments, dict(os.environ), start=start)
-    for code, told in ranks.end():
-        print(told, flush=True)
-        assert code == 0
-    sys.exit()
-
-
-@pytest.mark.ranks
-def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
-    jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Systems are compared, a step is drawn: every field of the results is there. What compares and draws is forked."""
-    stages = ["llama", "profile.8", "registered"]
-    gpu = importlib.import_module("gpu")
-    monkeypatch.setattr(subprocess, "Popen", functools.partial(_Forked, tmp_path / "output.log"))
-    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--out", str(tmp_path), "--stages", *stages])
-    with pytest.raises(SystemExit) as ended:
-        gpu.main()
-    log, told = (tmp_path / "output.log").read_text(), capsys.readouterr().out
-    assert ended.value.code == 0, told + log
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["is_rehearsal"] is True
-    assert {"commit", "command", "date", "device", "torch"} <= set(results["environment"])
-    assert list(results["jobs"]) == stages
-    for name, job in results["jobs"].items():
-        assert (job["exit_code"], job["timed_out"]) == (0, False), job
-        assert job["brief"] in told
-        assert f"=== {name}: {job['command']}" in log
-    found = {name: job["found"] for name, job in results["jobs"].items()}
-    assert found["llama"]["not_run"] == {}
-    for system in ("local", "ddp", "fsdp2", "streamshard"):
-        assert {"step_ms", "memory", "host_us_per_layer"} <= set(found["llama"]["systems"][system])
-    assert {target["job"] for target in results["targets"]} == {"llama"}
-    assert 0.0 <= found["profile.8"]["exposed_all_gather_s"] <= found["profile.8"]["step_s"]
-    assert found["registered"]["systems"]["streamshard"]["rounds_ms"]
-    assert "cannot register memory" in found["registered"]["not_run"]["registered"]
-    assert json.loads((tmp_path / "timeline-8.json").read_text())["traceEvents"]
-
-
-def test_a_job_out_of_time_is_stopped_and_its_results_are_kept(jobs: Any, tmp_path: Path) -> None:
+def test_a_job_out_of_time_is_stopped_and_its_results_are_kept(tmp_path: Path) -> None:
     """The next one runs; results say what happened."""
-    slow = _job(jobs, tmp_path, "a.slow", 'found.write_text(\'{"told": "half"}\'); time.sleep(600)', limit_s=1.0)
-    quick = _job(jobs, tmp_path, "a.quick", "print('words'); found.write_text('{\"told\": \"all\"}')")
-    silent = _job(jobs, tmp_path, "a.silent", "sys.exit(3)")
-    assert not jobs.run_jobs([slow, quick, silent], tmp_path / "out", {"benchmark": "test"}, 100.0)
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    ended = {name: (job["timed_out"], job["exit_code"], job["brief"]) for name, job in results["jobs"].items()}
+    slow = _job(tmp_path, "a.slow", 'found.write_text(\'{"told": "half"}\'); time.sleep(600)', limit_s=1.0)
+    quick = _job(tmp_path, "a.quick", "print('words'); found.write_text('{\"told\": \"all\"}')")
+    silent = _job(tmp_path, "a.silent", "sys.exit(3)")
+    is_well, found = _run(tmp_path / "out", slow, quick, silent)
+    assert not is_well
+    ended = {name: (job["timed_out"], job["exit_code"], job["brief"]) for name, job in found.items()}
     assert ended == {
         "a.slow": (True, -15, "half"),
         "a.quick": (False, 0, "all"),
         "a.silent": (False, 3, "found nothing"),
     }
     assert "words" in (tmp_path / "out" / "output.log").read_text()
+
+
+def test_a_job_that_fails_hangs_or_is_killed_leaves_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error is found above later output; a job that hangs says where it was, if it has a faulthandler."""
+    error = _job(tmp_path, "error", "import atexit; atexit.register(print, 'last words'); raise KeyError('a name')")
+    stuck = _job(tmp_path, "stuck", "time.sleep(600)", limit_s=1.0)
+    stuck = dataclasses.replace(stuck, environment={"PYTHONFAULTHANDLER": "1"})
+    killed = _job(tmp_path, "killed", "print('much memory', flush=True); os.kill(os.getpid(), 9)")
+    is_well, found = _run(tmp_path / "out", error, stuck, killed)
+    assert not is_well
+    assert found["error"]["reason"] == "KeyError: 'a name'"
+    assert found["stuck"]["timed_out"]
+    assert found["stuck"]["reason"] == 'it was at File "<string>", line 1 in <module>'
+    assert found["killed"]["reason"] == "much memory"
+    told = capsys.readouterr().out
+    assert "FAILED: SIGKILL" in told
+    assert all(job["reason"] in told and job["reason"].split()[-1] in job["output"] for job in found.values())
+
+
+def test_ranks_that_wait_for_a_failed_one_end_and_ranks_that_hang_say_where(tmp_path: Path) -> None:
+    """The reason is the failed rank's error, or a rank's position: never the launcher's."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, sys, time
+
+def wait_for_ever():
+    time.sleep(600)
+
+if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
+    raise ValueError("rank 1 is wrong")
+wait_for_ever()
+""")
+    jobs = [_job(tmp_path, what, "", limit_s) for what, limit_s in (("fail", 60.0), ("hang", 2.0))]
+    launcher = [sys.executable, str(BENCHMARKS / "_ranks.py"), "2", str(script)]
+    stacks = {"PYTHONFAULTHANDLER": "1"}
+    jobs = [dataclasses.replace(job, command=[*launcher, job.name], environment=stacks) for job in jobs]
+    _, found = _run(tmp_path, *jobs)
+    assert (found["fail"]["timed_out"], found["fail"]["reason"]) == (False, "ValueError: rank 1 is wrong")
+    assert found["hang"]["timed_out"]
+    assert found["hang"]["reason"] == f'it was at File "{script}", line 5 in wait_for_ever'
+    assert found["hang"]["output"].count("in wait_for_ever") == 2
+
+
+def test_a_second_run_replaces_the_results_of_its_own_jobs_only(tmp_path: Path) -> None:
+    first, second = (_job(tmp_path, name, 'found.write_text(\'{"told": "one"}\')') for name in ("first", "second"))
+    assert _run(tmp_path, first, second)[0]
+    again = _job(tmp_path, "second", 'found.write_text(\'{"told": "two"}\')')
+    assert {name: job["brief"] for name, job in _run(tmp_path, again)[1].items()} == {"first": "one", "second": "two"}
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_substitute_runs_only_if_its_job_has_failed(tmp_path: Path, code: int) -> None:
+    """A substitute that is not needed is no failure."""
+    first = _job(tmp_path, "first", f"sys.exit({code})")
+    substitute = _job(tmp_path, "other", 'found.write_text(\'{"told": "instead"}\')')
+    is_well, found = _run(tmp_path, first, dataclasses.replace(substitute, instead_of="first"))
+    assert is_well == (code == 0)
+    assert found["other"].get("not_run") == (None if code else "only if first fails")
+    assert found["other"]["brief"] == ("instead" if code else "")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The module, which runs no job: ``gpu.chosen`` has the jobs of the call."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("gpu")
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(module, "chosen", [], raising=False)
+    monkeypatch.setattr(module, "run_jobs", lambda jobs, *_: module.chosen.extend(jobs) or True)
+    return module
+
+
+def _call(gpu: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    return ended.value.code
+
+
+def test_a_run_on_a_gpu_begins_with_what_is_most_valuable(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each of the first jobs took as long as it may, there would still be time for the comparison with FSDP2."""
+    assert _call(gpu, monkeypatch) == 0
+    names = [job.name for job in gpu.chosen]
+    assert names[:5] == ["facts", "parity.one", "parity.two", "parity.gloo", "llama"]
+    assert names[5:] == ["overlap", "small", "tests.one", "tests.two", "compiled"]
+    assert sum(job.limit_s for job in gpu.chosen[:5]) < 470.0
+
+
+def test_jobs_of_a_run_on_a_gpu_are_chosen_by_name(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A substitute that is named runs."""
+    assert _call(gpu, monkeypatch, "--only", "parity.gloo", "facts") == 0
+    assert [(job.name, job.instead_of) for job in gpu.chosen] == [("facts", None), ("parity.gloo", None)]
+    assert "--only fact: wanted some of facts parity.one" in str(_call(gpu, monkeypatch, "--only", "fact"))
