@@ -202,6 +202,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
     ],
     "engine/casts": [
+        ("Casts.end_pass", Drop("self._await_readers()"), "simulated_device:weights_may"),
         ("Casts.begin_pass", Swap("or self._versions != [unit.versions() for unit in self._units]", ""), "graphs"),
         ("Casts.cast", Drop("self._drain_gathers()"), "invariants matrix"),
         ("Casts.cast", Drop("self._await_readers()"), "matrix"),
@@ -266,6 +267,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state"),
     ],
     "optim/rounds": [
+        ("Rounds._compare", Drop("self._event.record("), "whole_parameters:host_reads"),
+        ("Rounds._compare", Swap("StreamName.COMPUTE", "StreamName.COMM"), "whole_parameters:host_reads"),
+        ("Rounds.grads_differ", Drop("self._event.synchronize()"), "whole_parameters:host_reads"),
         ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
     "planning/program": [
@@ -276,6 +280,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads._take", Drop("if not grad.is_kept:"), "invariants loops graphs"),
         ("UnitGrads.open", Swap("self.slot is None and self._adds", "False"), "loops graphs"),
         ("UnitGrads.start_reduce", Swap("self._adds, True", "self._adds, self._adds"), "passes"),
+        ("UnitGrads.start_reduce", Swap("            slot.join()", "            pass"), "simulated_device:zeros_of"),
         (
             "UnitGrads.start_reduce",
             Swap("(grad.is_kept or self.counts(grad))", "self.counts(grad)"),

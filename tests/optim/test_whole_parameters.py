@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.optim import WholeParameterOptimizer
+from streamshard.optim.rounds import Rounds
 from streamshard.planning.memory import Category
 from tests.models import DIM, Layer
 from tests.optim.muon import muon_in_fp32
@@ -34,7 +36,7 @@ from tests.reference import (
     stack_step,
     train_stack,
 )
-from tests.simulated import checking_streams, late, simulated_device
+from tests.simulated import CPU, checking_streams, late, simulated_device
 
 NEAR = Tolerance(1e-4, 1e-5)  # ranks sum gradients in another order than one process
 
@@ -160,6 +162,25 @@ def test_exchanges_are_ordered_and_may_be_late(context: RankContext, on_a_device
             assert detector.accesses
     # gloo's own sum, which plays a device's, adds in another order.
     assert_same(full_weights(model), full_weights(wanted), "weights", NEAR if on_a_device else EXACT)
+
+
+@on_ranks(2)
+def test_the_host_reads_whether_gradients_differ_when_the_copy_is_there(context: RankContext) -> None:
+    """Behind an event of the stream that copies."""
+    differ, answers = Rounds.grads_differ, []
+    with simulated_device() as device, checking_streams(device) as streams:
+
+        def on_the_host(rounds: Rounds) -> bool:
+            with device.stream(device.host):
+                answers.append(differ(rounds))
+            device.current_stream(CPU).wait_stream(device.host)  # what the host launches comes behind its reading
+            return answers[-1]
+
+        model = sharded_model(Mixed)
+        optimizer = _muon_and_adamw(model)
+        with mock.patch.object(Rounds, "grads_differ", on_the_host), streams.of(model):
+            train_stack(model, optimizer, context)
+    assert answers == [False, False]  # at the beginning of the second and third step
 
 
 @on_ranks(2)

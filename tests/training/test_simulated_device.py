@@ -25,7 +25,7 @@ from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.unit import grads as unit_grads
 from streamshard.unit.unit import StreamedUnit
-from tests.models import DIM
+from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, Tolerance, adamw, assert_same, full_weights, stack_step
 from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, RoutedStack, dropping, reference, sharded, train
@@ -335,6 +335,47 @@ def test_gradients_that_come_on_other_streams_are_in_time(
                     optimizer.step()
                     optimizer.zero_grad()
         assert checker.leaves == {side, device.compute}
+
+
+class _Aside(nn.Module):
+    """All its gradients come on a stream of its own; one weight has none."""
+
+    def __init__(self, device: SimulatedDevice, side: SimulatedStream) -> None:
+        super().__init__()
+        self.aside, self.spare = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.streams = device, side
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + _OnSide.apply(x, self.aside.weight, *self.streams)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_zeros_of_unused_parameters_are_in_time_if_all_gradients_come_on_another_stream(context: RankContext) -> None:
+    """The reduction's stream writes the zeros: rules 3 and 4 hold for it too."""
+    with (
+        simulated_device() as device,
+        checking_streams(device) as checker,
+        mock.patch.object(unit_grads, "_COLLECTED_BYTES", 1),  # each gradient is copied where it is made
+    ):
+        side = SimulatedStream()
+        model: Any = StreamShard(nn.Sequential(*(_Aside(device, side) for _ in range(4))), precision=BF16)
+        with checker.of(model):
+            for number in range(3):
+                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+    assert checker.leaves == {side}
+
+
+@on_ranks(2)
+def test_weights_may_change_after_a_forward_that_has_skipped_layers(context: RankContext) -> None:
+    """In fp32 all-gathers read the main weights; nothing in the pass waits for those of layers that did not run."""
+    with simulated_device() as device, checking_streams(device) as checker:
+        model = StreamShard(RoutedStack(5), precision=FP32)
+        with checker.of(model), torch.no_grad():
+            for route in (range(5), [0], [0]):
+                model.route = route  # type: ignore[assignment]  # a RoutedStack
+                model(vector_batch(0, context.rank))
+                for param in model.parameters():
+                    param.mul_(0.5)
 
 
 @on_ranks(2)
