@@ -229,7 +229,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Forward.finish", Swap("self._prefetch(self._schedule.finish())", "self._schedule.finish()"), "execution"),
     ],
     "engine/hooks": [
-        ("_watch_nodes", Swap("node._sequence_nr() >= first and ", ""), "activations"),
+        ("_watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "activations"),
         ("call_unit", Swap("outer is not None and", "False and"), "activations"),
     ],
     "engine/reductions": [
