@@ -15,25 +15,22 @@ import contextlib
 import io
 import math
 import os
-import re
-import stat
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from streamshard.checkpoint.json_codec import dtype_named
 from streamshard.checkpoint.pickle_data import Made, Named, plain_value, read_pickle
+from streamshard.checkpoint.safetensors_file import FILE_NAME, open_regular, read_text
 from streamshard.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
 
-_MAX_METADATA_BYTES = 1 << 30
 _MAX_DIMS = 64
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")  # in the directory, and not hidden there
 
 
 class _Part(NamedTuple):
@@ -75,10 +72,8 @@ class DcpFiles:
         self.root = root
         self.tensors: dict[str, _Tensor] = {}
         self._values: dict[str, _Part] = {}
-        with self._reading(METADATA_NAME), _open_regular(root / METADATA_NAME) as file:
-            if os.fstat(file.fileno()).st_size > _MAX_METADATA_BYTES:
-                raise CheckpointError(f"it has more than {_MAX_METADATA_BYTES:,} bytes")
-            found = _fields(read_pickle(file), "Metadata")
+        with self._reading(METADATA_NAME):
+            found = _fields(read_pickle(io.BytesIO(read_text(root / METADATA_NAME))), "Metadata")
             parts = _parts_of(found["storage_data"])
             self._check_sizes(part for own in parts.values() for part in own.values())
             for key, each in found["state_dict_metadata"].items():
@@ -106,7 +101,7 @@ class DcpFiles:
                 raise CheckpointError(f"parts of the file {name!r} overlap")
             ends[name] = start + size_bytes
         for name, end in ends.items():
-            with _open_regular(self.root / name) as file:
+            with open_regular(self.root / name) as file:
                 if end > os.fstat(file.fileno()).st_size:
                     raise CheckpointError(f"the file {name!r} is shorter than the metadata says")
 
@@ -158,7 +153,7 @@ class DcpFiles:
 
     def _opened(self, part: _Part) -> tuple[zipfile.ZipFile, str, Any]:
         """The archive in a part of a file, the folder of its entries, and its pickle's content."""
-        with _open_regular(self.root / part.file) as file:
+        with open_regular(self.root / part.file) as file:
             file.seek(part.start)
             archive = zipfile.ZipFile(io.BytesIO(file.read(part.size_bytes)))
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -176,16 +171,6 @@ def _content(archive: zipfile.ZipFile, name: str) -> bytes:
     if entry.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{name} is compressed")
     return archive.read(entry)
-
-
-@contextlib.contextmanager
-def _open_regular(path: Path) -> Iterator[BinaryIO]:
-    """A regular file to read: pipes and devices could deliver bytes for ever, or none."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path.name} is no regular file")
-        yield file
 
 
 # ------------------------------------------------------------------------------------------------ metadata
@@ -210,7 +195,7 @@ def _parts_of(storage_data: Mapping[Any, Any]) -> dict[str, dict[str, _Part]]:
         key, file, start, size_bytes = place["fqn"], info["relative_path"], info["offset"], info["length"]
         if not isinstance(key, str) or not isinstance(file, str):
             raise CheckpointError("it has something else in the place of names")
-        if not _FILE_NAME.fullmatch(file):
+        if not FILE_NAME.fullmatch(file):
             raise CheckpointError(f"it names the file {file!r:.80}, wanted one in the directory")
         if info.get("transform_descriptors"):
             raise CheckpointError("its files are compressed: save them without extensions")

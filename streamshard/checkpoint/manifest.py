@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
@@ -28,6 +27,7 @@ import torch
 from streamshard.checkpoint.json_codec import decode, dtype_named, name_of
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
+    FILE_NAME,
     MAX_TEXT_BYTES,
     FileRecord,
     OpenFiles,
@@ -49,7 +49,6 @@ _TAIL = b"\n}\n"
 _VERSIONS = {"streamshard", "torch", "saved_at"}
 _CPU = torch.device("cpu")
 _MAX_DIMS, _MAX_SIZE = 64, (1 << 63) - 1  # torch's
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")  # in the checkpoint's directory, and not hidden there
 
 Found = tuple[torch.Tensor, int, torch.Tensor]
 """A view of a mapped file, the place in it of the first element, and what is filled from there."""
@@ -242,7 +241,7 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
 
 
 def _file_of(name: str, size_bytes: int, crc32: list[str]) -> FileRecord:
-    if not _FILE_NAME.fullmatch(name):
+    if not FILE_NAME.fullmatch(name):
         raise CheckpointError(f"a file has the name {name!r:.80}, wanted one in the directory")
     if type(size_bytes) is not int or size_bytes < 1 or len(crc32) != -(-size_bytes // CHUNK_BYTES):
         raise CheckpointError(f"{name} has {len(crc32)} checksums for {size_bytes!r:.40} bytes")

@@ -38,7 +38,10 @@ CHUNK_BYTES = 8 << 20
 """Bytes per checksum, and the memory for copying to or from a device or to another dtype."""
 
 MAX_TEXT_BYTES = 1 << 30
-"""The largest manifest or index. Ten thousand ranks write 0.2 GB."""
+"""The largest manifest, index or metadata. Ten thousand ranks write 0.2 GB."""
+
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+"""Names that a manifest or metadata from anybody may give to files: in its directory, and not hidden there."""
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
@@ -279,7 +282,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path) -> bytes:
-    """The content of a manifest or an index. A file may have a petabyte of zeros that take no space on its disk.
+    """The content of a manifest, an index or metadata. A sparse file may have a petabyte, and take no space on disk.
 
     Raises:
         CheckpointError: it is not a regular file, or too large.
