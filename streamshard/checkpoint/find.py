@@ -129,16 +129,12 @@ def read_entry(path: Path) -> Entry:
     return Entry(path, manifest)
 
 
-def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointFiles:
-    """The files of a checkpoint, or of the latest in a directory of them. Their contents have not been verified.
+def open_checkpoint(path: Path) -> CheckpointFiles:
+    """The files of one checkpoint. Their contents have not been verified.
 
     Raises:
-        CheckpointError: there is none, or a file of it is missing or has another size.
+        CheckpointError: the checkpoint is not whole, or cannot be read.
     """
-    root = parse_path("directory", directory)
-    path = root if is_checkpoint(root) else latest(root)
-    if path is None:
-        raise no_checkpoint(root, survey(root).passed_over(None))
     entry = read_entry(path)
     if entry.wrong or entry.manifest is None:
         raise CheckpointError(entry.wrong)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from streamshard import latest
-from streamshard.checkpoint.directory import (
-    remove_partial,
-)
-from streamshard.checkpoint.find import next_number, open_checkpoint
+from streamshard.checkpoint.directory import remove_partial
+from streamshard.checkpoint.find import next_number, open_intact
 from streamshard.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from streamshard.comm.objects import RankGroup
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import FILE, begin, few_files, publish, put
 
@@ -43,7 +42,7 @@ def test_a_checkpoint_that_is_not_whole_is_never_the_latest(tmp_path: Path, dama
         path = second / (MANIFEST_NAME if damage == "manifest" else FILE)
         content = path.read_bytes()
         path.write_bytes({"cut": content[:-1], "longer": content + b" "}.get(damage, content.replace(b"2026", b"2027")))
-    assert latest(tmp_path) == open_checkpoint(tmp_path).root == first
+    assert latest(tmp_path) == open_intact(tmp_path, RankGroup())[0].root == first
     assert put(tmp_path, 3, keep=1) == latest(tmp_path)
     assert _names(tmp_path) == {"checkpoint-2", "checkpoint-3"}
 
@@ -96,10 +95,10 @@ def test_the_error_says_why_a_checkpoint_cannot_be_read(tmp_path: Path) -> None:
     put(tmp_path, 1)
     (tmp_path / "checkpoint-1" / FILE).unlink()
     with pytest.raises(CheckpointError, match=f"checkpoint-1 is not whole: {FILE}: No such file"):
-        open_checkpoint(tmp_path)
+        open_intact(tmp_path, RankGroup())
     for directory in (tmp_path / "nothing", tmp_path / "checkpoint-1" / FILE):
         with pytest.raises(CheckpointError, match="holds no whole checkpoint: .* `streamshard convert"):
-            open_checkpoint(directory)
+            open_intact(directory, RankGroup())
 
 
 def test_directories_that_may_not_be_entered_are_passed_over(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from streamshard import latest
 from streamshard.checkpoint.directory import remove_partial
-from streamshard.checkpoint.find import open_checkpoint, open_intact
+from streamshard.checkpoint.find import open_intact
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION
 from streamshard.checkpoint.safetensors_file import MAX_TEXT_BYTES
 from streamshard.comm.objects import RankGroup
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_stops_neither_saves_nor_searches(
     damaged = paths[place - 1]
     DAMAGES[damage](damaged)
     before = sorted(damaged.rglob("*"))
-    assert latest(tmp_path) == open_checkpoint(tmp_path).root == (paths[2] if place == 1 else paths[1])
+    assert latest(tmp_path) == open_intact(tmp_path, RankGroup())[0].root == (paths[2] if place == 1 else paths[1])
     is_older = place == 1 and damage == "no file"
     assert is_older or any(f"passed over {damaged}: " in message for message in caplog.messages)
     assert put(tmp_path, 4, keep=1) == latest(tmp_path)
@@ -124,7 +124,7 @@ def test_latest_raises_if_the_only_checkpoint_cannot_be_read(tmp_path: Path) -> 
     with failing(path / MANIFEST_NAME, errno.EIO), pytest.raises(CheckpointError, match="Input/output error"):
         latest(tmp_path)
     with failing(tmp_path, errno.EACCES), pytest.raises(CheckpointError, match="holds no whole checkpoint"):
-        open_checkpoint(tmp_path / "nothing")
+        open_intact(tmp_path / "nothing", RankGroup())
 
 
 def test_a_generation_at_the_limit_is_named(tmp_path: Path) -> None:
