@@ -230,7 +230,7 @@ def _list(found: Survey) -> None:
 
 def _describe(manifest: Manifest) -> list[tuple[str, str]]:
     """Rows (name, content), one for each part of a checkpoint."""
-    from streamshard.checkpoint.manifest import references
+    from streamshard.checkpoint.json_codec import references
 
     rows = [
         ("number", str(manifest.number)),

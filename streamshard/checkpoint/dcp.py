@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.find import PARTIAL, next_number, open_intact
-from streamshard.checkpoint.json_codec import decode, encode
+from streamshard.checkpoint.json_codec import decode, encode, reference
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
@@ -221,7 +221,7 @@ def _optimizer_in(
             shape = value.shape if isinstance(value, torch.Tensor) else None
             if shape == weights[name].shape and each not in NUMBERS:
                 tensors[path] = value
-                own[each] = {"$": "tensor", "tensor": path}
+                own[each] = reference(path)
             elif shape:
                 raise CheckpointError(
                     f"the optimizer's {each!r} of {name!r} has shape {list(shape)}, the parameter "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     while path in tensors:  # a key may have a dot in it
         path += "'"
     tensors[path] = data
-    return {_KIND: "tensor", "tensor": path, **where}
+    return reference(path) | where
 
 
 def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -113,6 +113,24 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.T
         for key, each in value.items()
     ]
     return {_KIND: kind, "value": items}
+
+
+def reference(name: str) -> dict[str, str]:
+    """JSON for a tensor in CPU memory that is saved as `name`."""
+    return {_KIND: "tensor", "tensor": name}
+
+
+def references(saved: Any) -> Iterator[str]:
+    """Names of the tensors that JSON of `encode` refers to."""
+    rest = [saved]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, dict):
+            if each.get(_KIND) == "tensor":
+                yield each["tensor"]
+            rest.extend(each.values())
+        elif isinstance(each, list):
+            rest.extend(each)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.json_codec import decode, dtype_named, name_of
+from streamshard.checkpoint.json_codec import decode, dtype_named, name_of, references
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     FILE_NAME,
@@ -268,19 +268,6 @@ def _check_state(models: Any, optimizers: Any, trees: Any, tensors: Collection[s
     if len({*used}) < len(used) or not {*used} <= {*tensors}:
         strange = next(name for name, times in Counter(used).items() if times > 1 or name not in tensors)
         raise CheckpointError(f"its values refer to {strange!r:.80} more than once, or there is no such tensor")
-
-
-def references(saved: Any) -> Iterator[str]:
-    """Names of the tensors that JSON of `encode` refers to."""
-    rest = [saved]
-    while rest:
-        each = rest.pop()
-        if isinstance(each, dict):
-            if each.get("$") == "tensor":
-                yield each["tensor"]
-            rest.extend(each.values())
-        elif isinstance(each, list):
-            rest.extend(each)
 
 
 def name_of_rank(name: str, rank: int) -> str:

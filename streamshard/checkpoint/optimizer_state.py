@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.checkpoint.json_codec import decode, encode
+from streamshard.checkpoint.json_codec import decode, encode, reference
 from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
 from streamshard.comm.communicator import Communicator
 from streamshard.engine.engine import Engine
@@ -106,7 +106,7 @@ def local_state(
             if id(param) not in owners:
                 moments = _moments_in(values, path, shard)
         saved = encode({key: each for key, each in values.items() if key not in moments}, path, tensors)
-        state[names[param]] = saved | {key: {"$": "tensor", "tensor": each.name} for key, each in moments.items()}
+        state[names[param]] = saved | {key: reference(each.name) for key, each in moments.items()}
         found = [*moments.values(), *(Piece.whole(*each) for each in tensors.items())]
         if param not in sharded:
             pieces.extend(found if ranks.is_first else ())
