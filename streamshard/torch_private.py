@@ -18,7 +18,6 @@ Imported under torch's own names:
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -84,19 +83,15 @@ def untraced(function: Callable[..., _T], *args: Any) -> _T:
     """
     if get_eval_frame_callback() in (None, False):
         return function(*args)
-    result: _T = _uncompiled_call()(function, *args)
+    result: _T = _uncompiled(function, *args)
     return result
 
 
-@functools.cache
-def _uncompiled_call() -> Callable[..., Any]:
-    """One wrapper for all functions: making a wrapper takes longer than most of the calls."""
+def _call(function: Callable[..., _T], *args: Any) -> _T:
+    return function(*args)
 
-    def call(function: Callable[..., _T], *args: Any) -> _T:
-        return function(*args)
 
-    uncompiled: Callable[..., Any] = torch._dynamo.disable(call)
-    return uncompiled
+_uncompiled = torch._dynamo.disable(_call)  # one for all functions: making it takes longer than most of the calls
 
 
 def is_traced() -> bool:

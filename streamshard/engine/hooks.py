@@ -107,7 +107,8 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     latest = untraced(_watch_nodes, output, 0, first, given, engine, use)
     if max(first, latest + 1) < sequence_number():  # backward comes first to a node that is not an output's
         untraced(_watch_nodes, [output, args, kwargs], 3, first, given, engine, use)
-        untraced(_watch_nodes, _attributes_in(getattr(call, "__self__", None)), 0, first, given, engine, use)
+        attributes = untraced(_attributes_in, getattr(call, "__self__", None))
+        untraced(_watch_nodes, attributes, 0, first, given, engine, use)
     return output
 
 

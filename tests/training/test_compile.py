@@ -12,6 +12,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import input_codes
 from torch._inductor.utils import count_tangents
 from torch.utils.checkpoint import checkpoint
 
@@ -147,6 +148,20 @@ def test_dynamo_takes_no_module_for_one_of_fsdp(context: RankContext) -> None:
         assert not inspect.getattr_static(module, "_is_fsdp_managed_module", False)
     explained = torch._dynamo.explain(model.layers[1])(vector_batch(0, 0))
     assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained
+
+
+@on_ranks(1)
+def test_dynamo_compiles_no_code_that_looks_for_a_layers_losses(context: RankContext) -> None:
+    """It would compile this code for each layer anew."""
+    let_dynamo_look()
+    torch._dynamo.reset()
+    model: Any = StreamShard(Stack(SMALL), precision=FP32)
+    for layer in model.layers:
+        layer.register_forward_hook(lambda layer, _, output: setattr(layer, "loss", output.mean()))
+    torch.compile(model, backend="eager")(vector_batch(0, 0))
+    compiled = [code.co_filename for each in input_codes.seen if (code := each()) is not None]
+    assert any(file.endswith("tests/models.py") for file in compiled)
+    assert not any(file.endswith(("engine/hooks.py", "planning/structure.py")) for file in compiled), compiled
 
 
 @on_ranks(2)
