@@ -71,7 +71,7 @@ def check_exportable(model: nn.Module) -> None:
     Raises:
         CheckpointError: the model carries adapters or is quantized.
     """
-    adapted = next((name for name, module in model.named_modules() if is_of_peft(module)), None)
+    adapted = next((name for name, module in model.named_modules() if is_of("peft", module)), None)
     if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
             f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}: nothing loads its "
@@ -125,14 +125,14 @@ def initialise(model: nn.Module) -> None:
 
 def adapters_in(module: nn.Module) -> list[str]:
     """Names of the modules that PEFT has added inside a layer."""
-    if "base_layer" not in module._modules or not is_of_peft(module):
+    if "base_layer" not in module._modules or not is_of("peft", module):
         return []
     return [name for name in module._modules if name != "base_layer"]
 
 
-def is_of_peft(module: nn.Module) -> bool:
-    """Whether `module` has a class of PEFT's."""
-    return any(each.__module__.partition(".")[0] == "peft" for each in type(module).__mro__)
+def is_of(library: str, module: nn.Module) -> bool:
+    """Whether `module` is of a class that `library` defines, or of a subclass."""
+    return any(each.__module__.partition(".")[0] == library for each in type(module).__mro__)
 
 
 def drop_tied_names(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:

@@ -29,7 +29,7 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer, watched_class
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import gather_full, under_params
-from streamshard.integrations.huggingface import is_diffusers_model, is_of_peft, is_transformers_model
+from streamshard.integrations.huggingface import is_diffusers_model, is_of, is_transformers_model
 from streamshard.planning.structure import modules_inside
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import is_piece
@@ -50,11 +50,6 @@ class _Inside(ShardedModule):
     """Comes before the class of a library's model that lies inside a layer."""
 
 
-def _is_sentence_transformers_model(model: nn.Module) -> bool:
-    is_theirs = any(each.__module__.partition(".")[0] == "sentence_transformers" for each in type(model).__mro__)
-    return is_theirs and hasattr(model, "save_pretrained")  # their parts of models have no such method
-
-
 def adapt_methods(model: nn.Module) -> None:
     """Replace methods that need full weights, on classes that StreamShard makes for the model's modules.
 
@@ -72,9 +67,10 @@ def adapt_methods(model: nn.Module) -> None:
 def _methods_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
     """By name, the methods that replace those of `module`'s own class."""
     methods: dict[str, Any] = {}
-    if is_of_peft(module) and hasattr(module, "merge_and_unload"):
+    if is_of("peft", module) and hasattr(module, "merge_and_unload"):
         methods["merge_and_unload"] = _refuse_merge
-    if _is_sentence_transformers_model(module):
+    # The parts of their models have no such method.
+    if is_of("sentence_transformers", module) and hasattr(module, "save_pretrained"):
         methods.update({name: functools.partialmethod(_save_itself, name) for name in ("save", "save_pretrained")})
         methods["push_to_hub"] = _push
     elif is_transformers_model(module) or is_diffusers_model(module) or (is_root and is_peft_model(module)):
