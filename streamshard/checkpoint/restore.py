@@ -47,8 +47,7 @@ class Loaded(dict[str, Any]):
 
     Attributes:
         path: the checkpoint's path.
-        passed_over: why newer checkpoints of the directory were not loaded, by their paths: damage in words. Those
-            that cannot be read may be newer.
+        passed_over: by path, why a newer checkpoint of the directory was not loaded. An unreadable one may be newer.
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path, passed_over: Mapping[Path, str]) -> None:

@@ -308,7 +308,7 @@ class OpenFiles:
         self._opened: dict[str, Any] = {}
 
     def open(self, name: str) -> Any:
-        """The library's `safe_open` of a file, which waits if the file is a pipe.
+        """The library's `safe_open` of a file.
 
         Raises:
             CheckpointError: names the file that is missing, damaged or not a safetensors file.
@@ -316,7 +316,7 @@ class OpenFiles:
         if name not in self._opened:
             path = self.root / name
             try:
-                open_regular(path).close()
+                open_regular(path).close()  # `safe_open` would wait for the writer of a pipe
                 self._opened[name] = safe_open(path, framework="pt")
             except (OSError, ValueError, SafetensorError) as error:  # a traceback would show a stranger's words
                 raise CheckpointError(f"cannot read {path}: {error}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -89,7 +88,7 @@ class Communicator(Peers):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
         if self.total_size > 1:
-            with self.talk("a broadcast", RecordKind.BROADCAST), self._beside_compute("a broadcast tensor"):
+            with self.talk("a broadcast", RecordKind.BROADCAST), self.streams.beside_compute(self.stream, "a tensor"):
                 dist.broadcast(tensor, group=self.all_ranks, group_src=source)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, with_replicas: bool = False) -> None:
@@ -101,12 +100,9 @@ class Communicator(Peers):
             with_replicas: reduce over all replicas too.
         """
         if (self.total_size if with_replicas else self.world_size) > 1:
-            with self.talk("a sum over all ranks", RecordKind.SUM), self._beside_compute("a sum"):
+            with self.talk("a sum over all ranks", RecordKind.SUM), self.streams.beside_compute(self.stream, "a sum"):
                 group = self.all_ranks if with_replicas else self.group
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
-
-    def _beside_compute(self, what: str) -> AbstractContextManager[None]:
-        return self.streams.beside_compute(self.stream, what)
 
     def talk(self, action: str, kind: RecordKind) -> Guard:
         """See `RankGroup.talk`."""

@@ -347,8 +347,8 @@ class Streams:
         pytorch/torchtitan#4064).
 
         Args:
-            name: the communicator's stream. It waits for the compute stream first (rule 5), which waits for it
-                afterwards (rule 7). On the CPU the body simply runs.
+            name: the communicator's stream. First it waits for the compute stream (rule 5). Afterwards the compute
+                stream waits for it (rule 7). On the CPU the body simply runs.
             what: the tensors that the collective reads and writes, for messages.
         """
         if self.module is None:

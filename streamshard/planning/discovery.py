@@ -238,7 +238,7 @@ def _detect_layers(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     Warns if there are none.
 
     Returns:
-        All of them, and those of small towers, see [Note: towers].
+        All layers, and the layers of small towers, see [Note: towers].
     """
     embeddings = embedding_params(root)
     lists = [(layers, _numel(*layers, left_out=embeddings)) for layers in _find_lists(root, set())]
