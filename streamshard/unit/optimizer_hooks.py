@@ -123,8 +123,9 @@ def _lend_full_grads(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> No
         _lent[optimizer] = lent
 
 
+@skip
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for param, grad in _lent.pop(optimizer, ()):
+    for param, grad in untraced(_lent.pop, optimizer, ()):
         if param.grad is not None:  # else the step has cleared it
             param.grad = grad
 
