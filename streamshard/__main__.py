@@ -19,7 +19,7 @@ from streamshard.errors import CheckpointError, ConfigError, StreamShardError, U
 
 if TYPE_CHECKING:
     from streamshard.checkpoint.find import Survey
-    from streamshard.checkpoint.manifest import Manifest, TensorRecord
+    from streamshard.checkpoint.manifest import Manifest
     from streamshard.config import Precision
 
 _ABOUT = "Plan the memory of a training run, check the machine, inspect and convert checkpoints. Needs no GPU."
@@ -190,6 +190,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from streamshard.checkpoint.find import is_checkpoint, no_checkpoint, open_checkpoint, survey
+    from streamshard.checkpoint.json_codec import name_of
     from streamshard.checkpoint.manifest import read_manifest
     from streamshard.comm.objects import RankGroup
     from streamshard.config import parse_path
@@ -207,7 +208,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         _say(f"  {name:<16}  {what}")
     if arguments.tensors:
         for name, tensor in manifest.tensors.items():
-            _say(f"  {name}  {_dtype_of(tensor)}  {list(tensor.shape)}")
+            _say(f"  {name}  {name_of(tensor.dtype)}  {list(tensor.shape)}")
     sys.stdout.flush()  # before an error follows on the other stream
     open_checkpoint(root).verify_together(RankGroup())
     _say("verified: all is as written")
@@ -230,7 +231,7 @@ def _list(found: Survey) -> None:
 
 def _describe(manifest: Manifest) -> list[tuple[str, str]]:
     """Rows (name, content), one for each part of a checkpoint."""
-    from streamshard.checkpoint.json_codec import references
+    from streamshard.checkpoint.json_codec import name_of, references
 
     rows = [
         ("number", str(manifest.number)),
@@ -242,18 +243,13 @@ def _describe(manifest: Manifest) -> list[tuple[str, str]]:
     used = {name: {f"{name}/{source}" for source in saved["names"].values()} for name, saved in models.items()}
     used |= {name: {*references(saved)} for name, saved in optimizers.items()}
     for name, saved in (*models.items(), *optimizers.items()):
-        own = [manifest.tensors[each] for each in used[name]]
-        dtypes = ", ".join(sorted({*map(_dtype_of, own)}))
-        rows.append((name, f"{saved['class'] or 'of unknown class'}, {len(own)} tensors ({dtypes})"))
+        dtypes = ", ".join(sorted({name_of(manifest.tensors[each].dtype) for each in used[name]}))
+        rows.append((name, f"{saved['class'] or 'of unknown class'}, {len(used[name])} tensors ({dtypes})"))
     for name, trees in manifest.state["trees"].items():
         differs = "" if len(trees) == 1 else f"differs between {len(trees)} ranks; "
         shown = differs + json.dumps(trees[0], ensure_ascii=False)
         rows.append((name, shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."))
     return rows
-
-
-def _dtype_of(tensor: TensorRecord) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _saved_at(manifest: Manifest) -> str:

@@ -93,7 +93,7 @@ def join_names(prefix: str, key: str) -> str:
 
 
 def list_of(name: str) -> str:
-    """The list in which the module called `name` lies: ``layers.*`` for ``layers.3``; other names as they are."""
+    """``layers.*``, the list of the module called ``layers.3``. The name itself if the module is in no list."""
     return re.sub(r"\.\d+$", ".*", name)
 
 
