@@ -11,6 +11,7 @@ slot, and using ``.grad`` raises.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -325,23 +326,19 @@ class UnitGrads:
         self.has_unreduced = True
         if self.slot is not None:
             self.slot.join()
-        places, fresh = [], []
+        fresh: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], ...]] = defaultdict(lambda: ([], []))
         for grad, value in values:
             if value.is_sparse:
                 value = value.to_dense()
             if grad.is_written:
                 grad.in_slot.add_(value)
             else:
+                places, given = fresh[grad.in_slot.dtype, value.dtype]
                 places.append(grad.in_slot)
-                fresh.append(value)
+                given.append(value)
             grad.is_used = grad.is_written = True
-        kinds = {(place.dtype, value.dtype) for place, value in zip(places, fresh, strict=True)}
-        if len(kinds) == 1:
-            torch._foreach_copy_(places, fresh)
-        else:  # of mixed dtypes one call would launch a kernel for each tensor
-            for kind in kinds:
-                pairs = [pair for pair in zip(places, fresh, strict=True) if (pair[0].dtype, pair[1].dtype) == kind]
-                torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])
+        for places, given in fresh.values():  # of mixed dtypes one call would launch a kernel for each tensor
+            torch._foreach_copy_(places, given)
         self._streams.observe(StepEvent.GRAD_WRITTEN, self._index)
 
     def spill(self) -> None:
