@@ -194,8 +194,11 @@ class Backward(Phase):
             self._recompute(self._recomputing[-1])
 
     def _recompute(self, unit: StreamedUnit) -> None:
+        # A resident unit is in place. Its recomputation does not end the visit of the unit before: one checkpoint may
+        # recompute several resident units in the order of forward, before backward comes to the last one's gradients.
         visits, following = self._schedule.visits, self._next_visit
-        if self._computing is not unit and following < len(visits) and visits[following] == unit.index:
+        is_next = following < len(visits) and visits[following] == unit.index
+        if unit.is_streamed and self._computing is not unit and is_next:
             self._advance(unit)
         self._engine.unshard(unit)
         unit.bind()
@@ -247,7 +250,7 @@ class Backward(Phase):
             return
         given = engine.reductions.finish()
         engine.leave()
-        if given:
+        if given and engine.casts.is_synced:  # inside no_sync() gradients accumulate, whatever else steps
             note_gradients(engine)
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -87,6 +88,30 @@ def test_ranks_alone_may_repeat_reorder_and_skip_resident_layers(context: RankCo
 
     resident = {"resident": ["layers.0", "layers.1", "layers.2"]}
     assert_trains_like_plain(context, lambda: RoutedStack(5, reentrant), step, steps=1 + len(REPEATED), **resident)
+
+
+class CheckpointedTower(RoutedStack):
+    """Three layers that one checkpoint recomputes, then two more. The route says which runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        for _ in range(list(self.route).count(0)):
+            x = x + checkpoint(nn.Sequential(*self.layers[:3]), x, use_reentrant=self.reentrant)
+        return self.head(self.layers[4](self.layers[3](x)))  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ranks_alone_may_run_resident_layers_inside_one_checkpoint(context: RankContext, reentrant: bool) -> None:
+    """Backward recomputes them in the order of forward, before it comes to the last one's gradients."""
+    routes = [(0,), (0,)], [(0,), ()], [(), (0, 0)], [(0, 0), (0,)], [(), ()]
+
+    def step(model: Any, call: Call) -> Tensor:
+        model.route = routes[call.step][call.rank]
+        return call.backward(model(vector_batch(call.step, call.rank).requires_grad_()).square().mean())
+
+    resident = {"resident": ["layers.0", "layers.1", "layers.2"]}
+    assert_trains_like_plain(context, lambda: CheckpointedTower(5, reentrant), step, steps=len(routes), **resident)
 
 
 def _vision_language_model() -> Any:

@@ -85,6 +85,12 @@ def test_models_that_train_are_not_warned_about(context: RankContext) -> None:
         optimizer = SGD(model.parameters(), lr=0.1)
         return lambda number: (optimizer if number % 5 == 4 else other).step()
 
+    def accumulating_beside_another(model: nn.Module) -> _Step:
+        """As an actor does whose critic steps after each micro-batch."""
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]  # sharded
+
+        return lambda number: other.step()
+
     def frozen(model: nn.Module) -> _Step:
         model.requires_grad_(False)
         list(model.parameters())[-1].requires_grad_(True)
@@ -99,6 +105,7 @@ def test_models_that_train_are_not_warned_about(context: RankContext) -> None:
         "in turns": in_turns,
         "frozen": frozen,
         "accumulating": lambda model: lambda number: None,
+        "accumulating beside another": accumulating_beside_another,
     }
     for name, loop in loops.items():
         model = StreamShard(Stack(), precision=FP32)
