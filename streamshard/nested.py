@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamshard.errors import ShardingError
+
 _LISTS, _DICTS = (list, tuple), (dict, UserDict)
 _PLAIN = (type(None), str, int, float)  # most arguments of layers that are no tensors
+_PLAIN_TYPES = frozenset((*_PLAIN, bool))
 
 
 def tensors_in(value: Any, *, depth: int = 0) -> list[torch.Tensor]:
@@ -25,9 +28,15 @@ def tensors_in(value: Any, *, depth: int = 0) -> list[torch.Tensor]:
     Args:
         value: any object.
         depth: look into the attributes of other objects too (spconv, PyTorch Geometric), as many inside each other.
+
+    Raises:
+        ShardingError: a container contains itself.
     """
     found: list[torch.Tensor] = []
-    _collect(value, depth, found)
+    try:
+        _collect(value, depth, found)
+    except RecursionError as error:
+        raise _refused() from error
     return found
 
 
@@ -35,7 +44,7 @@ def _collect(value: Any, depth: int, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
         found.append(value)
     elif isinstance(value, _LISTS):
-        for item in value:
+        for item in () if _PLAIN_TYPES.issuperset(map(type, value)) else value:
             _collect(item, depth, found)
     elif isinstance(value, Mapping):  # an output of transformers is a dataclass too
         for item in value.values():
@@ -53,27 +62,56 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
     A container in which something changes becomes a new object of its class, with the other items and attributes as
     they are. Everything else stays the same object, and so do mappings that are neither `dict` nor `UserDict`.
+
+    Raises:
+        ShardingError: a container contains itself.
     """
+    try:
+        return _map(value, change)
+    except RecursionError as error:
+        raise _refused() from error
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, _LISTS):
-        items = [map_tensors(item, change) for item in value]
+        if _PLAIN_TYPES.issuperset(map(type, value)):  # long lists of numbers
+            return value
+        items = [_map(item, change) for item in value]
         return value if all(map(operator.is_, items, value)) else _with_items(value, items)
     if isinstance(value, _DICTS):
-        changed = {key: new for key, old in value.items() if (new := map_tensors(old, change)) is not old}
+        changed = {key: new for key, old in value.items() if (new := _map(old, change)) is not old}
         return _with_keys(value, changed) if changed else value
     if _is_dataclass(value):
         old = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        changed = {name: new for name, item in old.items() if (new := map_tensors(item, change)) is not item}
+        changed = {name: new for name, item in old.items() if (new := _map(item, change)) is not item}
         return _with_fields(value, changed) if changed else value
     return value
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in it cast to `dtype`."""
-    return map_tensors(value, lambda t: t.to(dtype) if t.dtype is not dtype and t.is_floating_point() else t)
+    """`value` with every floating-point tensor in it cast to `dtype`. A tensor in several places stays one tensor."""
+    known: dict[int, torch.Tensor] = {}
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is dtype or not tensor.is_floating_point():
+            return tensor
+        if (new := known.get(id(tensor))) is None:
+            new = known[id(tensor)] = tensor.to(dtype)
+        return new
+
+    return map_tensors(value, change)
+
+
+def _refused() -> ShardingError:
+    return ShardingError(
+        "an argument or output of the model or a layer is a list, dict or dataclass that contains itself, such as a "
+        "tree whose nodes know their parents: StreamShard looks for all tensors in it. Give the tensors alone, or keep "
+        "the reference in a weakref.ref"
+    )
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from streamshard.errors import ShardingError
 from streamshard.nested import cast, map_tensors, tensors_in
 
 BF16 = torch.bfloat16
@@ -149,3 +150,18 @@ def test_modules_and_other_objects_are_left_alone() -> None:
         assert tensors_in(value) == []
         assert map_tensors([value], torch.clone)[0] is value
     assert tensors_in([sparse, linear], depth=3) == [sparse.features]
+
+
+def test_a_tensor_in_several_places_stays_one_tensor() -> None:
+    x = torch.ones(2)
+    result = cast({"x": x, "same": [x]}, BF16)
+    assert result["x"].dtype is BF16 and result["same"][0] is result["x"]
+
+
+@pytest.mark.parametrize("search", [tensors_in, lambda value: cast(value, BF16)])
+def test_a_container_that_contains_itself_is_refused(search: Callable[[Any], object]) -> None:
+    """Such as a tree whose nodes know their parents."""
+    child = _Plain(torch.ones(2))
+    child.other = [_Plain(torch.ones(2), child)]
+    with pytest.raises(ShardingError, match="contains itself, such as a tree whose nodes know their parents"):
+        search(child)

@@ -279,12 +279,15 @@ def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
 def _cast_output(output: Any, dtype: torch.dtype) -> Any:
     """Cast the model's output as ``Precision.output_dtype`` says."""
     loss, cache = _named(output, "loss"), _named(output, "past_key_values")
-    kept = {id(tensor) for tensor in tensors_in(cache)}
+    known = {id(tensor): tensor for tensor in tensors_in(cache)}  # a tensor in several places stays one tensor
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64) or id(tensor) in kept:
+        if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
             return tensor
-        return tensor.to(dtype) if loss is None or tensor is loss or tensor.dim() == 0 else tensor
+        if id(tensor) not in known:
+            is_wanted = loss is None or tensor is loss or tensor.dim() == 0
+            known[id(tensor)] = tensor.to(dtype) if is_wanted else tensor
+        return known[id(tensor)]
 
     return map_tensors(output, change)
 
