@@ -21,6 +21,8 @@ def update_parameters(
     averaged_model: nn.Module,
     model: nn.Module,
     n_averaged: int,
+    *,
+    avg_fn: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None,
     multi_avg_fn: Callable[[Any, Any, int], object] | None = None,
     use_buffers: bool = False,
 ) -> None:
@@ -34,17 +36,21 @@ def update_parameters(
         model: made by `StreamShard`.
         n_averaged: how many models are in the average so far. 0: the average becomes a copy of `model`, and needs no
             values before.
-        multi_avg_fn: a function of ``torch.optim.swa_utils``, such as ``get_ema_multi_avg_fn(0.999)``, or one of yours:
-            it gets averaged tensors, the model's, and `n_averaged`. None: the mean of all models.
+        avg_fn: gets an averaged tensor, the model's, and `n_averaged`, and returns the new average, such as
+            ``torch.optim.swa_utils.get_ema_avg_fn(0.999)``.
+        multi_avg_fn: gets lists of such tensors, and changes the averaged ones in place, such as
+            ``torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)``. Without a function: the mean of all models.
         use_buffers: average floating-point buffers too. False: copy them.
 
     Raises:
-        ConfigError: `n_averaged` is not a number of models.
+        ConfigError: `n_averaged` is not a number of models, or both functions are given.
         ShardingError: before anything is changed: names the first parameter or buffer that only one model has, or that
             has another shape, dtype or pieces in the other model.
     """
     if not isinstance(n_averaged, int) or n_averaged < 0:
         raise ConfigError(f"n_averaged={n_averaged!r}: wanted the number of models in the average so far, at least 0")
+    if avg_fn is not None and multi_avg_fn is not None:
+        raise ConfigError("avg_fn and multi_avg_fn: wanted one of them at most")
     averaged = engine_at_rest(not_a_layer(averaged_model), "update_parameters", accepts_empty=n_averaged == 0)
     engine_at_rest(not_a_layer(model), "update_parameters")
     buffers = _pairs("buffer", averaged_model.named_buffers(), model.named_buffers())
@@ -59,6 +65,10 @@ def update_parameters(
                 mine.copy_(theirs)
         for dtype in dict.fromkeys(mine.dtype for mine, _ in averages):
             alike = [pair for pair in averages if pair[0].dtype is dtype]
+            if avg_fn is not None:
+                for mine, theirs in alike:
+                    mine.copy_(avg_fn(mine, theirs, n_averaged))
+                continue
             mean = multi_avg_fn or get_swa_multi_avg_fn()
             mean([mine for mine, _ in alike], [theirs for _, theirs in alike], n_averaged)
     averaged.fill(list(averaged.empty))
@@ -90,6 +100,6 @@ def _pairs(
             raise ShardingError(
                 f"update_parameters: the {kind} {name!r} is cut at other places in the averaged model ({pieces[0]}) "
                 f"than in the model ({pieces[1]}): shard both with the same settings on the same ranks. If some "
-                "parameters of the model are frozen, freeze the same ones in the averaged model"
+                "parameters of the model are frozen, freeze these and no others in the averaged model"
             )
     return [(tensor.detach(), theirs[name].detach()) for name, tensor in mine.items()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard.optim import update_parameters
@@ -24,19 +24,20 @@ def _state_of_first(model: Any) -> dict[str, Tensor]:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("decay", [None, 0.6])
+@pytest.mark.parametrize("kind", ["mean", "multi", "each"])
 @pytest.mark.parametrize("use_buffers", [False, True])
-def test_averages_equal_those_of_averaged_model(context: RankContext, decay: float | None, use_buffers: bool) -> None:
+def test_averages_equal_those_of_averaged_model(context: RankContext, kind: str, use_buffers: bool) -> None:
     """Parameters and batch norm's statistics; its counter is copied. In evaluation all ranks use rank 0's buffers."""
     model, average = StreamShard(NormStack()), StreamShard(NormStack().requires_grad_(False))
-    plain, multi_avg_fn = NormStack(), None if decay is None else get_ema_multi_avg_fn(decay)
-    wanted = AveragedModel(plain, multi_avg_fn=multi_avg_fn, use_buffers=use_buffers)
+    plain, multi_avg_fn = NormStack(), get_ema_multi_avg_fn(0.6) if kind == "multi" else None
+    avg_fn = get_ema_avg_fn(0.6) if kind == "each" else None
+    wanted = AveragedModel(plain, multi_avg_fn=multi_avg_fn, avg_fn=avg_fn, use_buffers=use_buffers)
     optimizer = sgd(model)
     for step in range(3):
         stack_step(model, Call(step, context.rank, context.world_size, 1.0))
         optimizer.step()
         optimizer.zero_grad()
-        update_parameters(average, model, step, multi_avg_fn, use_buffers)
+        update_parameters(average, model, step, multi_avg_fn=multi_avg_fn, avg_fn=avg_fn, use_buffers=use_buffers)
         plain.load_state_dict(_state_of_first(model))
         wanted.update_parameters(plain)
         with torch.no_grad():
