@@ -30,7 +30,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
-from streamshard.checkpoint.find import PARTIAL, Survey, check_sizes, is_named_as_ours, survey
+from streamshard.checkpoint.find import PARTIAL, Survey, check_sizes, is_named_as_ours, may_access, survey
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, Manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
 from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
@@ -205,7 +205,7 @@ def _delete_old(paths: Sequence[Path], keep: int) -> None:
     own = [path for path in paths if is_named_as_ours(path) and not path.is_symlink()]
     for old in own[: max(len(own) - keep, 0)]:
         try:
-            if os.stat(old).st_mode & stat.S_IWUSR:
+            if os.stat(old).st_mode & stat.S_IWUSR and may_access(old, os.W_OK):  # root may write to all
                 gone = old.with_name(f"{old.name}.{secrets.token_hex(4)}{PARTIAL}")
                 os.rename(old, gone)  # first: what a kill leaves is no checkpoint, and the next save deletes it
                 shutil.rmtree(gone)

@@ -157,16 +157,23 @@ def next_number(directory: Path) -> int:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise a CheckpointError unless all files are there, as long as they were. Their contents are not looked at."""
+    """Raise a CheckpointError unless all files are there, readable and as long as they were, whatever they contain."""
     for record in manifest.files:
         try:
             size_bytes = os.stat(directory / record.name).st_size
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
+        if not may_access(directory / record.name, os.R_OK):
+            raise CheckpointError(f"{directory}: {record.name} cannot be read: permission denied")
         if size_bytes != record.size_bytes:
             raise CheckpointError(
                 f"{directory} is not whole: {record.name} has {size_bytes} bytes, was written with {record.size_bytes}"
             )
+
+
+def may_access(path: Path, mode: int) -> bool:
+    """Whether this process may read (``os.R_OK``) or write to (``os.W_OK``) `path`."""
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def is_named_as_ours(path: Path) -> bool:

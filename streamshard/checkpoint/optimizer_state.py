@@ -129,12 +129,19 @@ def join_states(states: Sequence[State]) -> State:
     return joined
 
 
-def options_in(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """By group, the options that can be compared between ranks: numbers, strings, and sequences of them."""
-    return [
-        {key: plain for key, value in group.items() if key != "params" and (plain := _plain(value)) is not None}
-        for group in optimizer.param_groups
-    ]
+def options_in(optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded) -> list[dict[str, Any]]:
+    """By group, what can be compared between ranks: options that are numbers, strings, or sequences of them.
+
+    And whether this rank has stepped its piece of each parameter: a rank may have left out the first step.
+    """
+    owners, options = owners_of(optimizer), []
+    for group in optimizer.param_groups:
+        own = {key: plain for key, value in group.items() if key != "params" and (plain := _plain(value)) is not None}
+        for param in group["params"]:
+            if param in sharded and steps_here(owners.get(id(param)), *sharded[param]):
+                own[f"has stepped {names[param]}"] = bool(optimizer.state.get(param))
+        options.append(own)
+    return options
 
 
 def _plain(value: Any) -> Any:
@@ -205,7 +212,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     def outline() -> tuple[State, dict[str, TensorRecord], list[dict[str, Any]]]:
         state, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
         mine.extend(pieces if not ranks.replica else ())
-        return state, {piece.name: piece.record(ranks.number) for piece in mine}, options_in(optimizer)
+        return state, {piece.name: piece.record(ranks.number) for piece in mine}, options_in(optimizer, names, sharded)
 
     told = ranks.gather_results("collect the optimizer's state", outline)
     refuse_differences(type(optimizer).__name__, [each for *_, each in told], [state for state, *_ in told])

@@ -210,7 +210,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
         for name, value in parts.trees.items():
             tensors = {}
             trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
-        options = {name: options_in(optimizer) for name, optimizer in parts.optimizers.items()}
+        options = {name: options_in(each, *param_names(each, parts)) for name, each in parts.optimizers.items()}
         return states, {name: _digest(*tree) for name, tree in trees.items()}, options
 
     told = gather_from_all_ranks(ranks, "save", collect_here)

@@ -72,6 +72,24 @@ def test_options_that_differ_between_ranks_are_named_before_anything_is_written(
     save_checkpoint(tmp_path, model, optimizer)
 
 
+@on_ranks(2)
+def test_a_first_step_that_one_rank_leaves_out_is_named(context: RankContext, tmp_path: Path) -> None:
+    """As by `if not loss.isnan(): optimizer.step()`, at the call also if the save goes on in the background."""
+    model = sharded_model()
+    optimizer = _adamw(model)
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    if context.rank == 0:
+        optimizer.step()
+    for save in (save_checkpoint, lambda *args: save_checkpoint(*args, wait=False)):
+        with pytest.raises(
+            RankMismatchError, match=r"has stepped model/\S+' of group 0 is True on rank 0 and False on"
+        ):
+            save(tmp_path, model, optimizer)
+    with pytest.raises(RankMismatchError, match=r"has stepped layers\.\S+' of group 0 is True on rank 0 and False on"):
+        full_optimizer_state_dict(model, optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("skips_on", [1, 2])
 def test_a_step_that_one_rank_leaves_out_is_named(context: RankContext, tmp_path: Path, skips_on: int) -> None:
