@@ -262,7 +262,8 @@ def _watch_nodes(
             node = None if each is None else each.grad_fn
             if node is not None and (number := node._sequence_nr()) >= first and node not in given:
                 watch_node(node, engine, origin)
-                latest = max(latest, number)
+                if number > latest:
+                    latest = number
     return latest
 
 

@@ -60,8 +60,11 @@ def note_backward(model: Model) -> None:
 
 def note_gradients(model: Model) -> None:
     """A backward has given gradients to parameters of `model`."""
-    if model not in _stepped:
-        _unused.setdefault(model, _Unused(_version_of(model))).is_new = True
+    if model in _stepped:
+        return
+    if (unused := _unused.get(model)) is None:
+        unused = _unused[model] = _Unused(_version_of(model))
+    unused.is_new = True
 
 
 def note_step(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
