@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.comm.communicator import Communicator
 from streamshard.comm.objects import raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
@@ -110,7 +109,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
             except Exception as error:
                 failure = error
         if writeback:
-            _refuse_different(engine.ranks, edited, failure)
+            _refuse_different(engine, edited, failure)
         raise_if(failure)
         with torch.no_grad():
             for shard, tensor in edited.items():
@@ -162,15 +161,15 @@ def _edited(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> dict[Par
     return {shard: shard.param.detach().to(tensor) for shard, tensor in full.items()}
 
 
-def _refuse_different(
-    ranks: Communicator, edited: Mapping[ParamShard, torch.Tensor], failure: Exception | None
-) -> None:
+def _refuse_different(engine: Engine, edited: Mapping[ParamShard, torch.Tensor], failure: Exception | None) -> None:
     """Raise on all ranks if this rank has a `failure`, or if the tensors of ranks differ. Collective.
 
     So no rank writes its pieces back where another one does not, or has pieces of other tensors: of random numbers, or
-    of a change by one rank.
+    of a change by one rank. In local SGD replicas have weights of their own: each compares its own ranks.
     """
-    if ranks.total_size == 1:
+    ranks, replicas = engine.ranks, engine.reductions.replicas
+    with_replicas = replicas is None or replicas.averages_grads
+    if (ranks.total_size if with_replicas else ranks.world_size) == 1:
         return
 
     def sums() -> list[int]:
@@ -178,7 +177,8 @@ def _refuse_different(
         return _sums_of_bits(edited.values())
 
     try:
-        gathered = ranks.gather_results("write back what changed inside summon_full_params", sums, ShardingError)
+        doing = "write back what changed inside summon_full_params"
+        gathered = ranks.gather_results(doing, sums, ShardingError, with_replicas=with_replicas)
     except StreamShardError:
         raise_if(failure)
         raise

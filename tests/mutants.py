@@ -258,7 +258,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("AdversarialTransport._start", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
     ],
     "full": [
-        ("summon", Drop("_refuse_different(engine.ranks, edited, failure)"), "full"),
+        ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
     ],
     "optim/averages": [
         ("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages"),

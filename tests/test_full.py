@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import StreamShard, export_safetensors, full, load_safetensors
+from streamshard import LocalSGD, StreamShard, export_safetensors, full, load_safetensors
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
 from streamshard.full import gather_full
@@ -124,6 +125,23 @@ def test_changes_that_differ_between_ranks_raise_on_all(context: RankContext) ->
         if context.rank == 0:
             raise KeyError("mine")
     assert_same(model.full_state_dict(rank0_only=False), before, "weights", EXACT)
+
+
+@on_ranks(4)
+def test_replicas_of_local_sgd_change_their_own_weights_in_full(context: RankContext) -> None:
+    """Replicas differ between two averages. Ranks of one replica must not."""
+    model = StreamShard(Stack(), precision=FP32, mesh=init_device_mesh("cpu", (2, 2)))
+    optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), model, period=4, warmup_steps=1)
+    for step in range(2):
+        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    before = model.head.bias.detach().clone().as_subclass(torch.Tensor)
+    with model.summon_full_params():
+        model.head.bias.data.mul_(2.0)
+    assert torch.equal(model.head.bias.detach().as_subclass(torch.Tensor), 2 * before)
+    with pytest.raises(RankMismatchError, match=r"'head\.bias' has other values"), model.summon_full_params():
+        model.head.bias.data.fill_(context.rank % 2)
 
 
 @on_ranks(1, 2)
