@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks._gpu_report import draw, number, table
 
 _MEDIAN = ("median", "median_low", "median_high")
-_SETTINGS = ("zero2", "zero1", "one-edge", "coalesced", "registered")  # StreamShard as well
+_SETTINGS = ("zero2", "zero1", "one-edge", "coalesced")  # StreamShard as well
 Tables = dict[tuple[str, ...], dict[str, list[dict[str, float]]]]  # columns: row: a summary for each column
 
 

@@ -172,10 +172,6 @@ def _coalesced(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any
     return _streamshard(model, blocks, options, min_unit_size="512KiB")
 
 
-def _registered(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
-    return _streamshard(model, blocks, options, registered_memory=True)
-
-
 def _deepspeed(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
     """ZeRO-3 with DeepSpeed's own sizes of buckets and prefetches; it has no use for `blocks`."""
     import deepspeed
@@ -205,7 +201,6 @@ SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System
     "streamshard": _streamshard,  # two slots of each kind: ZeRO-3
     "one-edge": _one_edge,  # StreamShard with embedding and head in one unit with all that is no block
     "coalesced": _coalesced,  # StreamShard with units of at least 512 KiB
-    "registered": _registered,  # StreamShard in memory that is registered with NCCL
     "zero2": _zero2,  # StreamShard with all weight slots
     "zero1": _zero1,  # StreamShard with all slots of both kinds
 }

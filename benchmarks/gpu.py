@@ -33,7 +33,7 @@ REHEARSED_LIMIT_S = 150.0  # on cores that others use as well
 TEST_TIMEOUT_S = 40  # of a test's ranks and their collectives; the test itself has a little more
 TESTS = (  # what needs a device to show; parity and speed have jobs of their own
     "steady or overflow or checkpoint or meta_device or out_of_memory or pinned or follows or trace_has or "
-    "collectives_run or another_one or registered"
+    "collectives_run or another_one"
 )
 BUILD = """
 import sys, torch

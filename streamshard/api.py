@@ -118,9 +118,6 @@ class StreamShard(ShardedModule):
             ``"1MiB"``, so that tiny layers share collectives. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
-        registered_memory: allocate slots, all-gather inputs, scratch and main grads by NCCL, and register them with it
-            (user buffer registration): NCCL then need not copy them through buffers of its own. Costs a little memory.
-            Not tried on a GPU yet.
         trace: a directory for a trace of some steps (see `streamshard.trace`), made if it is not there. Each rank
             writes ``trace-rank0.json`` (its number) for Perfetto; the first rank writes ``summary.txt``,
             ``summary.json`` and ``trace.png``. None: nothing is measured. A frozen model has no trace.
@@ -149,7 +146,6 @@ class StreamShard(ShardedModule):
         grad_slots: SlotCount = 2,
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
-        registered_memory: bool = False,
         trace: str | os.PathLike[str] | None = None,
         trace_steps: Sequence[int] = TRACE_STEPS,
     ) -> None:

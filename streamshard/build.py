@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamshard.comm.communicator import Communicator, PlannedRanks
 from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.objects import refuse_together
-from streamshard.comm.registered_memory import RegisteredMemory
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings, check_environment, parse_precision, refuse_unknown
 from streamshard.device import module_of, training_device, warn_if_untested
@@ -159,24 +158,19 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
         take: fills each unit's shards.
     """
     settings, found = checked.settings, checked.found
-    registered = None
-    if settings.registered_memory and not isinstance(ranks, PlannedRanks):
-        registered = RegisteredMemory([ranks] if replicas is None else [ranks, replicas.ranks])
     names = ["", *(unit.name for unit in found)]
     layouts = plan_units(names, checked.parts, ranks.world_size, align_pieces_to=settings.align_pieces_to)
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
     ranks.recorder.names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
-    ledger = Ledger(ranks.streams, ranks.transport.allocate_visible, registered)
+    ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     ranks.transport.check_precision(settings.precision)
 
     plan = plan_slots(_share_slots(found), settings.weight_slots, settings.grad_slots)
     reason = f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
     streamed = _allocate(layouts, plan, ranks, ledger, take)
     reductions = Reductions(streamed, ranks, ledger, replicas)
-    if registered is not None:
-        registered.register()
     return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions)
 
 

@@ -182,7 +182,6 @@ class Settings:
     grad_slots: SlotCount = 2
     min_unit_size: int | str = 0
     align_pieces_to: int = 1
-    registered_memory: bool = False
     trace: str | os.PathLike[str] | None = None
     trace_steps: Sequence[int] = TRACE_STEPS
 
@@ -193,7 +192,6 @@ class Settings:
                 raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
         if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
             raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
-        _want("registered_memory", self.registered_memory, (False, True))
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
         if self.trace is not None:
             parse_path("trace", self.trace)

@@ -155,11 +155,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/gloo": [
         ("Exchange._abandon", Drop("_abandoned.setdefault(self.group, []).extend(self.messages)"), "transport"),
     ],
-    "comm/registered_memory": [
-        ("_deregister", Drop("stream.synchronize()"), "registered_memory"),
-        ("_deregister", Swap(" and not is_closed(group)", ""), "registered_memory"),
-        ("RegisteredMemory.register", Swap(".atexit = False", ""), "registered_memory"),
-    ],
     "comm/nccl": [
         ("NcclTransport.start_flags", Swap("ReduceOp.MAX", "ReduceOp.SUM"), "transport"),
         ("NcclTransport._exchange", Swap("torch.sum(", f"{_ON_COMPUTE} torch.sum("), _STREAMS),
@@ -305,7 +300,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads._write", Drop("self.has_unreduced = True"), "passes execution unit_size"),
     ],
     "unit/shard": [
-        ("Ledger.allocate", Swap("is_visible or category in SENT", "is_visible"), "registered_memory"),
         ("GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
         ("GradSlot.finish_writing", Swap("in self._writers", "in self._writers[:1]"), _STREAMS),
         ("GradSlot.join", Drop("self.drained.wait(stream)"), _STREAMS),

@@ -407,15 +407,3 @@ def test_a_trace_has_the_times_of_the_device_on_a_gpu(context: RankContext) -> N
     for span in found.spans:  # the last exchange of flags may end behind the step
         assert 0.0 <= span.start_us <= span.stop_us
         assert span.stream is StreamName.COMM or span.stop_us <= found.total_us
-
-
-# Last: a library that hangs in NCCL's allocator leaves the results of all other tests.
-@pytest.mark.skipif(IS_PLAYED, reason="gloo has nothing to register")
-@on_ranks(1, 2, backend="nccl")
-@pytest.mark.parametrize("setting", ["ZeRO-3", "ZeRO-1"])
-def test_registered_memory_changes_no_numbers_on_a_gpu(context: RankContext, setting: str) -> None:
-    """NCCL allocates the buffers of collectives. Two models, one after the other: the first one's pool is gone."""
-    for _ in range(2):
-        settings = {**DIAL[setting], "registered_memory": True}
-        model: Any = assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, tolerance=NEAR, **settings)
-        assert model.memory_report().held_bytes["pool rounding"] >= 0

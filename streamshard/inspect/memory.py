@@ -23,7 +23,7 @@ class MemoryReport:
     """Bytes that the engine holds on this rank, by category.
 
     Attributes:
-        held_bytes: counted on the live tensors; "pool rounding" as torch's allocator says.
+        held_bytes: counted on the live tensors.
         numel: parameters of the whole model.
         padded_numel: elements of all flat parameters, alignment and padding included.
         world_size: N.
@@ -59,8 +59,6 @@ def report_memory(engine: Engine) -> MemoryReport:
     """What `engine` holds. See [Note: memory] in `streamshard.planning.memory`."""
     layouts, ledger = [unit.layout for unit in engine.units], engine.ledger
     held_bytes = {category.value: ledger.held_bytes(category) for category in Category}
-    if ledger.registered is not None:
-        held_bytes["pool rounding"] = ledger.registered.unused_bytes()
     trained_numel = sum(grads.main.numel() for unit in engine.units for grads in unit.grads.flat_params)
     return MemoryReport(
         held_bytes=held_bytes,

@@ -27,8 +27,6 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     grad slots          g times the elements of the largest unit that train, of each slot; g bytes of grad_dtype
     scratch             as the transport asks
     flags               N + 1 per parameter; R N + N + 1 with R replicas
-    pool rounding       with `registered_memory`: less than 2 MiB for each buffer of 10 MiB or more; smaller buffers
-                        share segments of 20 MiB, those of up to 1 MiB segments of 2 MiB (torch's allocator)
 
 With "all" weight slots, all-gather inputs lie in the slots, and so do main or frozen weights of the compute dtype.
 """
@@ -108,10 +106,6 @@ class Category(enum.Enum):
     SCRATCH = "scratch"
     FLAGS = "flags"
     OPTIMIZER_ROUNDS = "optimizer rounds"
-
-
-SENT = frozenset({Category.WEIGHT_SLOTS, Category.WIRE_BUFFERS, Category.SCRATCH, Category.MAIN_GRADS})
-"""What collectives of steps read and write, beside buffers that other ranks may read and flags of a few bytes."""
 
 
 def plan_scratch(unit: UnitLayout, numel_of: Callable[[int, ReductionMode], int]) -> list[ByteRange]:

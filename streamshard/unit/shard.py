@@ -8,7 +8,6 @@ optimizer built before sharding keeps working; their data become pieces of the m
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import weakref
@@ -20,12 +19,11 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.registered_memory import RegisteredMemory
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.errors import ShardingError
 from streamshard.planning.flat_params import FlatParam
 from streamshard.planning.layout import LocalRange, ParamLayout
-from streamshard.planning.memory import SENT, Category
+from streamshard.planning.memory import Category
 from streamshard.planning.structure import leave_inference_mode
 from streamshard.torch_private import AsTensors, swap_tensor
 from streamshard.unit.sharded_parameter import be_piece
@@ -38,41 +36,24 @@ class Ledger:
     Args:
         streams: both use them; they live on its device.
         allocate_visible: allocates what other ranks may read, see `Transport.allocate_visible`.
-        registered: holds what collectives of steps read and write; None: these buffers are like all others.
 
     Attributes:
         buffers: all of them, with what each is for.
-        registered: see Args.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        allocate_visible: Callable[[int, torch.dtype], torch.Tensor],
-        registered: RegisteredMemory | None = None,
-    ) -> None:
+    def __init__(self, streams: Streams, allocate_visible: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._streams = streams
         self._allocate_visible = allocate_visible
-        self.registered = registered
         self.buffers: list[tuple[Category, torch.Tensor]] = []
 
-    def allocate(
-        self,
-        category: Category,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        is_visible: bool = False,
-    ) -> torch.Tensor:
+    def allocate(self, category: Category, numel: int, dtype: torch.dtype, *, is_visible: bool = False) -> torch.Tensor:
         """A new buffer [numel] of zeros, so that padding never holds a NaN.
 
         Args:
             category, numel, dtype: what, how much, of which type.
             is_visible: whether other ranks may read it (all-gather inputs, grad slots).
         """
-        is_sent = is_visible or category in SENT
-        pool = self.registered.inside() if self.registered is not None and is_sent else contextlib.nullcontext()
-        with leave_inference_mode(), pool:
+        with leave_inference_mode():
             if is_visible:
                 buffer = self._allocate_visible(numel, dtype)
             else:

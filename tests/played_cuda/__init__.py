@@ -15,7 +15,6 @@ gloo: ranks may share a device. Not there: graphs, Triton, profiles of kernels, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,26 +231,8 @@ def _give_nccl(device: Any) -> None:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=types.SimpleNamespace())
 
-    class MemPool:
-        def __init__(self, allocator: object) -> None:
-            assert allocator == "ncclMemAlloc"
-            self.device = torch.cuda.current_device()
-            self.backends: list[Any] = []  # with which it is registered
-
-        def snapshot(self) -> list[dict[str, int]]:
-            return []
-
-    @contextlib.contextmanager
-    def use_mem_pool(pool: MemPool, where: torch.device) -> Iterator[None]:
-        assert pool.device == where.index
-        yield
-
-    torch.cuda.MemPool, torch.cuda.use_mem_pool = MemPool, use_mem_pool  # type: ignore[assignment,misc]
     nccl: Any = device.ProcessGroupNCCL
     nccl.Options = Options
-    nccl.mem_allocator = "ncclMemAlloc"
-    nccl.register_mem_pool = lambda backend, pool: pool.backends.append(backend)
-    nccl.deregister_mem_pool = lambda backend, pool: pool.backends.remove(backend)
     for module in (dist, distributed_c10d, torch._C._distributed_c10d):
         module.ProcessGroupNCCL = nccl
     timeout = datetime.timedelta(minutes=10)
