@@ -89,8 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--resident", nargs="+", action="extend", default=[], metavar="NAME", help=about)
     about = "combine layers until a unit has so much, such as 1MiB"
     plan.add_argument("--min-unit-size", default=0, metavar="SIZE", help=about)
-    about = "draw the bytes per rank too: a .png, .svg or .pdf; needs matplotlib"
-    plan.add_argument("--picture", type=Path, metavar="FILE", help=about)
     plan.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     plan.set_defaults(run=_plan)
 
@@ -152,8 +150,6 @@ def _plan(arguments: argparse.Namespace) -> None:
         batch=arguments.batch,
         seq=arguments.seq,
     )
-    if arguments.picture is not None:
-        planned.save_picture(arguments.picture)
     print(json.dumps(dataclasses.asdict(planned), indent=2) if arguments.json else planned)
     if planned.budget_bytes is not None and not planned.fitting:
         raise StreamShardError("nothing fits the budget")

@@ -25,7 +25,6 @@ from streamshard.config import SlotCount, parse_bytes
 from streamshard.errors import ConfigError
 from streamshard.inspect.activations import estimate_activations
 from streamshard.inspect.memory import report_memory
-from streamshard.inspect.pictures import new_figure, save_figure
 from streamshard.integrations import huggingface
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.program import gathers_of_step
@@ -111,7 +110,7 @@ class Plan:
     fits_on_ranks: int | None
 
     def __str__(self) -> str:
-        unit_name, unit_bytes = self._unit
+        unit_name, unit_bytes = ("GiB", 2**30) if self.stages[-1].total_bytes >= 2**30 else ("MiB", 2**20)
 
         def size(n_bytes: int) -> str:
             return f"{n_bytes / unit_bytes:.2f}"
@@ -159,44 +158,6 @@ class Plan:
             )
             lines.append(f"\n{what}{', '.join(self.fitting)}" if self.fitting else f"\nnothing {what}{on}")
         return "\n".join(lines)
-
-    @property
-    def _unit(self) -> tuple[str, int]:
-        """In which sizes are printed: its name, and its bytes."""
-        return ("GiB", 2**30) if self.stages[-1].total_bytes >= 2**30 else ("MiB", 2**20)
-
-    def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draw a bar for each stage: bytes per rank, stacked by category. The budget is a line.
-
-        Adam's moments are included, and so are the activations of checkpointed layers if these are known.
-
-        Args:
-            path: the file to write; its name ends in .png, .svg, .pdf or another format of matplotlib.
-
-        Raises:
-            ConfigError: matplotlib is not installed, or does not know the format.
-        """
-        unit_name, unit_bytes = self._unit
-        rows = {name: [stage.held_bytes[name] for stage in self.stages] for name in self.stages[0].held_bytes}
-        rows["Adam's moments"] = [stage.adam_bytes for stage in self.stages]
-        if self.activation_bytes is not None:
-            rows["activations (checkpointed)"] = [self.activation_bytes[1]] * len(self.stages)
-        totals = [sum(column) for column in zip(*rows.values(), strict=True)]
-        figure = new_figure(9.0, 5.0)
-        axes = figure.subplots()
-        tops = [0.0] * len(totals)
-        for name, held in rows.items():
-            if max(held) > max(totals) / 500:
-                heights = [n_bytes / unit_bytes for n_bytes in held]
-                bars = axes.bar([stage.name for stage in self.stages], heights, 0.5, tops, label=name)
-                tops = [top + height for top, height in zip(tops, heights, strict=True)]
-        axes.bar_label(bars, [f"{total / unit_bytes:.2f}" for total in totals], padding=2)
-        if self.budget_bytes is not None:
-            axes.axhline(self.budget_bytes / unit_bytes, color="black", linestyle="--", label="budget")
-        axes.set_title(f"{self.model} on {self.world_size} rank{'s' * (self.world_size > 1)}")
-        axes.set_ylabel(f"{unit_name} per rank")
-        figure.legend(*(part[::-1] for part in axes.get_legend_handles_labels()), loc="outside right upper")
-        save_figure(figure, path)
 
 
 def plan(

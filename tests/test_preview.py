@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -258,42 +257,6 @@ def test_the_command_takes_units_resident_modules_and_sizes(capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(wanted)))
     default = plan(TinyLM, 2)
     assert wanted.units != default.units
-
-
-def test_a_picture_has_a_bar_for_each_stage_and_the_budget_as_a_line() -> None:
-    """Bars are stacked by category, as high as the memory."""
-    pytest.importorskip("matplotlib")
-    planned = plan(_Chain, 2, units="Sequential", batch=3, seq=10, budget="1MiB")
-    assert planned.activation_bytes is not None
-    with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as save:
-        planned.save_picture("any.svg")
-    (axes,) = save.call_args.args[0].axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["ZeRO-3", "ZeRO-2", "ZeRO-1"]
-    for stage, column in zip(planned.stages, zip(*axes.containers, strict=True), strict=True):
-        whole = (stage.total_bytes + planned.activation_bytes[1]) / 2**20
-        assert column[-1].get_y() + column[-1].get_height() == pytest.approx(whole, rel=0.01)
-        assert f"{whole:.2f}" in [text.get_text() for text in axes.texts]
-    (line,) = axes.lines
-    assert [*line.get_ydata()] == [1.0, 1.0]
-
-
-def test_the_command_writes_the_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside the table. An unknown format, and a missing matplotlib, are one line on standard error."""
-    pytest.importorskip("matplotlib")
-    command = ["plan", "tests.models:TinyLM", "--ranks", "2", "--picture"]
-    assert main([*command, str(tmp_path / "plan.png")]) == 0
-    assert capsys.readouterr().out.startswith("TinyLM: ")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert main([*command, str(tmp_path / "plan.bytes")]) == 2
-    said = capsys.readouterr().err
-    assert "plan.bytes': Format 'bytes' is not supported" in said and said.count("\n") == 1
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main([*command, str(tmp_path / "plan.png")]) == 2
-    said = capsys.readouterr().err
-    assert said.endswith("a picture needs matplotlib: pip install matplotlib\n")
-    assert said.count("\n") == 1
 
 
 def test_a_plan_takes_no_mesh() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamshard.comm.streams import StreamName
-from streamshard.inspect.pictures import new_figure, save_figure
+from streamshard.errors import ConfigError
 
 FOR_WEIGHTS, FOR_GRADS, FOR_OWNERS = "wait for weights", "wait for gradients", "wait for whole parameters"
 
@@ -198,8 +198,13 @@ class Trace:
         Raises:
             ConfigError: matplotlib is not installed, or does not know the format.
         """
+        try:
+            from matplotlib.figure import Figure
+            from matplotlib.patches import Patch
+        except ImportError as error:
+            raise ConfigError("a picture needs matplotlib: pip install matplotlib") from error
         lanes = self._lanes()
-        figure = new_figure(_WIDTH_IN, 1.8 + 0.4 * len(lanes))
+        figure: Any = Figure((_WIDTH_IN, 1.8 + 0.4 * len(lanes)), dpi=110, layout="constrained")
         title = f"{self.about}: {self.summary()['step_s'] * 1e3:.1f} ms a step"
         axes = figure.add_subplot(
             title=title, xlabel="ms", xlim=(0, self.total_us / 1e3), ylim=(len(lanes) - 0.5, -0.5)
@@ -216,11 +221,12 @@ class Trace:
                 if len(label) * _LETTER_IN < length * 1e3 / self.total_us * _WIDTH_IN:
                     axes.text(start + length / 2, height, label, ha="center", va="center", fontsize=8, color="white")
         looks = dict.fromkeys(map(_look, self.spans))
-        from matplotlib.patches import Patch
-
         patches = [Patch(color=look.color, label=look.words) for look in looks]
         figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False)
-        save_figure(figure, path)
+        try:
+            figure.savefig(path)
+        except ValueError as error:
+            raise ConfigError(f"the picture {os.fspath(path)!r}: {error}") from error
 
 
 def _look(span: Span) -> _Look:
