@@ -175,7 +175,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         (
             "Streams.device_stream",
             Swap("stream = self.module.current_stream(self.device)", "stream = self.module.current_stream()"),
-            "gpu:another_one",
+            "simulated_device:weights_may or small_gradients",
         ),
         ("Streams.device_stream", Swap("current != address", "address is None"), _STREAMS),
         ("Streams.keep", Drop("buffer.record_stream(stream)"), _STREAMS),
