@@ -10,6 +10,7 @@ that the system cannot read, never stops a save or the load of another one, and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -157,14 +158,19 @@ def next_number(directory: Path) -> int:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise a CheckpointError unless all files are there, readable and as long as they were, whatever they contain."""
+    """Raise unless all files are there, readable and as long as they were, whatever they contain.
+
+    Raises:
+        CheckpointError: a file is missing, or has another size.
+        OSError: the system cannot read a file now.
+    """
     for record in manifest.files:
         try:
             size_bytes = os.stat(directory / record.name).st_size
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
         if not may_access(directory / record.name, os.R_OK):
-            raise CheckpointError(f"{directory}: {record.name} cannot be read: permission denied")
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory / record.name))
         if size_bytes != record.size_bytes:
             raise CheckpointError(
                 f"{directory} is not whole: {record.name} has {size_bytes} bytes, was written with {record.size_bytes}"

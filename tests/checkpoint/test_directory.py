@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,30 +103,52 @@ def test_the_error_says_why_a_checkpoint_cannot_be_read(tmp_path: Path) -> None:
             open_intact(directory, RankGroup())
 
 
-def test_directories_that_may_not_be_entered_are_passed_over(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Such as lost+found at a volume's root, or a colleague's. Checkpoints that this process may not delete stay."""
+@contextlib.contextmanager
+def _as_another_user() -> Iterator[bool]:
+    """Root may read and write everything, so it becomes nobody inside. Says whether it has."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield is_root
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def open_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory to which every user may write."""
     directory = tmp_path_factory.mktemp("run")
     for path in (directory, *directory.parents):
         path.chmod(0o777)
         if path.name.startswith("pytest-of-"):
             break
-    is_root = os.geteuid() == 0
-    put(directory, 0)  # root's, or this user's
-    if is_root:  # which may enter any directory
-        os.seteuid(65534)
-    try:
-        first = put(directory, 1)
-        (directory / "lost+found").mkdir(mode=0)
+    return directory
+
+
+def test_directories_that_may_not_be_entered_are_passed_over(open_directory: Path) -> None:
+    """Such as lost+found at a volume's root, or a colleague's. Checkpoints that this process may not delete stay."""
+    put(open_directory, 0)  # root's, or this user's
+    with _as_another_user() as is_another:
+        first = put(open_directory, 1)
+        (open_directory / "lost+found").mkdir(mode=0)
         first.chmod(0o555)
-        second = put(directory, 2)
-        assert latest(directory) == second
-        assert put(directory, 3, keep=1) == latest(directory)
-        theirs = {"checkpoint-0"} if is_root else set()
-        assert _names(directory) == {"checkpoint-1", "checkpoint-3", "lost+found"} | theirs
+        second = put(open_directory, 2)
+        assert latest(open_directory) == second
+        assert put(open_directory, 3, keep=1) == latest(open_directory)
+        theirs = {"checkpoint-0"} if is_another else set()
+        assert _names(open_directory) == {"checkpoint-1", "checkpoint-3", "lost+found"} | theirs
         first.chmod(0o777)
-    finally:
-        if is_root:
-            os.seteuid(0)
+
+
+def test_a_checkpoint_with_a_file_that_may_not_be_read_is_passed_over_and_kept(open_directory: Path) -> None:
+    with _as_another_user():
+        first, second = put(open_directory, 1), put(open_directory, 2)
+        (second / FILE).chmod(0)
+        assert latest(open_directory) == first
+        third = put(open_directory, 3, keep=1)
+        assert _names(open_directory) == {second.name, third.name}
 
 
 def test_a_process_with_too_many_open_files_finds_no_checkpoint_damaged(tmp_path: Path) -> None:
