@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from streamshard import ConfigError, Precision, StreamShard
 from streamshard.inspect import engine_inside
+from streamshard.unit import grads as unit_grads
 from tests import families
 from tests.models import DIM, NormStack, Stack, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -123,3 +125,20 @@ def test_modules_that_a_transformers_class_keeps_in_fp32_are_kept(context: RankC
         tokens = token_batch(0, context.rank)
         model(input_ids=tokens, decoder_input_ids=tokens).logits.float().square().mean().backward()
         assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_gradients_of_several_dtypes_are_copied_by_one_call_for_each(context: RankContext) -> None:
+    """On a device, one call for mixed dtypes would launch a kernel for each tensor."""
+    with mock.patch.object(unit_grads, "_COLLECTED_BYTES", 1 << 20):  # all gradients of a unit, as in production
+        model = StreamShard(Gated(), precision=Precision(fp32_modules=["norm"]))
+    copy, calls = torch._foreach_copy_, []
+
+    def noting(places: list[Tensor], values: list[Tensor]) -> None:
+        calls.append({(place.dtype, value.dtype) for place, value in zip(places, values, strict=True)})
+        copy(places, values)
+
+    with mock.patch.object(torch, "_foreach_copy_", noting):
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    in_bf16, in_fp32 = {(torch.float32, HALF)}, {(torch.float32, torch.float32)}
+    assert (calls.count(in_bf16), calls.count(in_fp32), len(calls)) == (5, 4, 9)  # four layers, and the head
