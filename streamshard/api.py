@@ -24,8 +24,8 @@ from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.checkpoint.restore import Loaded, load_checkpoint
 from streamshard.checkpoint.save import Saving, save_checkpoint
 from streamshard.config import TRACE_STEPS, Precision, SlotCount, parse_path
-from streamshard.engine.hooks import call_shell, register_forward_method
-from streamshard.engine.module_state import HANDLE, ShardedModule, engine_at_rest, engine_of, handle_of, not_a_layer
+from streamshard.core.edge import Watched, register_forward_method
+from streamshard.core.module_state import engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.errors import (
     CheckpointError,
     CommunicationError,
@@ -47,7 +47,6 @@ from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.layout import LocalRange
 from streamshard.planning.structure import leave_inference_mode, leave_meta_device, params_of
 from streamshard.preview import plan
-from streamshard.torch_private import skip
 
 __all__ = [
     "CheckpointError",
@@ -79,7 +78,7 @@ __all__ = [
 ]
 
 
-class StreamShard(ShardedModule):
+class StreamShard(Watched):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
     The model keeps its class name, attributes, ``forward`` signature and state-dict names, and becomes an instance of
@@ -142,8 +141,8 @@ class StreamShard(ShardedModule):
         resident: ResidentArgument = (),
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         precision: Precision | str | None = None,
-        weight_slots: SlotCount = 2,
-        grad_slots: SlotCount = 2,
+        weight_slots: SlotCount | None = None,
+        grad_slots: SlotCount | None = None,
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
         trace: str | os.PathLike[str] | None = None,
@@ -151,11 +150,6 @@ class StreamShard(ShardedModule):
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass
-
-    @skip
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, as one pass of the engine."""
-        return call_shell(self.__dict__[HANDLE], super().__call__, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Type checkers allow the attributes of any model: its class, StreamShard's subclass, is made at run time."""
@@ -190,7 +184,7 @@ class StreamShard(ShardedModule):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """False: start to accumulate, like entering `no_sync`. True: stop, like leaving it."""
-        engine_of(self).casts.set_synced(requires_gradient_sync)
+        engine_of(self).set_synced(requires_gradient_sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`. One collective.

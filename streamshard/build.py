@@ -19,13 +19,17 @@ from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.objects import refuse_together
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings, check_environment, parse_precision, refuse_unknown
+from streamshard.core.attach import attach
+from streamshard.core.buffer_sync import BufferSync, check_buffers
+from streamshard.core.engine import Engine
+from streamshard.core.module_state import handle_of
+from streamshard.core.optimizer_hooks import watch_optimizers
+from streamshard.core.params import FlatParam
+from streamshard.core.reductions import Reductions
+from streamshard.core.replicas import Replicas
+from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
+from streamshard.core.unit import Unit
 from streamshard.device import module_of, training_device, warn_if_untested
-from streamshard.engine.attach import attach
-from streamshard.engine.buffer_sync import BufferSync, check_buffers
-from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import handle_of
-from streamshard.engine.reductions import Reductions
-from streamshard.engine.replicas import Replicas
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError, log, warn_user
 from streamshard.inspect.memory import (
     explain_out_of_memory,
@@ -56,13 +60,9 @@ from streamshard.planning.structure import (
     refuse_transforms,
     tie_on_meta,
 )
-from streamshard.unit.grads import FlatParamGrads, UnitGrads
-from streamshard.unit.optimizer_hooks import watch_optimizers
-from streamshard.unit.shard import FlatParamShard, GradSlot, Ledger, Scratch, WeightSlot
-from streamshard.unit.unit import StreamedUnit
 
 # Called with a unit's index and its flat parameters: copies the model's weights into these, and frees the model's.
-TakeWeights = Callable[[int, Sequence[FlatParamShard]], None]
+TakeWeights = Callable[[int, Sequence[FlatParam]], None]
 
 
 class Checked(NamedTuple):
@@ -139,7 +139,7 @@ def shard_model(
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
     settings = checked.settings
-    if settings.trace is not None and any(unit.grads.flat_params for unit in engine.units):
+    if settings.trace is not None and any(flat.kind.trains for unit in engine.units for flat in unit.flat_params):
         StepTracer(engine, settings.trace, *settings.trace_steps)
     if ranks.is_first:
         held = report_memory(engine).total_bytes / 2**30
@@ -167,8 +167,9 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     ranks.transport.check_precision(settings.precision)
 
-    plan = plan_slots(_share_slots(found), settings.weight_slots, settings.grad_slots)
-    reason = f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
+    weight_slots, grad_slots = settings.slots_on(ranks.world_size)
+    plan = plan_slots(_share_slots(found), weight_slots, grad_slots)
+    reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
     streamed = _allocate(layouts, plan, ranks, ledger, take)
     reductions = Reductions(streamed, ranks, ledger, replicas)
     return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions)
@@ -185,7 +186,7 @@ def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> T
     most = max((param.nbytes for param in sent if param.is_meta), default=0)
     room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)  # for a parameter that is on meta here
 
-    def take(unit: int, flat_params: Sequence[FlatParamShard]) -> None:
+    def take(unit: int, flat_params: Sequence[FlatParam]) -> None:
         for flat_param, (_, params) in zip(flat_params, checked.parts[unit], strict=True):
             for found, layout in zip(params, flat_param.layout.params, strict=True):
                 full, param = None, found.param.detach()
@@ -342,7 +343,7 @@ def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
 
 def _allocate(
     layouts: Sequence[UnitLayout], plan: SlotPlan, ranks: Communicator, ledger: Ledger, take: TakeWeights
-) -> list[StreamedUnit]:
+) -> list[Unit]:
     """Allocate slots, each as large as its largest unit, and make the units.
 
     Memory for gradients is allocated last. By then the model's own memory is free: each unit's is freed before the next
@@ -352,32 +353,25 @@ def _allocate(
         layouts, plan, ranks, ledger: the model's.
         take: see `TakeWeights`.
     """
-    is_alone = ranks.world_size == 1
-    weight_slots = {} if is_alone else _allocate_weight_slots(layouts, plan, ranks, ledger)
+    weight_slots = _allocate_weight_slots(layouts, plan, ranks, ledger)
+    wire_bytes = largest_of(plan.weights, [layout.wire_bytes for layout in layouts])
     wire_buffers = {
-        slot: ledger.allocate(Category.WIRE_BUFFERS, n_bytes, torch.uint8)
-        for slot, n_bytes in largest_of(plan.weights, [layout.wire_bytes for layout in layouts]).items()
-        if not is_alone
+        slot: ledger.allocate(Category.WIRE_BUFFERS, size, torch.uint8) for slot, size in wire_bytes.items()
     }
-    shards: list[list[FlatParamShard]] = []
-    for layout, number in zip(layouts, plan.weights, strict=True):
-        places = weight_slots.get(number), wire_buffers.get(number), ranks, ledger
-        shards.append([FlatParamShard(flat, *places, is_in_slot=plan.keeps_weights) for flat in layout.flat_params])
-        take(len(shards) - 1, shards[-1])
+    flat_params: list[list[FlatParam]] = []
+    for index, layout in enumerate(layouts):
+        places = weight_slots[plan.weights[index]], wire_buffers[plan.weights[index]], ranks, ledger
+        flat_params.append([FlatParam(flat, *places, keeps_slot=plan.keeps_weights) for flat in layout.flat_params])
+        take(index, flat_params[-1])
     scratch = [plan_scratch(layout, ranks.transport.scratch_numel) for layout in layouts]
-    grad_slots = {} if is_alone else _allocate_grad_slots(layouts, scratch, plan, ranks, ledger)
+    grad_slots = _allocate_grad_slots(layouts, scratch, plan, ranks, ledger)
     units = []
-    for index, (layout, flat_params) in enumerate(zip(layouts, shards, strict=True)):
-        weight_slot, grad_slot = weight_slots.get(plan.weights[index]), grad_slots.get(plan.grads[index])
-        grads = []
-        for flat_param, own in zip(layout.flat_params, scratch[index], strict=True):
-            if flat_param.kind.trains:
-                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, own, keeps_slot=plan.keeps_grads))
-        if weight_slot is None:
-            gather_input, what = flat_params[0].gather_input, f"all-gather input {index}"
-            weight_slot = WeightSlot(gather_input, ranks.streams, what, is_shared=False)
-        unit_grads, turns = UnitGrads(index, grad_slot, grads), plan.shared[index]
-        units.append(StreamedUnit(index, layout, flat_params, weight_slot, unit_grads, ranks, is_streamed=turns))
+    for index, layout in enumerate(layouts):
+        slots = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
+        for flat, own in zip(flat_params[index], scratch[index], strict=True):
+            if flat.kind.trains:
+                flat.allocate_grads(slots[1], own, keeps_slot=plan.keeps_grads)
+        units.append(Unit(index, layout, flat_params[index], *slots, ranks, is_streamed=plan.shared[index]))
     return units
 
 

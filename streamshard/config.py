@@ -178,8 +178,8 @@ class Settings:
     """
 
     precision: Precision = Precision()
-    weight_slots: SlotCount = 2
-    grad_slots: SlotCount = 2
+    weight_slots: SlotCount | None = None
+    grad_slots: SlotCount | None = None
     min_unit_size: int | str = 0
     align_pieces_to: int = 1
     trace: str | os.PathLike[str] | None = None
@@ -188,8 +188,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("weight_slots", "grad_slots"):
             count = getattr(self, name)
-            if count != "all" and (not _is_int(count) or count < 2):
-                raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
+            if count is not None and count != "all" and (not _is_int(count) or count < 2):
+                raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, 'all', or None")
         if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
             raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
@@ -209,6 +209,13 @@ class Settings:
     def min_unit_bytes(self) -> int:
         """`min_unit_size` in bytes."""
         return parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
+
+    def slots_on(self, world_size: int) -> tuple[SlotCount, SlotCount]:
+        """The numbers of weight slots and gradient slots on `world_size` ranks: by default 2, and "all" on one rank."""
+        default: SlotCount = "all" if world_size == 1 else 2
+        return default if self.weight_slots is None else self.weight_slots, (
+            default if self.grad_slots is None else self.grad_slots
+        )
 
     def rows(self) -> list[str]:
         """One line ``name=value`` for each setting; ranks compare these lines."""

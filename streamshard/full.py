@@ -13,19 +13,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.comm.objects import raise_if, run_on_all_ranks
-from streamshard.engine.engine import Engine
+from streamshard.core.engine import Engine
+from streamshard.core.params import Param
+from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
+from streamshard.guards.global_ops import global_norm
+from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, refuse_unreduced
 from streamshard.torch_private import swap_tensor
-from streamshard.unit.global_ops import global_norm
-from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of, refuse_unreduced
 
-_Take = Callable[[ParamShard, torch.Tensor], torch.Tensor]
+_Take = Callable[[Param, torch.Tensor], torch.Tensor]
 
 
 def gather_full(
     engine: Engine, take: _Take | None, wanted: Collection[nn.Parameter] | None = None
-) -> tuple[dict[ParamShard, torch.Tensor], Exception | None]:
+) -> tuple[dict[Param, torch.Tensor], Exception | None]:
     """All-gather full tensors, one unit at a time. Collective.
 
     Args:
@@ -37,11 +38,11 @@ def gather_full(
         By parameter, what `take` has made, and what it has raised, such as too little memory on the one rank that
         wants the tensors: this rank goes on with the all-gathers.
     """
-    full: dict[ParamShard, torch.Tensor] = {}
+    full: dict[Param, torch.Tensor] = {}
     failure: Exception | None = None
     for unit in engine.units:
         pieces = [shard.main if wanted is None or shard.param in wanted else None for shard in unit.params]
-        gathered = unit.gather_whole(pieces)
+        gathered = gather_whole(unit, pieces)
         try:
             for shard, piece, whole in zip(unit.params, pieces, gathered, strict=True):
                 if take is not None and piece is not None and whole is not None:
@@ -51,10 +52,37 @@ def gather_full(
     return full, failure
 
 
+def gather_whole(unit: Unit, pieces: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """All-gather `pieces` into full tensors, in new memory on this device. Collective; the host waits.
+
+    Args:
+        unit: the unit.
+        pieces: one per parameter: this rank's [local.numel], or None if no rank has one. A flat parameter without any
+            piece is left out.
+
+    Returns:
+        One per parameter: [full shape], in the dtype of the main weights; None where a flat parameter was left out.
+    """
+    wholes: list[torch.Tensor | None] = []
+    for flat_param in unit.flat_params:
+        own = pieces[len(wholes) : len(wholes) + len(flat_param.params)]
+        if all(piece is None for piece in own):
+            wholes += own
+            continue
+        flat = torch.zeros_like(flat_param.main)
+        for param, piece in zip(flat_param.params, own, strict=True):
+            if piece is not None:
+                flat.narrow(0, param.local.shard_offset, param.local.numel).copy_(piece)
+        full = flat
+        if not flat_param.layout.is_whole:
+            full = torch.empty(flat_param.layout.padded_numel, dtype=flat.dtype, device=flat.device)
+            unit.ranks.transport.gather_now(flat, full, flat_param.tag)
+        wholes += [flat_param.part_of(full, param.layout) for param in flat_param.params]
+    return wholes
+
+
 @contextlib.contextmanager
-def under_params(
-    engine: Engine, full: Mapping[ParamShard, torch.Tensor]
-) -> Iterator[Mapping[ParamShard, nn.Parameter]]:
+def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator[Mapping[Param, nn.Parameter]]:
     """Inside, parameters hold the tensors of `full`, without gradients; afterwards they hold their pieces again.
 
     No pass can begin inside. No collective: other ranks need not call this.
@@ -66,8 +94,8 @@ def under_params(
     Yields:
         By parameter, one that holds the full tensor afterwards.
     """
-    full_params: dict[ParamShard, nn.Parameter] = {}
-    engine.set_whole(True)
+    full_params: dict[Param, nn.Parameter] = {}
+    engine.set_summoned(True)
     try:
         for shard, tensor in full.items():
             full_param = nn.Parameter(tensor, shard.param.requires_grad)
@@ -80,7 +108,7 @@ def under_params(
             swap_tensor(shard.param, param)
             be_piece(shard.param, shard.what)
             shard.param.requires_grad_(param.requires_grad)
-        engine.set_whole(False)
+        engine.set_summoned(False)
 
 
 @contextlib.contextmanager
@@ -95,7 +123,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
     full, _ = gather_full(engine, lambda _, tensor: tensor)
     before = [] if writeback else _sums_of_bits(full.values())
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {shard.param for shard in full}))
-    edited: dict[ParamShard, torch.Tensor] = {}
+    edited: dict[Param, torch.Tensor] = {}
     failure: Exception | None = None
     try:
         with under_params(engine, full):
@@ -117,10 +145,10 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
                 data_of(shard.param).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
-        engine.casts.expire()  # the next pass looks at the weights, in no_sync() too
+        engine.expire_weights()  # the next pass looks at the weights, in no_sync() too
 
 
-def _refuse_grads(full: Iterable[ParamShard]) -> None:
+def _refuse_grads(full: Iterable[Param]) -> None:
     for shard in full:
         if shard.param.grad is not None:
             raise ShardingError(
@@ -136,7 +164,7 @@ def _sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [] if not bits else torch.stack([each.sum() for each in bits]).tolist()
 
 
-def _refuse_changed(edited: Mapping[ParamShard, torch.Tensor], before: Sequence[int]) -> None:
+def _refuse_changed(edited: Mapping[Param, torch.Tensor], before: Sequence[int]) -> None:
     for shard, was, now in zip(edited, before, _sums_of_bits(edited.values()), strict=True):
         if was != now:
             raise ShardingError(
@@ -145,13 +173,13 @@ def _refuse_changed(edited: Mapping[ParamShard, torch.Tensor], before: Sequence[
             )
 
 
-def _edited(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> dict[ParamShard, torch.Tensor]:
+def _edited(engine: Engine, full: Mapping[Param, torch.Tensor]) -> dict[Param, torch.Tensor]:
     """By parameter, the tensor that it holds now, wherever the user has put it: shape, dtype and device of `full`.
 
     Raises:
         ShardingError: a parameter was replaced, or has other data of another shape.
     """
-    engine.casts.check_structure()
+    engine.check_structure()
     for shard, tensor in full.items():
         if shard.param.shape != tensor.shape:
             raise ShardingError(
@@ -161,7 +189,7 @@ def _edited(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> dict[Par
     return {shard: shard.param.detach().to(tensor) for shard, tensor in full.items()}
 
 
-def _refuse_different(engine: Engine, edited: Mapping[ParamShard, torch.Tensor], failure: Exception | None) -> None:
+def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], failure: Exception | None) -> None:
     """Raise on all ranks if this rank has a `failure`, or if the tensors of ranks differ. Collective.
 
     So no rank writes its pieces back where another one does not, or has pieces of other tensors: of random numbers, or
@@ -215,7 +243,7 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
     return run_on_all_ranks(engine.ranks, "collect the model's state dict", finish, ShardingError)
 
 
-def _state_dict_of(engine: Engine, model: nn.Module, full: Mapping[ParamShard, torch.Tensor]) -> dict[str, Any]:
+def _state_dict_of(engine: Engine, model: nn.Module, full: Mapping[Param, torch.Tensor]) -> dict[str, Any]:
     """The model's ``state_dict()`` while parameters hold full tensors. Every tensor is in new memory on the CPU."""
     with under_params(engine, full):
         state: dict[str, Any] = model.state_dict()

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from streamshard.comm.objects import run_on_all_ranks
+from streamshard.core.engine import Engine
+from streamshard.core.params import Param
 from streamshard.device import module_of
-from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.full import under_params
 from streamshard.integrations import huggingface
 from streamshard.planning.structure import join_names, modules_of
-from streamshard.unit.shard import ParamShard
 
 Init = Callable[[nn.Module], Any]
 
@@ -77,7 +77,7 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
     engine.fill(run_on_all_ranks(engine.ranks, _DOING, run, ShardingError))
 
 
-def _draw(engine: Engine, model: nn.Module, init: Init | None, shards: Sequence[ParamShard], seed: int) -> None:
+def _draw(engine: Engine, model: nn.Module, init: Init | None, shards: Sequence[Param], seed: int) -> None:
     """Let the first rank draw `shards`, the empty parameters of one unit. Every rank takes its pieces."""
     ranks, names = engine.ranks, {shard.name for shard in shards}
     drawn = run_on_all_ranks(
@@ -129,7 +129,7 @@ def _run(
                 "empty weights are in memory, and all others are on the meta device. Read shapes only, or set these "
                 f"weights by load_state_dict(strict=False): {error}"
             ) from error
-    engine.casts.check_structure()
+    engine.check_structure()
     drawn = {shard: full[shard] for shard in shards}
     left = [
         shard.name

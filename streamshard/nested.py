@@ -152,3 +152,54 @@ def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
     for name, item in changed.items():
         object.__setattr__(new, name, item)  # a frozen dataclass refuses setattr
     return new
+
+
+# -- arguments and outputs ----------------------------------------------------------------------------------------
+
+Copies = list[tuple[Any, list[torch.Tensor]]]  # containers, each with the tensors in it
+
+
+def cast_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any], Copies]:
+    """Cast the arguments of a layer. Also returns the lists, dicts and dataclasses that are copies."""
+    given = args, kwargs
+    args, kwargs = result = cast(given, dtype)
+    if result is given:
+        return args, kwargs, []
+    pairs = zip((*given[0], *given[1].values()), (*args, *kwargs.values()), strict=True)
+    changed = [new for old, new in pairs if new is not old and not isinstance(new, torch.Tensor | tuple)]
+    return args, kwargs, [(new, tensors_in(new)) for new in changed]
+
+
+def refuse_lost_writes(copies: Copies, output: Any, name: str) -> None:
+    """Raise if a layer has put tensors into the copy of an argument, and does not return the copy."""
+    returned = [output, *(output if isinstance(output, list | tuple) else ())]
+    for each, before in copies:
+        after = tensors_in(each)
+        if [id(t) for t in after] != [id(t) for t in before] and not any(each is value for value in returned):
+            raise ShardingError(
+                f"{name!r} puts tensors into its argument, a {type(each).__name__} with tensors of another dtype than "
+                "the layer computes in. The layer gets a copy with cast tensors, so its caller would not see them: "
+                "let the layer return them, or leave arguments uncast, Precision(cast_inputs=False)"
+            )
+
+
+def cast_output(output: Any, dtype: torch.dtype) -> Any:
+    """Cast the model's output as ``Precision.output_dtype`` says."""
+    loss, cache = _named(output, "loss"), _named(output, "past_key_values")
+    known = {id(tensor): tensor for tensor in tensors_in(cache)}  # a tensor in several places stays one tensor
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
+            return tensor
+        if id(tensor) not in known:
+            is_wanted = loss is None or tensor is loss or tensor.dim() == 0
+            known[id(tensor)] = tensor.to(dtype) if is_wanted else tensor
+        return known[id(tensor)]
+
+    return map_tensors(output, change)
+
+
+def _named(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)

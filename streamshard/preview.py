@@ -22,6 +22,7 @@ from torch import nn
 from streamshard.build import Checked, check_model, plan_engine
 from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import SlotCount, parse_bytes
+from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
 from streamshard.inspect.activations import estimate_activations
 from streamshard.inspect.memory import report_memory
@@ -29,7 +30,6 @@ from streamshard.integrations import huggingface
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.program import gathers_of_step
 from streamshard.planning.structure import list_of
-from streamshard.unit.unit import StreamedUnit
 
 _DOUBLINGS = 10  # so often the number of ranks is doubled at most, until the model fits
 
@@ -275,7 +275,7 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
 
 def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
     """The units, root unit first. Equal streamed units of a class, or equal resident ones of a list, are one entry."""
-    alike: dict[tuple[object, ...], list[StreamedUnit]] = {}
+    alike: dict[tuple[object, ...], list[Unit]] = {}
     modules = [(), *(found.modules for found in checked.found)]
     for unit, layers in zip(plan_engine(checked, ranks).units, modules, strict=True):
         name = type(layers[0]).__name__ if unit.is_streamed else list_of(unit.name)

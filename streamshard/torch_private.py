@@ -59,6 +59,9 @@ current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCu
 # torch/autograd/graph.py uses this one.
 graph_task_id = torch._C._current_graph_task_id
 
+# Calls a function at the end of the backward that runs. torch's own DistributedDataParallel and FSDP2 use it.
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
 # Sets the version counters of tensors, by which autograd notices that a saved tensor has changed. torch has a context
 # manager around it, torch.autograd._unsafe_preserve_version_counter, which can only restore versions.
 set_versions: Any = torch._C._autograd._unsafe_set_version_counter
@@ -105,6 +108,11 @@ def is_traced() -> bool:
 def is_autograd_compiled() -> bool:
     """Whether a backward that begins now runs in compiled autograd. torch has no public function for it."""
     return bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
+
+
+def active_ddp() -> object:
+    """The DistributedDataParallel module whose forward runs; None if none does. torch.compile asks for it like this."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def innermost_transform() -> str | None:

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Observer, StreamName
-from streamshard.engine.engine import Engine
+from streamshard.core.engine import Engine
+from streamshard.full import gather_whole
 from streamshard.inspect import engine_inside
 from tests.models import Stack, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext
@@ -146,7 +147,7 @@ def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
         for unit in engine_inside(model).units:
             own = [shard.param.grad for shard in unit.params]
             pieces = [None if grad is None else grad.clone().as_subclass(Tensor).view(-1) for grad in own]
-            for shard, grad, full in zip(unit.params, own, unit.gather_whole(pieces), strict=True):
+            for shard, grad, full in zip(unit.params, own, gather_whole(unit, pieces), strict=True):
                 for name in (shard.name, *shard.aliases):
                     found[name] = None if grad is None or full is None else full.to(grad.dtype, copy=True)
         return {name: found[name] for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -360,5 +360,4 @@ def dropping(model: nn.Module, *waits: Rule | str) -> Iterator[None]:
         engine.recover()
         for unit in engine.units:  # nothing may be under way when its buffers go
             unit.weight_slot.arrived.complete()
-            if unit.grads.slot is not None:
-                unit.grads.slot.drained.complete()
+            unit.grad_slot.drained.complete()

@@ -36,14 +36,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import device as devices
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Observer, StreamName, Work
-from streamshard.engine import backward
-from streamshard.engine.backward import Backward
+from streamshard.core import edge
+from streamshard.core.backward import Backward
+from streamshard.guards.sharded_parameter import grad_of
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import AdversarialTransport
 from streamshard.inspect.races import _bytes_of, _touched
 from streamshard.nested import tensors_in
 from streamshard.torch_private import AsTensors
-from streamshard.unit.sharded_parameter import grad_of
 
 CPU = torch.device("cpu")
 
@@ -331,7 +331,7 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     Gradients of parameters are taken on the stream that has made them. The stream of whoever calls backward waits for
     those streams before the end of backward. So does autograd with a device's own streams.
     """
-    checker, take, finish = StreamChecker(device), backward._take, Backward.finish
+    checker, take, finish = StreamChecker(device), edge._take_gradient, Backward.finish
 
     def take_there(*args: Any) -> None:
         stream = [access.stream for access in checker.accesses_to(grad_of(args[-1])) if access.is_write][-1]
@@ -347,7 +347,7 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     with (
         checker,
         mock.patch.object(Backward, "finish", finish_behind),
-        mock.patch.object(backward, "_take", take_there),
+        mock.patch.object(edge, "_take_gradient", take_there),
     ):
         yield checker
     assert checker.accesses > 100

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import LocalSGD, StreamShard, export_safetensors, full, load_safetensors
-from streamshard.engine.engine import Engine
+from streamshard.core.engine import Engine
+from streamshard.core.params import Param
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
 from streamshard.full import gather_full
 from streamshard.inspect import engine_inside
 from streamshard.integrations import peft
 from streamshard.integrations.peft import save_on_first
-from streamshard.unit.shard import ParamShard
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, adamw, assert_same, stack_step
@@ -186,7 +186,7 @@ def test_the_rank_that_cannot_keep_full_tensors_raises_on_all(context: RankConte
     model: Any = StreamShard(Stack(), precision=FP32)
     taken = []
 
-    def take(shard: ParamShard, tensor: torch.Tensor) -> torch.Tensor:
+    def take(shard: Param, tensor: torch.Tensor) -> torch.Tensor:
         taken.append(shard.name)
         raise MemoryError("no room")
 

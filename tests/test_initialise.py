@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from streamshard import StreamShard, init_weights, load_safetensors
-from streamshard.engine.module_state import engine_of
+from streamshard.core.module_state import engine_of
 from streamshard.errors import ShardingError
 from tests.families import gpt2, llama, mixtral, t5
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch

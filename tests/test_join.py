@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from streamshard import ConfigError, ShardingError, StreamShard
-from streamshard.engine.engine import Inputs
+from streamshard.core.engine import Inputs
 from streamshard.inspect import engine_inside
 from tests.models import NormStack, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from streamshard import StreamShard, export_safetensors, init_weights
-from streamshard.engine.module_state import engine_of
+from streamshard.core.module_state import engine_of
 from streamshard.errors import RankMismatchError, ShardingError
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks

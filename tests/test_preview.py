@@ -32,9 +32,9 @@ from tests.simulated import simulated_device
 from tests.test_meta_device import on_meta
 
 SLOTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"weight_slots": 3},
-    {"weight_slots": "all"},
+    {"weight_slots": 2, "grad_slots": 2},
+    {"weight_slots": 3, "grad_slots": 2},
+    {"weight_slots": "all", "grad_slots": 2},
     {"weight_slots": "all", "grad_slots": "all"},
 )
 SOME = "large embedding and head", "two layers", "unequal layers", "a unit of another kind", "adapters", "norms in fp32"

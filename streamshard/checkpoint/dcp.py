@@ -33,8 +33,8 @@ from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.comm.objects import RankGroup
 from streamshard.config import parse_path
+from streamshard.core.optimizer_hooks import NUMBERS
 from streamshard.errors import CheckpointError, ConfigError
-from streamshard.unit.optimizer_hooks import NUMBERS
 
 _CPU = torch.device("cpu")
 

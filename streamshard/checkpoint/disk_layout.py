@@ -22,10 +22,10 @@ from torch import nn
 
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
 from streamshard.checkpoint.safetensors_file import TensorSpec, contiguous_runs
+from streamshard.core.params import Param
 from streamshard.errors import CheckpointError
 from streamshard.integrations import huggingface
 from streamshard.torch_private import TorchDispatchMode
-from streamshard.unit.shard import ParamShard
 
 _MANY_RUNS = 1 << 16
 _SHORT_RUN_NUMEL = 16
@@ -162,7 +162,7 @@ class Piece(NamedTuple):
         return TensorRecord(self.shape, self.data.dtype, pieces)
 
 
-def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str]:
+def saved_names(model: nn.Module, shards: Sequence[Param]) -> dict[str, str]:
     """Every name of the model's state dict, in its order, and the parameter or buffer behind it.
 
     Tied names lead to the same parameter, which is called by its shard's name; a buffer is called by its own.
@@ -186,7 +186,7 @@ def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str
 
 
 def plan_disk(
-    model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None
+    model: nn.Module, shards: Sequence[Param], dtype: torch.dtype | None
 ) -> dict[TensorSpec, tuple[Run, ...]]:
     """The tensors of `model` on disk as `save_pretrained` stores them, in the order in which files are filled.
 
@@ -215,7 +215,7 @@ def plan_disk(
     }
 
 
-def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: bool) -> dict[str, Piece]:
+def local_pieces(model: nn.Module, shards: Sequence[Param], *, buffers: bool) -> dict[str, Piece]:
     """What this rank holds, by parameter name; with `buffers`, persistent buffers too, whole.
 
     Buffers that are not contiguous are copied.
@@ -245,7 +245,7 @@ def overlaps(runs: Iterable[Run], pieces: Mapping[str, Piece]) -> Iterator[tuple
 
 
 def whole_tensors(
-    model: nn.Module, shards: Sequence[ParamShard], names: Mapping[str, str], dtype: torch.dtype | None
+    model: nn.Module, shards: Sequence[Param], names: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """Meta tensors in state dict order, of full shapes; floating-point ones in `dtype`, if given."""
     found = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)}

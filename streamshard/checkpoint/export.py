@@ -53,9 +53,9 @@ from streamshard.checkpoint.safetensors_file import (
 )
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.config import parse_bytes
+from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ConfigError, log
 from streamshard.integrations import huggingface
-from streamshard.unit.shard import ParamShard
 
 Held = Mapping[str, tuple[torch.dtype, Sequence[tuple[int, torch.Tensor]]]]
 """By tensor, its dtype in the file and the ranges that a rank holds: the first element, and the data, 1-D."""
@@ -63,7 +63,7 @@ Held = Mapping[str, tuple[torch.dtype, Sequence[tuple[int, torch.Tensor]]]]
 
 def export_shards(
     model: nn.Module,
-    shards: Sequence[ParamShard],
+    shards: Sequence[Param],
     group: RankGroup,
     root: Path,
     dtype: torch.dtype | str | None,

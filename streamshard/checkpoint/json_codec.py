@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from streamshard.errors import CheckpointError
+from streamshard.guards.sharded_tensor import is_piece
 from streamshard.torch_private import is_traceable_wrapper_subclass
-from streamshard.unit.sharded_tensor import is_piece
 
 _KIND = "$"
 _CPU = torch.device("cpu")

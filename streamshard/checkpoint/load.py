@@ -22,9 +22,9 @@ from streamshard.checkpoint.disk_layout import (
 )
 from streamshard.checkpoint.safetensors_file import MODEL_FILES, FileNames, OpenFiles, copy_range, read_text
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, log
 from streamshard.integrations import huggingface
-from streamshard.unit.shard import ParamShard
 
 _NAMES_SHOWN = 8
 _SAMPLE_BYTES = 256
@@ -80,7 +80,7 @@ class StoredDirectory(OpenFiles):
 
 
 def load_shards(
-    model: nn.Module, shards: Sequence[ParamShard], group: RankGroup, root: Path, *, strict: bool = True
+    model: nn.Module, shards: Sequence[Param], group: RankGroup, root: Path, *, strict: bool = True
 ) -> tuple[Difference, set[str]]:
     """Load a directory, as `streamshard.load_safetensors` documents, into `shards`.
 
@@ -144,7 +144,7 @@ class Difference(NamedTuple):
 
 
 def _compare(
-    model: nn.Module, shards: Sequence[ParamShard], stored: Mapping[str, torch.Tensor]
+    model: nn.Module, shards: Sequence[Param], stored: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Run]], Difference]:
     """Match the tensors in the files with the model's parameters and buffers, and find what does not fit.
 

@@ -19,16 +19,16 @@ from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.json_codec import decode, encode, reference
 from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
 from streamshard.comm.communicator import Communicator
-from streamshard.engine.engine import Engine
+from streamshard.core.engine import Engine
+from streamshard.core.optimizer_hooks import NUMBERS, params_in, take_over_state
+from streamshard.core.params import Param
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.torch_private import is_traceable_wrapper_subclass
-from streamshard.unit.optimizer_hooks import NUMBERS, params_in, take_over_state
-from streamshard.unit.shard import ParamShard
 
 State = dict[str, dict[str, Any]]
 """JSON of what an optimizer keeps for each parameter, by the parameter's name."""
 
-Sharded = Mapping[nn.Parameter, tuple[Engine, ParamShard]]
+Sharded = Mapping[nn.Parameter, tuple[Engine, Param]]
 """Sharded parameters: their engines and shards."""
 
 _CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def owners_of(optimizer: Optimizer) -> Mapping[int, int]:
     return {} if ask is None else ask()
 
 
-def steps_here(owner: int | None, engine: Engine, shard: ParamShard) -> bool:
+def steps_here(owner: int | None, engine: Engine, shard: Param) -> bool:
     """Whether this rank steps the parameter of `owner`, or its piece of it, and so keeps state."""
     return owner == engine.ranks.rank if owner is not None else shard.local.numel > 0 or not shard.layout.numel
 
@@ -52,7 +52,7 @@ def settle(optimizer: Optimizer, ranks: Communicator) -> None:
         act(ranks)
 
 
-def _moments_in(values: Mapping[str, Any], path: str, shard: ParamShard) -> dict[str, Piece]:
+def _moments_in(values: Mapping[str, Any], path: str, shard: Param) -> dict[str, Piece]:
     """This rank's pieces of what has the parameter's shape, by key."""
     moments = {}
     for key, value in values.items():
@@ -286,7 +286,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     optimizer.load_state_dict({**others, "state": state})
 
 
-def _cut(name: str, value: Any, shard: ParamShard) -> Any:
+def _cut(name: str, value: Any, shard: Param) -> Any:
     """This rank's part of state of a sharded parameter."""
     if not isinstance(value, torch.Tensor) or not value.shape and (shard.layout.shape or name in NUMBERS):
         return value

@@ -35,11 +35,11 @@ from streamshard.checkpoint.safetensors_file import copy_range
 from streamshard.checkpoint.save import finish_running
 from streamshard.comm.objects import run_on_all_ranks
 from streamshard.config import parse_path
-from streamshard.engine.engine import Engine
+from streamshard.core.engine import Engine
+from streamshard.core.optimizer_hooks import params_in
+from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, log, printable
 from streamshard.initialise import compute_buffers
-from streamshard.unit.optimizer_hooks import params_in
-from streamshard.unit.shard import ParamShard
 
 
 class Loaded(dict[str, Any]):
@@ -205,7 +205,7 @@ class Plan:
         rest["param_groups"] = [{**options, "params": own["params"]} for options, own in groups]
         self.steps.append(partial(optimizer.load_state_dict, {**rest, "state": state}))
 
-    def _plan_moment(self, name: str, engine: Engine, shard: ParamShard, saved: str, where: object) -> torch.Tensor:
+    def _plan_moment(self, name: str, engine: Engine, shard: Param, saved: str, where: object) -> torch.Tensor:
         """A tensor for this rank's piece of an optimizer's state, to be filled later."""
         tensor = self._of_replica(engine, saved)
         fits = self._tensors[tensor].shape == shard.layout.shape  # of others a stranger may name many

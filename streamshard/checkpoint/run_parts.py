@@ -34,14 +34,14 @@ from streamshard.checkpoint.optimizer_state import (
 )
 from streamshard.checkpoint.safetensors_file import bytes_of
 from streamshard.comm.objects import gather_from_all_ranks
+from streamshard.core.engine import Engine
+from streamshard.core.module_state import engine_at_rest
+from streamshard.core.optimizer_hooks import params_in
+from streamshard.core.params import Param
 from streamshard.device import module_of
-from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import engine_at_rest
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.planning.structure import params_of
-from streamshard.unit.optimizer_hooks import params_in
-from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_tensor import piece_of
 
 RANDOM = "random"
 
@@ -128,7 +128,7 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
         ConfigError: a parameter of the optimizer is of no model that was given.
     """
     names: dict[nn.Parameter, str] = {}
-    sharded: dict[nn.Parameter, tuple[Engine, ParamShard]] = {}
+    sharded: dict[nn.Parameter, tuple[Engine, Param]] = {}
     for key, (_, engine) in parts.models.items():
         for shard in engine.param_shards:
             names[shard.param], sharded[shard.param] = f"{key}/{shard.name}", (engine, shard)

@@ -42,7 +42,7 @@ from streamshard.errors import (
     log,
     warn_user,
 )
-from streamshard.unit.sharded_parameter import is_unreduced
+from streamshard.guards.sharded_parameter import is_unreduced
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # how long making a group takes at most, after ranks have met
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
@@ -128,7 +128,7 @@ def _say_what_is_lost(parts: Parts) -> None:
     """Warn if unreduced gradients wait inside ``no_sync()``. Other gradients may be left over from the last step."""
     for name, (_, engine) in parts.models.items():
         params = [shard.param for shard in engine.param_shards if shard.param.grad is not None]
-        if params and (not engine.casts.is_synced or any(map(is_unreduced, params))):
+        if params and (not engine.is_synced or any(map(is_unreduced, params))):
             warn_user(
                 f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "
                 "a run that goes on from it begins that step's micro-batches with none; save after optimizer.step()"

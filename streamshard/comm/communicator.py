@@ -15,7 +15,7 @@ from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.objects import Guard
 from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import StreamName, Streams
-from streamshard.comm.transport import Peers, Transport
+from streamshard.comm.transport import AloneTransport, Peers, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError
 
@@ -61,7 +61,8 @@ class Communicator(Peers):
         self.stream = stream
         self.rank = group.rank()
         _alive_ones.add(self)
-        self.transport = NcclTransport(self) if has_streams else PairwiseTransport(self)
+        kind = NcclTransport if has_streams else PairwiseTransport
+        self.transport = AloneTransport(self) if self.world_size == 1 else kind(self)
         if self.world_size > 1:
             with self.guard("the first meeting of a process group's ranks"):
                 self.transport.meet()
@@ -137,7 +138,7 @@ class PlannedRanks(Communicator):
         self.streams = Streams(torch.device("meta"))
         self.stream = StreamName.COMM
         self.rank = 0
-        self.transport = TRANSPORTS[transport](self)
+        self.transport = AloneTransport(self) if world_size == 1 else TRANSPORTS[transport](self)
 
     def share_memory(self, nbytes: int, units: int) -> None:
         """Nobody is there to share memory with."""

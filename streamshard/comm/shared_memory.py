@@ -11,16 +11,17 @@ child that reads weights there ends with a segmentation fault.
 [Note: counters]
 Each rank has four counters, which only it increments:
 
-- PUBLISHED: how often this rank has cast its all-gather inputs. Peers wait for it before they copy.
-- RETRACTED: how often this rank has finished reading peers' shards. Peers wait for it before they cast (rule 6).
+- PUBLISHED: how many all-gather inputs this rank has cast for an all-gather. Peers wait for it before they copy.
+- READ: how many all-gathers this rank has copied. Peers wait for it before they cast these inputs anew (rule 6).
 - WRITTEN: for how many reductions this rank has filled the grad slot. Peers wait for it before they sum.
 - SUMMED: how many reductions this rank has summed. Peers wait for it before they write that slot again (rule 3).
 
 All ranks allocate the same buffers in the same order, so a buffer has the same offset in every rank's memory.
 
-Counts suffice because passes and reductions come in the same order on all ranks. To check this, each rank stores with
-WRITTEN a digest of all that it has issued, and ranks compare the digests before they sum. Sums are taken in the same
-order, as early as possible, so two ranks never wait for each other's sums.
+Counts suffice because all-gathers and reductions come in the same order on all ranks, and each rank copies and sums in
+this order. To check this, each rank stores with
+WRITTEN a digest of all that it has issued, and ranks compare the digests before they sum. Sums are taken as
+early as possible, so two ranks never wait for each other's sums.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.gloo import Exchange, PairwiseTransport
+from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import timeout_of
 from streamshard.comm.objects import RankGroup
 from streamshard.comm.streams import Collective, Work
@@ -61,7 +62,7 @@ class Counter(enum.IntEnum):
     """See [Note: counters]."""
 
     PUBLISHED = 0
-    RETRACTED = 1
+    READ = 1
     WRITTEN = 2
     SUMMED = 3
 
@@ -186,6 +187,17 @@ def _system() -> str:
     return f"{boot} {namespace.st_dev} {namespace.st_ino}"
 
 
+class _Until(NamedTuple):
+    """Work that ends when ``action(number)`` returns. See `streamshard.comm.streams.Work`."""
+
+    action: Callable[[int], None]
+    number: int
+
+    def wait(self) -> None:
+        """Block the calling thread until then."""
+        self.action(self.number)
+
+
 class SharedMemoryTransport(PairwiseTransport):
     """CPU ranks of one machine. Made by `Communicator.share_memory`.
 
@@ -199,6 +211,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._buffers = buffers
         self._own = buffers[ranks.rank]
         self._timeout_s = timeout_of(ranks.group).total_seconds()
+        self._gathers: deque[tuple[torch.Tensor, torch.Tensor]] = deque()  # shard and slot, not copied yet
         self._started: deque[Reduction] = deque()  # not summed yet
         weakref.finalize(self, _leave, self._own.gone, os.getpid())
 
@@ -212,16 +225,6 @@ class SharedMemoryTransport(PairwiseTransport):
 
     # -- all-gathers ------------------------------------------------------------------------------------------------
 
-    def retract_shards(self) -> Work | None:
-        """See `Transport.retract_shards`."""
-        super().retract_shards()
-        count = self._advance(Counter.RETRACTED)
-        return Exchange(lambda: self._await(Counter.RETRACTED, count))
-
-    def publish_shards(self) -> None:
-        """See `Transport.publish_shards`."""
-        self._advance(Counter.PUBLISHED)
-
     def start_gather(
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
@@ -229,18 +232,34 @@ class SharedMemoryTransport(PairwiseTransport):
         if not is_published or self._own.offset_of(shard) is None:  # send it through gloo
             return super().start_gather(shard, slot, tag, is_published=is_published)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        return Exchange(lambda: self._copy(shard, slot))
+        self._gathers.append((shard, slot))
+        return _Until(self.read, self._advance(Counter.PUBLISHED))
+
+    def readers(self, work: Work | None) -> Work | None:
+        """See `Transport.readers`."""
+        return _Until(self.read_by_all, self._own.counters[Counter.PUBLISHED]) if work is not None else None
+
+    def read(self, count: int) -> None:
+        """Copy all-gathers in their order, until this rank has copied `count`."""
+        while (number := self._own.counters[Counter.READ]) < count:
+            self._await(Counter.PUBLISHED, number + 1)
+            self._copy(*self._gathers.popleft())
+            self._advance(Counter.READ)
+
+    def read_by_all(self, count: int) -> None:
+        """Return once all ranks have copied `count` all-gathers."""
+        self.read(count)
+        self._await(Counter.READ, count)
 
     def _copy(self, shard: torch.Tensor, slot: torch.Tensor) -> None:
-        self._await(Counter.PUBLISHED, self._own.counters[Counter.PUBLISHED])
         rank, chunks = self.ranks.rank, slot.view(self.ranks.world_size, -1)
         # A slot with one unit holds the all-gather input itself: each rank's is the rank's own chunk of its slot.
         step = shard.nbytes if chunks[rank].data_ptr() == shard.data_ptr() else 0
         start = self._offset_of(shard) - rank * step
         with self.streams.on(self.stream), torch.no_grad():
-            for peer, (buffers, chunk) in enumerate(zip(self._buffers, chunks, strict=True)):
+            for peer, buffers in enumerate(self._buffers):
                 if peer != rank or not step:
-                    chunk.copy_(buffers.view(start + peer * step, shard.numel(), shard.dtype))
+                    chunks[peer].copy_(buffers.view(start + peer * step, shard.numel(), shard.dtype))
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
@@ -251,8 +270,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._started.append(reduction)
         written = self._own.written
         written[self._own.counters[Counter.WRITTEN] % len(written)] = self.ranks.recorder.log.digest
-        count = self._advance(Counter.WRITTEN)
-        return Exchange(lambda: self._finish(count))
+        return _Until(self.sum, self._advance(Counter.WRITTEN))
 
     def progress(self) -> None:
         """See `Transport.progress`. Takes the sums for which all ranks have written, so that no rank waits later."""
@@ -260,7 +278,8 @@ class SharedMemoryTransport(PairwiseTransport):
             with self.ranks.guard("a reduction"):
                 self._sum_next()
 
-    def _finish(self, count: int) -> None:
+    def sum(self, count: int) -> None:
+        """Sum reductions in their order, until all ranks have summed `count`."""
         while self._own.counters[Counter.SUMMED] < count:
             self._await(Counter.WRITTEN, self._own.counters[Counter.SUMMED] + 1)
             self._sum_next()
@@ -291,7 +310,7 @@ class SharedMemoryTransport(PairwiseTransport):
         return self._own.counters[counter]
 
     def _is_everywhere(self, counter: Counter, count: int) -> bool:
-        return all(buffers.counters[counter] >= count for buffers in self._buffers)
+        return all([buffers.counters[counter] >= count for buffers in self._buffers])  # noqa: C419  # faster
 
     def _await(self, counter: Counter, count: int) -> None:
         """Return once all ranks' counters have reached `count`.

@@ -100,9 +100,13 @@ class StepEvent(enum.Enum):
     """
 
     CAST_BEGINS = enum.auto()
-    """The cast of all units' main weights to all-gather inputs begins."""
+    """The cast of the unit's main weights to all-gather inputs begins."""
     CAST_ENDS = enum.auto()
     """The cast is done."""
+    GATHER_BEGINS = enum.auto()
+    """The host begins to issue the unit's all-gather."""
+    GATHER_ENDS = enum.auto()
+    """The all-gather is issued."""
     FORWARD_BEGINS = enum.auto()
     """A layer of the unit is called in a pass."""
     FORWARD_ENDS = enum.auto()
@@ -116,8 +120,12 @@ class StepEvent(enum.Enum):
     BACKWARD_ENDS = enum.auto()
     """Backward of the whole pass, all units, has ended."""
     GRAD_WRITTEN = enum.auto()
-    """A complete gradient has been copied into the unit's grad slot (with one rank, into the main grads). On a device
+    """A complete gradient has been copied into the unit's grad slot. On a device
     small gradients are copied together, when the unit is reduced."""
+    REDUCTION_BEGINS = enum.auto()
+    """The host begins to issue the reduction of the unit's gradients."""
+    REDUCTION_ENDS = enum.auto()
+    """The reduction is issued."""
     OPTIMIZER_BEGINS = enum.auto()
     """Any optimizer of the process is about to step. Only `streamshard.inspect.trace` reports this."""
     OPTIMIZER_ENDS = enum.auto()
@@ -174,13 +182,21 @@ class Fence:
         source: the stream that records it.
         what: the guarded object, for messages ("slot 0").
         target: the stream that waits; None: comm if `source` is compute, else compute.
+        at: a fence of the same source whose point this fence shares, for another rule: `record` follows its `record`.
 
     Attributes:
         work: the pending work of the point; None on an accelerator, and when the work is done.
     """
 
     def __init__(
-        self, streams: Streams, rule: Rule, source: StreamName, what: str, target: StreamName | None = None
+        self,
+        streams: Streams,
+        rule: Rule,
+        source: StreamName,
+        what: str,
+        target: StreamName | None = None,
+        *,
+        at: Fence | None = None,
     ) -> None:
         self.rule = rule
         self.what = what
@@ -188,6 +204,9 @@ class Fence:
         self.target = target or (StreamName.COMM if source is StreamName.COMPUTE else StreamName.COMPUTE)
         self._streams = streams
         self._event: Any = None if streams.module is None else streams.module.Event()
+        self._records = self._event is not None and at is None
+        if at is not None:
+            self._event = at._event
         self.work: Work | None = None
         self._recorded = False
 
@@ -202,7 +221,7 @@ class Fence:
             self.complete()
         self.work = work
         self._recorded = True
-        if self._event is not None:
+        if self._records:
             self._event.record(stream or self._streams.device_stream(self.source))
         for observer in self._streams.observers:
             observer.on_record(self)

@@ -176,13 +176,13 @@ class Transport(abc.ABC):
         """A buffer [numel] of zeros on the streams' device, in memory that other ranks can read if there is such."""
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
-    def retract_shards(self) -> Work | None:
-        """Called before all-gather inputs are cast anew. Returns work that ends when no other rank reads them."""
-        self._log.add(RecordKind.FORWARD)
-        return None
+    def readers(self, work: Work | None) -> Work | None:
+        """Work that ends when no rank reads the shards of the all-gather started last. Streams order the rest.
 
-    def publish_shards(self) -> None:  # noqa: B027  # most transports send shards
-        """Let other ranks read the all-gather inputs of all units from now on. Called when they are cast."""
+        Args:
+            work: returned by this rank's part of the all-gather.
+        """
+        return work
 
     def progress(self) -> None:  # noqa: B027  # backends with threads of their own need no help
         """Advance pending collectives without waiting. Called with every gradient."""
@@ -213,6 +213,44 @@ class Transport(abc.ABC):
 
     def leave(self) -> None:  # noqa: B027  # closed connections tell most backends
         """This rank has failed: end the waits of other ranks for it."""
+
+
+class AloneTransport(Transport):
+    """One rank. Its shards are the whole units, so data only move between buffers, if they are not one and the same."""
+
+    def start_gather(
+        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+    ) -> Work | None:
+        """See `Transport.start_gather`."""
+        if slot.data_ptr() != shard.data_ptr():
+            self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+            with self.streams.on(self.stream), torch.no_grad():
+                slot.copy_(shard)
+        return None
+
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        """See `Transport.start_reduce`."""
+        slot, out, _, _, accumulate, tag = reduction
+        if slot.data_ptr() != out.data_ptr():
+            self._declare(Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
+            with self.streams.on(self.stream), torch.no_grad():
+                out.add_(slot) if accumulate else out.copy_(slot)
+        return None
+
+    def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
+        """See `Transport.start_average`. The mean over one rank."""
+        return None
+
+    def start_all_to_all(self, exchange: AllToAll) -> Work | None:
+        """See `Transport.start_all_to_all`."""
+        self._declare(Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,))
+        with self.streams.on(self.stream), torch.no_grad():
+            exchange.received.copy_(exchange.send)
+        return None
+
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+        """No scratch."""
+        return 0
 
 
 def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accumulate: bool) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -71,6 +72,7 @@ class AdversarialTransport(Transport):
         super().__init__(ranks)
         self.inner = ranks.transport
         self._pending: deque[_Late] = deque() if pending is None else pending
+        self._readers: Work | None = None  # of the all-gather that was started last
 
     def start_gather(
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
@@ -80,7 +82,16 @@ class AdversarialTransport(Transport):
             self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
             with self.streams.on(self.stream):
                 _spoil(slot, keep=shard)
-        return self._start(lambda: self.inner.start_gather(shard, slot, tag, is_published=is_published))
+        readers: list[Work | None] = []
+
+        def start() -> Work | None:
+            work = self.inner.start_gather(shard, slot, tag, is_published=is_published)
+            readers.append(self.inner.readers(work))
+            return work
+
+        late = self._start(start)
+        self._readers = None if late is None else _Readers(late, readers)
+        return late
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""
@@ -122,14 +133,9 @@ class AdversarialTransport(Transport):
         """See `Transport.allocate_visible`."""
         return self.inner.allocate_visible(numel, dtype)
 
-    def retract_shards(self) -> Work | None:
-        """See `Transport.retract_shards`. What has not been read by then never is."""
-        self.complete()
-        return self.inner.retract_shards()
-
-    def publish_shards(self) -> None:
-        """See `Transport.publish_shards`."""
-        self.inner.publish_shards()
+    def readers(self, work: Work | None) -> Work | None:
+        """See `Transport.readers`."""
+        return self._readers
 
     def leave(self) -> None:
         """See `Transport.leave`."""
@@ -185,6 +191,20 @@ class _Late:
         if self._after is not None:
             with streams.on(self._transport.stream):
                 self._after()
+
+
+class _Readers(NamedTuple):
+    """Work that ends when no rank reads the shards of a late all-gather; see `Transport.readers`."""
+
+    late: Work
+    readers: list[Work | None]
+
+    def wait(self) -> None:
+        """See `streamshard.comm.streams.Work`."""
+        self.late.wait()
+        for each in self.readers:
+            if each is not None:
+                each.wait()
 
 
 def _spoil(slot: torch.Tensor, keep: torch.Tensor | None = None) -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import handle_of
+from streamshard.core.engine import Engine
+from streamshard.core.module_state import handle_of
 from streamshard.errors import log, uncaught
 from streamshard.planning.memory import Category, largest_of, plan_slots
 from streamshard.planning.structure import list_of, modules_inside
@@ -59,7 +59,7 @@ def report_memory(engine: Engine) -> MemoryReport:
     """What `engine` holds. See [Note: memory] in `streamshard.planning.memory`."""
     layouts, ledger = [unit.layout for unit in engine.units], engine.ledger
     held_bytes = {category.value: ledger.held_bytes(category) for category in Category}
-    trained_numel = sum(grads.main.numel() for unit in engine.units for grads in unit.grads.flat_params)
+    trained_numel = sum(flat.main_grads.numel() for unit in engine.units for flat in unit.flat_params)
     return MemoryReport(
         held_bytes=held_bytes,
         numel=sum(layout.numel for layout in layouts),
@@ -134,15 +134,13 @@ def explain_out_of_memory(engine: Engine, holds: str) -> str:
 
 def saved_by_fewer_slots(engine: Engine) -> dict[str, int]:
     """By setting, about how many bytes it saves. Empty if there are no more slots than two."""
-    if engine.is_alone:
-        return {}
     plan, layouts = engine.plan, [unit.layout for unit in engine.units]
     least = plan_slots(plan.shared, 2, 2)
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # What lies in the slots while each unit has its own.
     inputs = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in flat_params if plan.keeps_weights)
-    grads = [grads for unit in engine.units for grads in unit.grads.flat_params]
-    main = sum(each.main.nbytes for each in grads if each.is_main_in_slot)
+    held = [flat for unit in engine.units for flat in unit.flat_params if flat.is_main_in_slot]
+    main = sum(flat.main_grads.nbytes for flat in held)
 
     def saved(slots: Sequence[int], fewer: Sequence[int], sizes: Sequence[int]) -> int:
         return sum(largest_of(slots, sizes).values()) - sum(largest_of(fewer, sizes).values())

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
-from streamshard.engine.engine import Engine
+from streamshard.core.engine import Engine
 from streamshard.errors import RaceError
 from streamshard.inspect import engine_inside
 from streamshard.nested import tensors_in
@@ -272,12 +272,11 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
     """By address: a buffer's name, the unit it belongs to, and the slot object that knows whose data it holds."""
     owners: dict[int, tuple[str, str | None, Any]] = {}
     for unit in engine.units:
-        weights, slot = unit.weight_slot, unit.grads.slot
+        weights, slot = unit.weight_slot, unit.grad_slot
         owners.setdefault(weights.buffer.data_ptr(), (weights.arrived.what, None, weights))
-        if slot is not None:
-            for buffer, what in ((slot.buffer, ""), (slot.scratch.buffer, "scratch of ")):
-                owners.setdefault(buffer.data_ptr(), (what + slot.drained.what, None, slot))
-        own = [(Category.MAIN_GRADS, grads.main) for grads in unit.grads.flat_params]
+        for buffer, what in ((slot.buffer, ""), (slot.scratch.buffer, "scratch of ")):
+            owners.setdefault(buffer.data_ptr(), (what + slot.drained.what, None, slot))
+        own = [(Category.MAIN_GRADS, flat.main_grads) for flat in unit.flat_params if flat.kind.trains]
         for flat_param in unit.flat_params:
             kept_as = Category.MAIN_WEIGHTS if flat_param.kind.trains else Category.FROZEN_WEIGHTS
             own += [(kept_as, flat_param.main), (Category.ALL_GATHER_INPUTS, flat_param.gather_input)]
@@ -288,6 +287,8 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
 
 def _missing_rule(category: Category, first: Access) -> Rule | None:
     """The rule that orders `first` before what another stream does next with such a buffer."""
+    if first.stream is StreamName.REPLICA:
+        return Rule.RESULTS_ARRIVED  # only averages run there
     is_compute_first = first.stream is StreamName.COMPUTE
     if category in (Category.WEIGHT_SLOTS, Category.WIRE_BUFFERS):
         return Rule.SLOT_RELEASED if is_compute_first else Rule.WEIGHTS_ARRIVED

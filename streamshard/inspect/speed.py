@@ -88,7 +88,6 @@ def measure(
     ranks.share_memory(sum(16 * (numel + 64 * ranks.world_size) for numel, _ in sizes), len(sizes))
     ranks.recorder.names = ["a measured unit"] * len(sizes)
     units = [_Unit(ranks, tag, *pair, precision) for tag, pair in enumerate(sizes)]
-    ranks.transport.publish_shards()
     medians = partial(medians_ms, ranks, ranks.streams.device)
     speeds = []
     for unit in units:

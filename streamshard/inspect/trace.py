@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from streamshard.comm.streams import AllWork, Collective, Fence, Observer, Rule, StepEvent, StreamName, Streams, Work
-from streamshard.engine.engine import ROOT_UNIT, Engine
+from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.errors import ConfigError, log, warn_user
 from streamshard.inspect import engine_inside
 from streamshard.inspect.timeline import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace

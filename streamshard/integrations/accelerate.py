@@ -20,12 +20,12 @@ from streamshard.checkpoint.restore import load_checkpoint
 from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.groups import make_default_group
 from streamshard.config import Precision, parse_path, parse_precision
+from streamshard.core.module_state import engine_of, handle_of
 from streamshard.device import accelerator as accelerator_kind
-from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
+from streamshard.guards.sharded_tensor import is_piece
 from streamshard.nested import tensors_in
-from streamshard.unit.sharded_tensor import is_piece
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

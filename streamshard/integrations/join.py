@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.engine.backward import run_empty_backward
-from streamshard.engine.engine import Engine, Inputs
-from streamshard.engine.forward import begin_forward
+from streamshard.core.edge import run_empty_backward
+from streamshard.core.engine import Engine, Inputs
+from streamshard.core.forward import begin_forward
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.planning.structure import params_of
 
@@ -84,10 +84,14 @@ class UnevenInputs(Inputs):
         config: Any = self._model._join_config
         if self._shadows or not config.enable:
             return
-        casts = self._engine.casts
+        engine = self._engine
         Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
         own = self._row(True)
-        self._announce(own._replace(has_grad=torch.is_grad_enabled(), is_synced=casts.is_synced, casts=casts.are_due))
+        self._announce(
+            own._replace(
+                has_grad=torch.is_grad_enabled(), is_synced=engine.is_synced, casts=not engine.are_weights_current
+            )
+        )
 
     def on_clipping(self, max_norm: object, norm_type: float) -> None:
         """See `Inputs`."""
@@ -116,7 +120,7 @@ class UnevenInputs(Inputs):
         self._has_run_out = True
         self._clear()
         announced = self._announce(self._row(False))
-        engine.casts.match(is_synced=announced.is_synced, are_due=announced.casts)
+        engine.match(is_synced=announced.is_synced, are_weights_current=not announced.casts)
         self._shadows = True
         try:
             with torch.set_grad_enabled(announced.has_grad):
@@ -129,7 +133,7 @@ class UnevenInputs(Inputs):
                     self._repeat()
         finally:
             self._shadows = False
-            engine.casts.set_synced(True)
+            engine.set_synced(True)
 
     def finish(self) -> None:
         """All ranks have run out.

@@ -25,14 +25,14 @@ from torch import nn
 
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import raise_if, run_on_all_ranks
-from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer, watched_class
+from streamshard.core.engine import Engine
+from streamshard.core.module_state import ShardedModule, engine_at_rest, not_a_layer, watched_class
+from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import gather_full, under_params
+from streamshard.guards.sharded_tensor import is_piece
 from streamshard.integrations.huggingface import is_diffusers_model, is_of, is_transformers_model
 from streamshard.planning.structure import modules_inside
-from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_tensor import is_piece
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -98,7 +98,7 @@ def save_on_first(
         CheckpointError: on every rank; names the rank that failed.
     """
 
-    def take(shard: ParamShard, tensor: torch.Tensor) -> torch.Tensor:
+    def take(shard: Param, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", shard.dtype, copy=True)
 
     full, failure = gather_full(engine, take if engine.ranks.is_first else None, wanted)

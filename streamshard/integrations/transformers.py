@@ -32,12 +32,12 @@ from streamshard.api import (
     load_safetensors,
 )
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
-from streamshard.engine.module_state import engine_of, handle_of
+from streamshard.core.module_state import engine_of, handle_of
+from streamshard.core.optimizer_hooks import is_elementwise_class
 from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, refuse_pieces, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
-from streamshard.unit.optimizer_hooks import is_elementwise_class
 
 _PARTIAL = "partial-"  # Trainer takes whatever begins with "checkpoint-" for one
 _REPLACED = "replaced"

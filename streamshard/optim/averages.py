@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from streamshard.engine.module_state import engine_at_rest, not_a_layer
+from streamshard.core.module_state import engine_at_rest, not_a_layer
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.planning.structure import params_of
-from streamshard.unit.sharded_tensor import piece_of
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.core.optimizer_hooks import is_elementwise_class, params_in
 from streamshard.errors import ConfigError, RankMismatchError
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.optim.rounds import Rounds, WholeParam
 from streamshard.planning.owners import plan_rounds
-from streamshard.unit.optimizer_hooks import is_elementwise_class, params_in
-from streamshard.unit.sharded_tensor import piece_of
 
 PLAIN = (int, float, str, bool, tuple, type(None))
 

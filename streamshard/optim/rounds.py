@@ -29,10 +29,10 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import AllToAll
+from streamshard.core.slots import Ledger
+from streamshard.guards.sharded_parameter import data_of
+from streamshard.guards.sharded_tensor import Piece
 from streamshard.planning.memory import Category
-from streamshard.unit.shard import Ledger
-from streamshard.unit.sharded_parameter import data_of
-from streamshard.unit.sharded_tensor import Piece
 
 _ALIGNED_NUMEL = 128  # fp32 elements: 512 bytes, as of tensors that torch allocates, so kernels do the same
 _DIGEST_RANGE = 1 << 24  # integers that fp32 holds exactly

@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 
 from streamshard.comm.communicator import Communicator
 from streamshard.config import parse_bytes
+from streamshard.core.optimizer_hooks import PiecesOfState, is_elementwise_class, params_in
 from streamshard.errors import ConfigError
+from streamshard.guards.sharded_parameter import refuse_unreduced
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.optim.inner import GroupClass, InnerOptimizers, options_of
 from streamshard.optim.rounds import WholeParam, stand_in
 from streamshard.optim.trial import constructor_options, try_constructor, try_steps
 from streamshard.planning.owners import assign_owners
 from streamshard.torch_private import untraced
-from streamshard.unit.optimizer_hooks import PiecesOfState, is_elementwise_class, params_in
-from streamshard.unit.sharded_parameter import refuse_unreduced
-from streamshard.unit.sharded_tensor import piece_of
 
 _CLASS = "optimizer_class"  # what a group may name
 _FP32_BYTES = 4

@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.comm.objects import raise_if
+from streamshard.core.engine import Engine
+from streamshard.core.module_state import engine_of
 from streamshard.device import on_device
-from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import engine_of
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
 
 _INNER_NAMES = ("param_groups", "state", "defaults")  # what other code assigns to an optimizer as well

@@ -42,6 +42,10 @@ class FlatParamKind(NamedTuple):
     grad_dtype: torch.dtype
     mode: ReductionMode
 
+    def on_one_rank(self) -> FlatParamKind:
+        """The kind where nothing is sent: no rounding to dtypes of messages."""
+        return self._replace(wire_dtype=self.compute_dtype, grad_dtype=torch.float32, mode=ReductionMode.FP32)
+
 
 def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: bool) -> FlatParamKind:
     """The kind of the flat parameter that a parameter belongs to.
@@ -73,7 +77,7 @@ class ByteRange(NamedTuple):
         return self.start + self.size
 
 
-class FlatParam(NamedTuple):
+class FlatParamPlan(NamedTuple):
     """One flat parameter, and where it lies.
 
     Attributes:
@@ -102,7 +106,7 @@ class UnitLayout(NamedTuple):
     """
 
     name: str
-    flat_params: tuple[FlatParam, ...]
+    flat_params: tuple[FlatParamPlan, ...]
 
     @property
     def params(self) -> tuple[ParamLayout, ...]:
@@ -153,9 +157,11 @@ def plan_units(
     layouts: list[UnitLayout] = []
     tag = 0
     for name, parts in zip(names, units, strict=True):
-        flat_params: list[FlatParam] = []
+        flat_params: list[FlatParamPlan] = []
         weights = wire = grads = ByteRange(0, 0)
         for kind, params in parts:
+            if world_size == 1:
+                kind = kind.on_one_rank()
             sizes = [ParamLayout(found.names[0], tuple(found.param.shape)) for found in params]
             element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)
             layout = plan_flat_param(sizes, world_size, element_bytes=element_bytes, align_pieces_to=align_pieces_to)
@@ -163,7 +169,7 @@ def plan_units(
             weights = ByteRange(weights.stop, numel * kind.compute_dtype.itemsize)
             wire = ByteRange(wire.stop, is_wire * numel * kind.wire_dtype.itemsize)
             grads = ByteRange(grads.stop, kind.trains * numel * kind.grad_dtype.itemsize)
-            flat_params.append(FlatParam(tag, kind, layout, weights, wire, grads))
+            flat_params.append(FlatParamPlan(tag, kind, layout, weights, wire, grads))
             tag += 1
         layouts.append(UnitLayout(name, tuple(flat_params)))
     return layouts

@@ -79,6 +79,11 @@ class FlatParamLayout:
         return self.padded_numel // self.world_size
 
     @property
+    def is_whole(self) -> bool:
+        """Whether each rank owns all elements: there is one rank."""
+        return self.world_size == 1
+
+    @property
     def numel(self) -> int:
         """Elements that belong to parameters: ``padded_numel`` less alignment gaps and padding."""
         return sum(param.numel for param in self.params)
@@ -97,7 +102,7 @@ class FlatParamLayout:
 
         Both have as many dimensions as the parameter, by which training scripts choose weight decay.
         """
-        if self.world_size == 1:
+        if self.is_whole:
             return param.shape
         return (*[1] * (len(param.shape) - 1), self.local_range(param, rank).numel)
 

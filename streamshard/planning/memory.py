@@ -12,8 +12,8 @@ gradients first and the embedding's last, so the embedding rarely waits for the 
 
 With "all" weight slots, every block has a slot of its own: nothing is all-gathered twice in a step (ZeRO-2), and a
 rank's shard of a unit is a range of the unit's slot if the dtypes are equal. With "all" grad slots, gradients can
-accumulate (ZeRO-1), and fp32 main grads lie in the slots until a backward adds to earlier gradients. With one rank
-there are no slots: layers compute with the shards, and gradients go to the main grads.
+accumulate (ZeRO-1), and fp32 main grads lie in the slots until a backward adds to earlier gradients. "all" is the
+default with one rank, where a unit's shard is the whole slot.
 
 [Note: memory]
 S is the sum of the sizes of this rank's shards in elements, padding included; N is the number of ranks. Bytes per rank:

@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -162,15 +162,16 @@ def _problem_with(param: nn.Parameter) -> str | None:
     return None
 
 
+MARKS = frozenset(("_in_backward_optimizers", "grad_sample"))  # attributes that other libraries set on parameters
+
+
 def refuse_marks(name: str, param: nn.Parameter) -> None:
     """Raise if an attribute of `param` shows that another library takes the gradient of parameter `name`.
 
     Raises:
         ShardingError: names the parameter and the library.
     """
-    attributes = param.__dict__
-    if "_in_backward_optimizers" in attributes or "grad_sample" in attributes:
-        mark = "grad_sample" if "grad_sample" in attributes else "_in_backward_optimizers"
+    for mark in MARKS.intersection(param.__dict__):
         raise ShardingError(
             f"parameter {name!r} has {mark}: _apply_optimizer_in_backward or opacus takes its gradient before "
             "ranks average it. Leave that out; param.register_post_accumulate_grad_hook gets the sharded gradient"
@@ -239,8 +240,13 @@ class Structure:
                 self._children[name] = (children, (*children.values(),))  # modules without parameters may change
 
 
-def _are_same(entries: Mapping[str, object], before: tuple[object, ...]) -> bool:
-    return len(entries) == len(before) and all(map(operator.is_, entries.values(), before))
+def _are_same(entries: Any, before: tuple[object, ...]) -> bool:
+    return len(entries) == len(before) and all(map(operator.is_, _values_of(entries), before))
+
+
+def _values_of(entries: Any) -> Any:
+    # A sharded module's `_parameters` has a slow values(); TorchScript's `_modules` is no dict.
+    return dict.values(entries) if isinstance(entries, dict) else entries.values()
 
 
 def _refuse_change(what: str, owner: str, key: str) -> None:

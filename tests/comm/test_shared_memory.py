@@ -168,7 +168,7 @@ def test_digests_are_written_before_their_count(context: RankContext) -> None:
 
 
 def _reduction(model: nn.Module, tag: int, out: torch.Tensor) -> Reduction:
-    slot = engine_inside(model).units[tag].grads.slot
+    slot = engine_inside(model).units[tag].grad_slot
     assert slot is not None
     room = slot.buffer.view(torch.float32)
     room.fill_(float(dist.get_rank() + 1))
@@ -270,17 +270,17 @@ def test_a_rank_that_exits_after_its_part_is_not_reported(context: RankContext) 
     model = sharded("plain", FP32)
     transport = _shared(model)
     other = transport._buffers[1 - context.rank]
-    count = other.counters[Counter.RETRACTED] + 1
+    count = other.counters[Counter.READ] + 1
 
     def die_late() -> bool:
-        other.counters[Counter.RETRACTED] = count
+        other.counters[Counter.READ] = count
         return True
 
     dist.barrier()
     if context.rank == 0:
-        transport._own.counters[Counter.RETRACTED] = count
+        transport._own.counters[Counter.READ] = count
         with mock.patch.object(other, "has_died", die_late):
-            transport._await(Counter.RETRACTED, count)
+            transport._await(Counter.READ, count)
     dist.barrier()
 
 
@@ -305,7 +305,7 @@ def _die(context: RankContext, where: str) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("where", ["forward", "backward", "publish_shards", "_sum_next"])
+@pytest.mark.parametrize("where", ["forward", "backward", "_copy", "_sum_next"])
 def test_a_rank_that_is_killed_ends_the_others(where: str) -> None:
     """At any point; only the killed rank has no answer."""
     with open_pool() as pool, pytest.raises(RankFailure) as caught:
@@ -334,4 +334,4 @@ def test_a_rank_that_does_not_come_ends_in_an_error_after_the_groups_timeout() -
     with open_pool(group_timeout_s=1.5) as pool:
         message, _ = pool(2).run(_wait_for_rank_1)
     assert "timed out after 1.5 s of waiting for ranks [1]" in message
-    assert "waiting for all ranks between two forwards failed on rank 0 of 2" in message
+    assert "the gather of 'the root unit' failed on rank 0 of 2" in message

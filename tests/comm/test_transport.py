@@ -107,16 +107,17 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
     assert not shard.any()
     slot = torch.empty(size * NUMEL, dtype=dtype, device=device)
     nothing = torch.empty(0, dtype=dtype, device=device)
+    readers: list[Work | None] = []
     for turn in range(3):
-        _wait(transport, transport.retract_shards())
+        for each in readers:
+            _wait(transport, each)
         shard.copy_(_numbers(ranks.rank, NUMEL, shard, turn))
         own.copy_(_numbers(ranks.rank, NUMEL, own, 10 + turn))
-        transport.publish_shards()
         _let_read(transport)
-        works = [
-            transport.start_gather(*pair, tag)
-            for tag, pair in enumerate([(shard, slot), (own, whole), (empty, nothing)])
-        ]
+        works, readers = [], []
+        for tag, pair in enumerate([(shard, slot), (own, whole), (empty, nothing)]):
+            works.append(transport.start_gather(*pair, tag))
+            readers.append(transport.readers(works[-1]))
         for work in works:
             _wait(transport, work)
         assert torch.equal(slot, torch.cat([_numbers(rank, NUMEL, shard, turn) for rank in range(size)]))

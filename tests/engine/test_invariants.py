@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from streamshard.comm.streams import Collective, Fence, Observer, Rule, StepEvent
-from streamshard.engine.engine import Engine
+from streamshard.comm.streams import Collective, Fence, Observer, StepEvent
+from streamshard.core.engine import Engine
+from streamshard.core.params import GradState
+from streamshard.core.slots import SlotState, WeightSlot
+from streamshard.core.unit import Unit
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
-from streamshard.unit.grads import UnitGrads
-from streamshard.unit.shard import WeightSlot
 from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -98,7 +99,7 @@ class _Checks(Observer):
 
 
 def _never_parking() -> AbstractContextManager[object]:
-    return mock.patch.object(UnitGrads, "spill", mock.Mock(side_effect=AssertionError("gradients are spilled")))
+    return mock.patch.object(Unit, "spill", mock.Mock(side_effect=AssertionError("gradients are spilled")))
 
 
 def _assert_at_rest(engine: Engine) -> None:
@@ -111,11 +112,11 @@ def _assert_at_rest(engine: Engine) -> None:
 def _assert_units_at_rest(engine: Engine) -> None:
     for unit in engine.units:
         assert not unit.is_bound, unit.name
-        assert not any(grad.is_used for grad in unit.grads.params), unit.name
-        assert not unit.grads.has_unreduced and not unit.grads._has_taken, unit.name
-        assert unit.grads.reductions == 0, unit.name
-        assert all(grad.spilled is None for grad in unit.grads.params), unit.name
-        assert unit.grads.slot is None or unit.grads.slot.content is None, unit.name
+        assert {param.state for param in unit.params} <= {GradState.NONE, GradState.GIVEN}, unit.name
+        assert not any(param.is_used for param in unit.params), unit.name
+        assert not unit.has_spilled and not unit.has_taken, unit.name
+        assert all(param.spilled is None for param in unit.params), unit.name
+        assert unit.grad_slot.state is SlotState.FREE and unit.grad_slot.content is None, unit.name
 
 
 @on_ranks(2)
@@ -145,9 +146,9 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
     checks = []
 
     class _Checks(Observer):
-        def on_record(self, fence: Fence) -> None:
-            if fence.rule is Rule.SHARDS_READ:  # the cast comes next
-                assert all(unit.weight_slot.arrived.work is None for unit in engine.units), "weights are cast"
+        def on_event(self, moment: StepEvent, unit: int | None) -> None:
+            if moment is StepEvent.CAST_ENDS and unit is not None:
+                assert engine.units[unit]._read_done.work is None, "weights are cast"
                 checks.append("cast")
 
         def on_collective(self, stream: Any, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:

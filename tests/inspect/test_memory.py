@@ -15,10 +15,10 @@ from streamshard import CommunicationError, Precision, StreamShard
 from streamshard.build import check_model, plan_engine
 from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import SlotCount
-from streamshard.engine.engine import Engine
+from streamshard.core.engine import Engine
+from streamshard.core.slots import Ledger
 from streamshard.errors import log
 from streamshard.inspect.memory import report_memory, saved_by_fewer_slots
-from streamshard.unit.shard import Ledger
 from tests.launched import free_port, launched_environment
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks

@@ -137,10 +137,10 @@ def test_two_streams_a_write_and_common_bytes_make_a_race(context: RankContext) 
 def test_a_wait_of_one_stream_orders_another_only_through_a_fence(context: RankContext, passes_on: bool) -> None:
     """Compute has waited for comm; the replica stream knows of it if compute tells."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = StreamShard(Stack(), precision=FP32, mesh=mesh)
+    model = StreamShard(Stack(), precision=FP32, mesh=mesh, grad_slots=2)
     model(vector_batch(0, context.rank)).sum().backward()
     detector = RaceDetector(engine_inside(model))
-    streams, main = detector.engine.streams, detector.engine.units[1].grads.flat_params[0].main
+    streams, main = detector.engine.streams, detector.engine.units[1].flat_params[0].main_grads
     arrived = Fence(streams, Rule.RESULTS_ARRIVED, COMM, "bench")
     read = Fence(streams, Rule.SHARDS_WRITTEN, COMPUTE, "bench", StreamName.REPLICA)
     detector.on_collective(COMM, Collective.REDUCE_SCATTER, 1, (), (main,))

@@ -14,7 +14,7 @@ from accelerate.utils import GradScalerKwargs, TorchDynamoPlugin
 from torch import nn
 
 from streamshard import Precision, StreamShard
-from streamshard.engine.module_state import engine_of
+from streamshard.core.module_state import engine_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.optim import WholeParameterOptimizer

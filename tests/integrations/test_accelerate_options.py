@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision
-from streamshard.engine.module_state import engine_of
+from streamshard.core.module_state import engine_of
 from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import Trained, launched, make_model, on_ranks, same, stock

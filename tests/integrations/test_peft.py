@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from streamshard import StreamShard, export_safetensors
 from streamshard.comm.streams import Collective
-from streamshard.engine.module_state import engine_of
+from streamshard.core.module_state import engine_of
 from streamshard.errors import CheckpointError, ShardingError
 from tests import families
 from tests.integrations.accelerating import on_ranks

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from streamshard import full_optimizer_state_dict
 from streamshard.errors import ShardingError
+from streamshard.guards.sharded_tensor import ShardedTensor
 from streamshard.optim import elementwise
-from streamshard.unit.sharded_tensor import ShardedTensor
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, Call, assert_same, full_weights, piece_of, sharded_model, stack_step

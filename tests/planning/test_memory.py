@@ -54,19 +54,22 @@ def _formula(
     # The other ranks' chunks; through shared memory they are read where they are.
     scratch = [slot * (world_size - 1) // world_size if receives else 0 for slot in slots]
     flags = (world_size + 1) * sum(len(numels) for numels in (edge, *blocks))
-    is_alone = world_size == 1
-    return {
+    held = {
         "main weights": 4 * shards,
         "main grads": 4 * shards,
         "frozen weights": 0,
         "all-gather inputs": 2 * shards if param_bytes == 2 else 0,
         "wire buffers": 0,
-        "weight slots": 0 if is_alone else param_bytes * sum(slots),
-        "grad slots": 0 if is_alone else grad_bytes * sum(slots),
-        "scratch": 0 if is_alone else grad_bytes * sum(scratch),
-        "flags": 0 if is_alone else flags,
+        "weight slots": param_bytes * sum(slots),
+        "grad slots": grad_bytes * sum(slots),
+        "scratch": grad_bytes * sum(scratch),
+        "flags": flags,
         "optimizer rounds": 0,
     }
+    if world_size == 1:  # a slot for each unit, which is the unit's shard
+        held |= {"weight slots": param_bytes * shards, "grad slots": 4 * shards, "main grads": 0, "flags": 0}
+        held |= {"all-gather inputs": 0, "main weights": 4 * shards if param_bytes == 2 else 0, "scratch": 0}
+    return held
 
 
 def _numels(module: nn.Module, inside: str) -> list[int]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from streamshard import ConfigError, Precision, StreamShard
+from streamshard.core import unit as unit_module
 from streamshard.inspect import engine_inside
-from streamshard.unit import grads as unit_grads
 from tests import families
 from tests.models import DIM, NormStack, Stack, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -50,7 +50,7 @@ class Gated(Stack):
 def in_fp32(model: nn.Module) -> set[str]:
     """Parameters that the layers see in fp32."""
     units = engine_inside(model).units
-    pairs = [pair for unit in units for pair in zip(unit.params, unit.views, strict=True)]
+    pairs = [(param, param.unsharded) for unit in units for param in unit.params]
     return {param.name for param, view in pairs if view.dtype is torch.float32}
 
 
@@ -130,7 +130,7 @@ def test_modules_that_a_transformers_class_keeps_in_fp32_are_kept(context: RankC
 @on_ranks(2)
 def test_gradients_of_several_dtypes_are_copied_by_one_call_for_each(context: RankContext) -> None:
     """On a device, one call for mixed dtypes would launch a kernel for each tensor."""
-    with mock.patch.object(unit_grads, "_COLLECTED_BYTES", 1 << 20):  # all gradients of a unit, as in production
+    with mock.patch.object(unit_module, "_COLLECTED_BYTES", 1 << 20):  # all gradients of a unit, as in production
         model = StreamShard(Gated(), precision=Precision(fp32_modules=["norm"]))
     copy, calls = torch._foreach_copy_, []
 

@@ -20,11 +20,11 @@ from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.save import start_copies
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
-from streamshard.engine.reductions import Reductions
+from streamshard.core import unit as unit_module
+from streamshard.core.reductions import Reductions
+from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
-from streamshard.unit import grads as unit_grads
-from streamshard.unit.unit import StreamedUnit
 from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, Tolerance, adamw, assert_same, full_weights, stack_step
@@ -236,7 +236,7 @@ class _Order(Observer):
 
     def on_wait(self, fence: Fence) -> None:
         """See `Observer.on_wait`."""
-        if fence.what == "all-gather inputs":
+        if fence.rule is Rule.SHARDS_WRITTEN and fence.what == "all-gather inputs":
             self.lines.append("the cast")
 
     def on_collective(
@@ -248,17 +248,17 @@ class _Order(Observer):
 
 
 @on_ranks(2)
-def test_the_first_gathers_do_not_wait_for_the_cast_of_the_whole_model(context: RankContext) -> None:
-    """Three units are cast first, and gathered. All-gathers wait for the other units' cast behind these."""
+def test_an_all_gather_waits_for_the_cast_of_its_own_unit_alone(context: RankContext) -> None:
+    """A step casts each unit once, right before the unit's first all-gather."""
     with simulated_device():
         model: Any = sharded("unequal layers", BF16)
         stack_step(model, Call(0, context.rank, 2, 1.0))
         engine, order = engine_inside(model), _Order()
-        first = list(engine.order.order[:3])
         with engine.streams.observed_by(order):
             stack_step(model, Call(1, context.rank, 2, 1.0))
-    assert order.lines[:5] == ["the cast", *first, "the cast"]
-    assert order.lines.count("the cast") == 2
+    pairs = [line for unit in engine.order.order for line in ("the cast", unit)]
+    assert order.lines[: len(pairs)] == pairs
+    assert order.lines.count("the cast") == len(engine.units)
 
 
 class _OnSide(torch.autograd.Function):
@@ -320,7 +320,7 @@ def test_gradients_that_come_on_other_streams_are_in_time(
         with (
             simulated_device() as device,
             checking_streams(device) as checker,
-            mock.patch.object(unit_grads, "_COLLECTED_BYTES", collected_bytes),
+            mock.patch.object(unit_module, "_COLLECTED_BYTES", collected_bytes),
         ):
             side = SimulatedStream()
             layers = [_SharedExpert(device, side, side_first=side_first) for _ in range(4)]
@@ -355,7 +355,7 @@ def test_zeros_of_unused_parameters_are_in_time_if_all_gradients_come_on_another
     with (
         simulated_device() as device,
         checking_streams(device) as checker,
-        mock.patch.object(unit_grads, "_COLLECTED_BYTES", 1),  # each gradient is copied where it is made
+        mock.patch.object(unit_module, "_COLLECTED_BYTES", 1),  # each gradient is copied where it is made
     ):
         side = SimulatedStream()
         model: Any = StreamShard(nn.Sequential(*(_Aside(device, side) for _ in range(4))), precision=BF16)
@@ -384,7 +384,7 @@ def test_small_gradients_are_copied_on_the_stream_that_has_made_them(context: Ra
     with simulated_device() as device:
         side, used, copy, start = SimulatedStream(), set(), torch._foreach_copy_, Reductions.start
 
-        def start_aside(self: Reductions, unit: StreamedUnit) -> None:
+        def start_aside(self: Reductions, unit: Unit) -> None:
             with device.stream(side):
                 start(self, unit)
 
@@ -447,13 +447,13 @@ def _stream_calls(layers: int) -> Counter[str]:
 
 @on_ranks(2)
 def test_a_layer_asks_the_device_for_few_streams_and_events(context: RankContext) -> None:
-    """Forward and backward of a layer of nine parameters: no stream objects, 3 contexts, 6 records, 6 waits."""
+    """Forward and backward of a layer of nine parameters: no stream objects, 3 contexts, 7 records, 8 waits."""
     more, fewer = _stream_calls(12), _stream_calls(8)
     assert {name: (more[name] - fewer[name]) / 4 for name in more} == {
         "current_stream": 0,
         "stream": 3,
-        "record": 6,
-        "wait_event": 6,
+        "record": 7,
+        "wait_event": 8,
     }
 
 

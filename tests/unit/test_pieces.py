@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
-from streamshard.unit.sharded_tensor import ShardedTensor
+from streamshard.guards.sharded_tensor import ShardedTensor
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, case, counted_collectives, full_grads, full_weights, stack_step

@@ -1,7 +1,7 @@
 """What the forwards and backwards of a sharded model share: its units, the pass under way, and all-gathers.
 
-`streamshard.engine.forward` and `streamshard.engine.backward` have the events of a training step in their order, and
-`streamshard.engine.hooks` calls them. Units know how each transfer is done. See [Note: one program] in
+`streamshard.core.forward` and `streamshard.core.backward` have the events of a training step in their order, and
+`streamshard.core.edge` calls them. Units know how each transfer is done. See [Note: one program] in
 `streamshard.planning.program` and [Note: ordering rules] in `streamshard.comm.streams`.
 """
 
@@ -10,22 +10,23 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from streamshard.comm.communicator import Communicator
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.config import Precision
-from streamshard.engine.buffer_sync import BufferSync
-from streamshard.engine.casts import Casts
-from streamshard.engine.reductions import Reductions
+from streamshard.core.buffer_sync import BufferSync
+from streamshard.core.params import Param
+from streamshard.core.reductions import Reductions
+from streamshard.core.slots import Ledger
+from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.structure import refuse_transforms
 from streamshard.planning.unit_order import UnitOrder
-from streamshard.unit.shard import Ledger, ParamShard
-from streamshard.unit.unit import StreamedUnit
 
 ROOT_UNIT = 0  # index of the root unit
 
@@ -35,8 +36,8 @@ class Graph:
     """What an autograd graph remembers of the forward that made it. It lives as long as the graph.
 
     Attributes:
-        versions: by unit, see `StreamedUnit.versions`: of the root unit, and of each resident unit whose weights were
-            read while none of its layers ran. Their unsharded parameters are in the graph as they are.
+        versions: by unit, see `Unit.versions`: of the root unit, and of each resident unit whose weights were read
+            while none of its layers ran. The graph holds these unsharded parameters themselves.
         calls: by resident unit, how often this rank has called its layers.
         visits: units in the order in which the forward all-gathered them; filled at its end.
     """
@@ -52,12 +53,12 @@ class Use(NamedTuple):
     Attributes:
         unit: whose layer was called.
         graph: of the forward.
-        versions: of the unit's sharded parameters at the call, see `StreamedUnit.versions`.
+        versions: of the unit's sharded parameters at the call, see `Unit.versions`.
         is_inside: the unit is resident, and its layer ran inside a layer of another unit.
         is_first: no layer of the unit was called before in the forward, so backward comes to this call last.
     """
 
-    unit: StreamedUnit
+    unit: Unit
     graph: Graph
     versions: list[int]
     is_inside: bool = False
@@ -77,13 +78,13 @@ class Phase(Protocol):
     def is_current(self) -> bool:
         """Whether a module that is called now belongs to this pass."""
 
-    def pre_forward(self, unit: StreamedUnit) -> Use:
+    def pre_forward(self, unit: Unit) -> Use:
         """A layer of `unit` is about to compute: afterwards the unit's weights are in place and bound."""
 
-    def post_forward(self, unit: StreamedUnit) -> None:
+    def post_forward(self, unit: Unit) -> None:
         """A layer of `unit` has computed, or raised."""
 
-    def read(self, unit: StreamedUnit) -> None:
+    def read(self, unit: Unit) -> None:
         """Code outside of the unit's layers reads a weight of `unit`, which is resident: put the weights in place."""
 
     def recover(self) -> None:
@@ -125,17 +126,19 @@ class Engine:
     Attributes:
         streams: the streams on which compute and communication run.
         root_unit: the unit of everything outside of the other units.
-        is_alone: this rank holds the whole model, so nothing is all-gathered or reduced.
-        casts: writes the all-gather inputs from the weights that the user has left.
+        is_whole: this rank's shards are the whole units.
+        is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
+        are_weights_current: no weights have changed since the last pass, unless their versions say so.
+        check_structure: raises if modules or parameters were exchanged since sharding; called before weights are cast.
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
         inputs: asked before each pass, see `Inputs`.
-        is_whole: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
+        is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
         step_lock: held by the thread that is inside an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
-    units: list[StreamedUnit]
+    units: list[Unit]
     plan: SlotPlan
     why_slots: str
     ranks: Communicator
@@ -147,19 +150,21 @@ class Engine:
     def __post_init__(self) -> None:
         self.streams = self.ranks.streams
         self.root_unit = self.units[ROOT_UNIT]
-        self.is_alone = self.ranks.world_size == 1
-        self.casts = Casts(self.units, self.ranks)
+        self.is_whole = all(flat.layout.is_whole for unit in self.units for flat in unit.flat_params)
+        self.is_synced = True
+        self.are_weights_current = False
+        self.check_structure: Callable[[], None] = lambda: None
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.shared)
         self.inputs = Inputs()
-        self.is_whole = False
+        self.is_summoned = False
         self.empty: dict[str, None] = {}
         self.step_lock = threading.RLock()
         self._warnings: set[str] = set()
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
 
     @property
-    def param_shards(self) -> list[ParamShard]:
+    def param_shards(self) -> list[Param]:
         """This rank's part of every parameter, root unit first."""
         return [shard for unit in self.units for shard in unit.params]
 
@@ -194,7 +199,7 @@ class Engine:
             ShardingError: a forward cannot begin; says why.
         """
         self.recover()
-        if self.is_whole:
+        if self.is_summoned:
             raise ShardingError(
                 "a forward inside summon_full_params, where parameters hold full tensors, but layers compute with "
                 "all-gathered ones. Call the model, or generate, outside of summon_full_params"
@@ -204,7 +209,7 @@ class Engine:
         self.refuse_empty("a forward")
         self.inputs.before_pass()
         if is_whole_model:
-            trains = torch.is_grad_enabled() and self.casts.is_synced
+            trains = torch.is_grad_enabled() and self.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
     def warn_once(self, message: str) -> None:
@@ -217,9 +222,9 @@ class Engine:
         """Ask `inputs` before each pass."""
         self.inputs = inputs
 
-    def set_whole(self, is_whole: bool) -> None:
+    def set_summoned(self, is_summoned: bool) -> None:
         """Parameters hold full tensors from now on (True), so that no pass may begin, or pieces again (False)."""
-        self.is_whole = is_whole
+        self.is_summoned = is_summoned
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -248,9 +253,41 @@ class Engine:
                 "model.load_state_dict, init_weights(model), or by a function of yours, init_weights(model, function)"
             )
 
-    # -- all-gathers ----------------------------------------------------------------------------------------------
+    # -- weights --------------------------------------------------------------------------------------------------
 
-    def all_gather(self, unit: StreamedUnit) -> None:
+    def set_synced(self, is_synced: bool) -> None:
+        """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
+        self.is_synced = is_synced
+        if is_synced:
+            self.are_weights_current = False
+
+    def expire_weights(self) -> None:
+        """Weights may have changed: the next pass casts them, inside ``no_sync()`` too."""
+        self.are_weights_current = False
+
+    def match(self, *, is_synced: bool, are_weights_current: bool) -> None:
+        """Set both to the values of other ranks, for the next pass."""
+        self.is_synced, self.are_weights_current = is_synced, are_weights_current
+
+    def begin_weights(self) -> None:
+        """A pass is about to all-gather: units cast weights that may have changed before their all-gathers."""
+        is_current = self.are_weights_current
+        if not is_current:
+            self.check_structure()
+            for unit in self.units:
+                unit.guard.check()
+        self.ranks.recorder.log.add(RecordKind.FORWARD)
+        for unit in self.units:
+            unit.expire(unless_same=is_current)
+
+    def end_weights(self) -> None:
+        """A pass has issued its last all-gather. The user may write main weights afterwards."""
+        with self.ranks.guard("waiting for all ranks at the end of a pass"):
+            for unit in self.units:
+                unit.finish_reading()
+        self.are_weights_current = not self.is_synced
+
+    def all_gather(self, unit: Unit) -> None:
         """Start the unit's all-gather, if its slot holds another unit or nothing."""
         slot = unit.weight_slot
         if slot.content == unit.index:
@@ -259,16 +296,15 @@ class Engine:
             holder = self.units[slot.content]
             if holder.is_bound:
                 holder.release()
-        self.casts.before_gather(unit)
-        with self.ranks.guard("the gather of", unit.name):
+        with unit.gathering:
             unit.start_gather()
 
-    def unshard(self, unit: StreamedUnit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """Let compute wait for the unit's weights (rule 1), which are all-gathered unless they are in the slot."""
         if unit.weight_slot.content != unit.index:
             self.all_gather(unit)
-        with self.ranks.guard("the gather of", unit.name):
-            unit.finish_gather()
+        with unit.gathering:
+            unit.ready()
 
     def reshard_all(self) -> None:
         """Unbind all units."""

@@ -16,10 +16,7 @@ import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
-from streamshard.nested import tensors_in
-from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
-from streamshard.torch_private import AsTensors, skip, untraced
-from streamshard.unit.global_ops import (
+from streamshard.guards.global_ops import (
     NORMS,
     SHAPE,
     PartialNorm,
@@ -33,6 +30,9 @@ from streamshard.unit.global_ops import (
     names,
     order_of,
 )
+from streamshard.nested import tensors_in
+from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
+from streamshard.torch_private import AsTensors, skip, untraced
 
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
         local_shape: of this rank's elements.
         ranks: of the shard group. Each has other elements; norms and sums are collectives of these ranks.
         flat_param, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
-        ledger_of: returns the model's `Ledger` (see `streamshard.unit.shard`), None once the model is gone.
+        ledger_of: returns the model's `Ledger` (see `streamshard.core.slots`), None once the model is gone.
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
     """
 
@@ -72,6 +72,11 @@ class Piece(NamedTuple):
     place: ParamLayout
     ledger_of: Callable[[], Any]
     is_weight: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all elements, so that the piece is the full tensor."""
+        return self.flat_param.is_whole
 
     @property
     def full(self) -> torch.Tensor:
@@ -164,7 +169,7 @@ class ShardedTensor(torch.Tensor):
         """The values on this rank, and what they are a piece of."""
         with AsTensors():
             values = repr(self.as_subclass(torch.Tensor))
-        return values if self.piece.ranks.world_size == 1 else f"{values}\n({self.piece.what}, {self.piece})"
+        return values if self.piece.is_whole else f"{values}\n({self.piece.what}, {self.piece})"
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
         """A piece of the same. People copy averages of weights and optimizer state."""
@@ -175,14 +180,14 @@ class ShardedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """One rank's tensor is full, and is saved as a tensor. A piece raises."""
-        if self.piece.ranks.world_size == 1:
+        if self.piece.is_whole:
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
         _refuse_saving(torch.save, self, (), {})
 
 
 def piece_of(tensor: torch.Tensor) -> Piece | None:
     """What `tensor` is a piece of, where other ranks hold the rest; None if `tensor` is full."""
-    if isinstance(tensor, ShardedTensor) and tensor.piece.ranks.world_size > 1:
+    if isinstance(tensor, ShardedTensor) and not tensor.piece.is_whole:
         return tensor.piece
     return None
 
@@ -198,7 +203,7 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
     for tensor in (each for each in tensors if each.why_unusable and answer is not _shape):
         raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
     with AsTensors():
-        if tensors[0].piece.ranks.world_size == 1:
+        if tensors[0].piece.is_whole:
             result = func(*args, **kwargs)
             is_alias = isinstance(result, torch.Tensor) and result.shape == tensors[0].shape
             is_on_grad = is_alias and _life_under(result, args) is not None

@@ -16,47 +16,22 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Streams, Work
-from streamshard.engine.replicas import Replicas
+from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
+from streamshard.core.params import GradState, Param
+from streamshard.core.replicas import Replicas
+from streamshard.core.slots import Ledger
+from streamshard.core.unit import Unit
 from streamshard.planning.memory import Category
-from streamshard.unit.shard import Ledger
-from streamshard.unit.unit import StreamedUnit
 
-
-class SmallGrads:
-    """Small gradients that autograd has left in ``.grad`` of unsharded parameters, until their unit is reduced.
-
-    Hooks of unsharded parameters hold this object, so it holds no tensors: no collector would see such a cycle.
-
-    Attributes:
-        units: indices of units that have some.
-        stream: the device's stream that has made them.
-    """
-
-    def __init__(self, streams: Streams) -> None:
-        self.units: set[int] = set()
-        self.stream: Any = None
-        self._streams = streams
-        self._is_open = False
-
-    def open(self) -> None:
-        """A backward begins, on the current stream."""
-        self._is_open = True
-        self.units.clear()
-        self.stream = self._streams.device_stream(StreamName.COMPUTE)
-
-    def close(self) -> None:
-        """The backward has ended."""
-        self._is_open = False
-
-    def leave(self, unit: int) -> bool:
-        """Autograd has made a gradient of `unit`: whether it stays. Other streams' gradients are copied at once."""
-        if not self._is_open or torch.is_grad_enabled():
-            return False
-        if self.stream is not None and self.stream != self._streams.device_stream(StreamName.COMPUTE):
-            return False
-        self.units.add(unit)
-        return True
+# The states in which a small gradient is left in ``.grad``, with the state that follows.
+LEAVING = {
+    GradState.NONE: GradState.LEFT,
+    GradState.LEFT: GradState.LEFT,
+    GradState.LEFT_TOO: GradState.LEFT_TOO,
+    GradState.GIVEN: GradState.LEFT,
+    GradState.REDUCED: GradState.LEFT,
+    GradState.IN_SLOT: GradState.LEFT_TOO,
+}
 
 
 class Reductions:
@@ -70,75 +45,93 @@ class Reductions:
 
     Attributes:
         due: indices of units whose reduction the program still has.
+        left: indices of units with gradients that autograd has left in ``.grad`` of unsharded parameters.
         used: agrees on which parameters had a gradient.
-        small: gradients that `start` copies.
     """
 
-    def __init__(
-        self, units: Sequence[StreamedUnit], ranks: Communicator, ledger: Ledger, replicas: Replicas | None
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], ranks: Communicator, ledger: Ledger, replicas: Replicas | None) -> None:
         self.ranks = ranks
         self.replicas = replicas
         self.due: set[int] = set()
+        self.left: set[int] = set()
+        self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._units = units
         self._is_last = True
-        self.small = SmallGrads(ranks.streams)
+        self._leaves_small = False
+        self._stream: Any = None  # the device's stream of the backward
         self._under_way: list[Work] = []
-        self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
 
-    def begin(self, *, is_synced: bool, is_last: bool) -> None:
-        """A backward begins.
+    def begin(self, *, is_synced: bool, is_last: bool, leaves_small: bool) -> None:
+        """A backward begins, on the current stream.
 
         Args:
             is_synced: outside of ``no_sync()``.
             is_last: gradients are reduced; False: they stay in their slots, for another backward to add to.
+            leaves_small: small gradients are left where autograd makes them, until their unit is reduced.
         """
         self.due = set()
-        self._is_last = is_last
+        self.left.clear()
+        self._is_last, self._leaves_small = is_last, leaves_small
+        self._stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
         if self.replicas is not None:
             self.replicas.begin(is_synced=is_synced)
 
-    def take(self, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
-        """Copy or add `grad` [shape of the unsharded parameter] to the unit's grad slot; opens the slot (rule 3)."""
+    def end(self) -> None:
+        """The backward has ended: no gradient is left any more."""
+        self._leaves_small = False
+
+    def leave(self, unit: Unit, param: Param) -> bool:
+        """Autograd has made a small gradient: whether it stays there. Other streams' gradients are copied at once."""
+        if not self._leaves_small or torch.is_grad_enabled() or param.state not in LEAVING:
+            return False
+        if self._stream is not None and self._stream != self.ranks.streams.device_stream(StreamName.COMPUTE):
+            return False
+        param.move(LEAVING[param.state])
+        self.left.add(unit.index)
+        return True
+
+    def take(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
+        """Copy or add `grad` [full shape] to the unit's gradient slot; opens the slot (rule 3)."""
         self._open(unit)
-        unit.grads.write(param_index, grad)
+        unit.write(param, grad)
         self.ranks.transport.progress()
 
-    def _open(self, unit: StreamedUnit) -> None:
-        slot = unit.grads.slot
-        if self.replicas is not None and (slot is None or not unit.grads.is_open):
-            self.replicas.finish_average(unit)
-        if unit.grads.is_open:
+    def _open(self, unit: Unit) -> None:
+        if unit.is_open:
             return
-        if slot is not None and slot.content is not None:  # gradients that come in several parts
-            earlier = self._units[slot.content]
+        if self.replicas is not None:
+            self.replicas.finish_average(unit)
+        if unit.grad_slot.content is not None:  # gradients that come in several parts
+            earlier = self._units[unit.grad_slot.content]
             if earlier.index in self.due:  # other ranks may not be here: they reduce it where the program has it
-                earlier.grads.spill()
+                self._collect(earlier)
+                earlier.spill()
             else:
                 self.start(earlier)
-        with self.ranks.guard("the reduction before that of", unit.name):
-            unit.grads.open()
+        with unit.reducing:
+            unit.open()
 
-    def start(self, unit: StreamedUnit) -> None:
+    def _collect(self, unit: Unit) -> None:
+        if unit.index in self.left:
+            self.left.remove(unit.index)
+            unit.collect(self._stream)
+
+    def start(self, unit: Unit) -> None:
         """Collect the gradients of the unit, which are all made, and reduce them (rule 4).
 
         Parameters without a gradient here send zeros.
         """
-        if not (unit.is_trainable or unit.grads.waits):
+        if not (unit.is_trainable or unit.waits):
             return
-        has_left = unit.index in self.small.units
-        needs_no_slot = not self._is_last or unit.grads.slot is None and self.replicas is None
-        if needs_no_slot and not has_left and not unit.grads.is_open:
+        if not self._is_last and unit.index not in self.left and not unit.is_open:
             return
         self._open(unit)
-        if has_left:
-            self.small.units.remove(unit.index)
-            unit.grads.collect(self.small.stream)
+        self._collect(unit)
         if not self._is_last:
             return
-        with self.ranks.guard("the reduction of", unit.name):
-            work = unit.grads.start_reduce()
+        with unit.reducing:
+            work = unit.start_reduce()
         if work is not None:
             self._under_way.append(work)
         if self.replicas is not None:
@@ -147,7 +140,7 @@ class Reductions:
     def start_late_ones(self) -> None:
         """Reduce gradients that came after the reduction of their unit, except those of the root unit."""
         for unit in self._units[1:]:
-            if unit.grads.has_unreduced or unit.index in self.small.units:
+            if unit.is_open or unit.has_spilled or unit.index in self.left:
                 self.start(unit)
 
     def finish(self) -> list[nn.Parameter]:
@@ -156,10 +149,13 @@ class Reductions:
         Returns:
             The parameters that have a new gradient.
         """
-        reduced = [unit for unit in self._units if unit.grads.reductions]
+        reduced = [unit for unit in self._units if unit.has_taken]
         self.complete(sends_flags=True)
         used = self.used.finish()
-        return [param for unit in reduced for param in unit.grads.finish(used[unit.index])]
+        given: list[nn.Parameter] = []
+        for unit in reduced:
+            given += unit.give(used[unit.index])
+        return given
 
     def complete(self, *, sends_flags: bool = False) -> None:
         """Let the compute stream wait for all reductions and averages under way.
@@ -188,7 +184,7 @@ class UsedParams:
     """
 
     def __init__(
-        self, units: Sequence[StreamedUnit], ranks: Communicator, ledger: Ledger, replicas: Communicator | None
+        self, units: Sequence[Unit], ranks: Communicator, ledger: Ledger, replicas: Communicator | None
     ) -> None:
         self._units = units
         self._ranks = ranks
@@ -213,7 +209,7 @@ class UsedParams:
         """Start to tell the other ranks which parameters were used here."""
         if self._stages:
             with self._ranks.guard("the exchange of which parameters were used"):
-                self._write([grad.is_used for unit in self._units for grad in unit.grads.params])
+                self._write([param.is_used for unit in self._units for param in unit.params])
                 self._start(0)
 
     def _start(self, stage: int) -> None:
@@ -224,12 +220,10 @@ class UsedParams:
 
     def finish(self) -> list[list[bool]]:
         """By unit, which parameters any rank used. On a device the host waits only if this rank left one out."""
-        here = [[grad.is_used for grad in unit.grads.params] for unit in self._units]
+        here = [[param.is_used for param in unit.params] for unit in self._units]
         if not self._stages:
             return here
-        is_complete = all(
-            grad.is_used or not unit.grads.counts(grad) for unit in self._units for grad in unit.grads.params
-        )
+        is_complete = all(param.is_used or not unit.counts(param) for unit in self._units for param in unit.params)
         with self._ranks.guard("the exchange of which parameters were used"):
             for stage in range(len(self._stages)):
                 if stage > 0:
@@ -240,7 +234,7 @@ class UsedParams:
         if is_complete:
             return here
         anywhere = iter(self._flags[-1].view(-1, self._flags[0].numel()).amax(0).bool().tolist())
-        return [list(itertools.islice(anywhere, len(unit.views))) for unit in self._units]
+        return [list(itertools.islice(anywhere, len(unit.params))) for unit in self._units]
 
     def _write(self, flags: list[bool]) -> None:
         """Copy `flags` to the device, unless the last exchange has sent the same. Compute stream."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 
 from streamshard.comm.streams import StepEvent
-from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use
+from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
+from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
+from streamshard.guards.used_grads import note_forward
 from streamshard.planning.program import Op, Schedule
-from streamshard.unit.unit import StreamedUnit
-from streamshard.unit.unsharded_parameter import be_absent, be_present
-from streamshard.unit.used_grads import note_forward
 
 
 def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool) -> Forward:
@@ -29,7 +28,7 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
         ShardingError: no pass can begin; says why.
     """
     engine.prepare_forward(is_whole_model=is_whole_model)
-    engine.casts.begin_pass(engine.order.order)
+    engine.begin_weights()
     forward = Forward(engine, units)
     engine.enter(forward)
     try:
@@ -57,8 +56,8 @@ class Forward(Phase):
         self.graph = Graph({ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
         self._engine = engine
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=False)
-        self._learns = has_graph and not engine.order.is_settled and not engine.is_alone
-        self._running: list[StreamedUnit] = []  # units of the layers that are running, one inside the other
+        self._learns = has_graph and not engine.order.is_settled
+        self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._in_place: set[int] = set()  # resident units that were used
         self._read: set[int] = set()  # resident units whose weights were read while none of their layers ran
 
@@ -67,7 +66,7 @@ class Forward(Phase):
         engine = self._engine
         self._mark_absent(in_forward=True)
         for unit in engine.resident:
-            be_absent(unit.views)
+            unit.guard.set_present(False, marks=False)
         engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
         self._reach(engine.root_unit)
         self._bind(engine.root_unit)
@@ -76,12 +75,11 @@ class Forward(Phase):
         """Give absent weights the versions of a forward, or those outside. See [Note: absent weights]."""
         if self._has_graph:
             for unit in self._engine.units[1:]:
-                if unit.weight_slot.is_shared:
-                    unit.writes.expire(in_forward=in_forward)
+                unit.guard.mark_absent(in_forward=in_forward)
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, unit: StreamedUnit) -> Use:
+    def pre_forward(self, unit: Unit) -> Use:
         """See `Phase`. A resident unit's layer inside another unit's layer does not end the other unit's visit.
 
         Raises:
@@ -108,7 +106,7 @@ class Forward(Phase):
             self.graph.calls[unit.index] += 1
         return Use(unit, self.graph, versions, is_inside, is_first)
 
-    def post_forward(self, unit: StreamedUnit) -> None:
+    def post_forward(self, unit: Unit) -> None:
         """See `Phase`. The unit's slot stays as it is until another unit needs it."""
         self._engine.streams.observe(StepEvent.FORWARD_ENDS, unit.index)
         self._running.pop()
@@ -118,7 +116,7 @@ class Forward(Phase):
             if unit not in self._running:
                 unit.release()
 
-    def read(self, unit: StreamedUnit) -> None:
+    def read(self, unit: Unit) -> None:
         """See `Phase`."""
         if unit is not self._engine.root_unit:
             self._use_in_place(unit)
@@ -126,7 +124,7 @@ class Forward(Phase):
     def recover(self) -> None:
         """See `Phase`. The call of the model itself ends a forward, whatever happens."""
 
-    def _reach(self, unit: StreamedUnit) -> None:
+    def _reach(self, unit: Unit) -> None:
         """All-gather what the program has up to `unit`, and let compute wait for the unit's weights (rule 1)."""
         schedule = self._schedule
         if self._learns and schedule.is_out_of_order(unit.index):
@@ -159,7 +157,7 @@ class Forward(Phase):
         engine.all_gather(engine.units[chosen])
         return chosen
 
-    def _use_in_place(self, unit: StreamedUnit) -> None:
+    def _use_in_place(self, unit: Unit) -> None:
         """Compute with the resident `unit` beside the program: no other unit's visit ends."""
         self._engine.unshard(unit)
         self._begin_use(unit)
@@ -167,20 +165,21 @@ class Forward(Phase):
         self._schedule.read(unit.index, is_inside=bool(self._running))
         self.graph.versions.setdefault(unit.index, unit.versions())
 
-    def _bind(self, unit: StreamedUnit) -> None:
+    def _bind(self, unit: Unit) -> None:
         if not unit.is_bound:  # else a layer of the unit is running, and may have changed the unit
             self._begin_use(unit)
             unit.bind()
 
-    def _begin_use(self, unit: StreamedUnit) -> None:
-        """Note what the unsharded parameters are like, for `StreamedUnit.end_use`. Once per pass if it is resident."""
+    def _begin_use(self, unit: Unit) -> None:
+        """Note what the unsharded parameters are like, for `Unit.end_use`. Once per pass if it is resident."""
         if not unit.is_streamed:
             if unit.index in self._in_place:
                 return
             self._in_place.add(unit.index)
-            if unit.index != ROOT_UNIT:
-                be_present(unit.views)
-            unit.writes.forget()  # else `bind` does
+            if unit.index == ROOT_UNIT:
+                unit.guard.begin_use()
+            else:
+                unit.guard.set_present(True)
         unit.take_trainability()
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -212,7 +211,7 @@ class Forward(Phase):
         self._prefetch(self._schedule.finish())
         while self._learns and self._gather_on_request(None) is not None:
             pass
-        engine.casts.end_pass()
+        engine.end_weights()
         if self._learns:
             engine.order.learn(self._schedule, engine.ranks, has_failed=error is not None)
         if refused is not None:

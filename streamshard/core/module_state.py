@@ -1,7 +1,7 @@
 """The state and the class of a sharded model's modules.
 
 Each layer of a unit, and each module that has units inside or parameters of the root unit, gets a `Handle`. The
-module's class becomes a subclass of the same name, which reports calls (`streamshard.engine.hooks`) and refuses methods
+module's class becomes a subclass of the same name, which reports calls (`streamshard.core.edge`) and refuses methods
 that would take pieces for full parameters.
 """
 
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from streamshard.engine.engine import Engine
+from streamshard.core.engine import Engine
+from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.torch_private import is_traced
-from streamshard.unit.unit import StreamedUnit
 
 HANDLE = "_streamshard"  # the one entry in a watched module's __dict__
 
@@ -38,7 +38,7 @@ class Handle(NamedTuple):
     """
 
     engine: Engine
-    unit: StreamedUnit | None
+    unit: Unit | None
     units: frozenset[int]
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
@@ -110,7 +110,7 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) 
     """
     engine = engine_of(model)
     refuse_in_pass(engine, what)
-    if engine.is_whole:
+    if engine.is_summoned:
         raise ShardingError(
             f"{what} inside summon_full_params, where parameters are full on every rank: call it outside, or use "
             "torch's own functions (state_dict(), torch.nn.utils.clip_grad_norm_)"

@@ -22,8 +22,8 @@ import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work, as_one
+from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
-from streamshard.unit.unit import StreamedUnit
 
 
 class Replicas:
@@ -41,8 +41,8 @@ class Replicas:
         self.averages_grads = True
         self._warmup_steps: int | None = None
         self._is_synced = True
-        self._unaveraged: dict[int, StreamedUnit] = {}  # by index: reduced inside no_sync()
-        self._last: StreamedUnit | None = None  # reduced, not averaged yet
+        self._unaveraged: dict[int, Unit] = {}  # by index: reduced inside no_sync()
+        self._last: Unit | None = None  # reduced, not averaged yet
         self._under_way: dict[int, Fence] = {}  # by unit
         what, target = "main grads to average", StreamName.REPLICA
         self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, target)
@@ -52,7 +52,7 @@ class Replicas:
         """A backward begins, outside of ``no_sync()`` (True) or inside."""
         self._is_synced = is_synced
 
-    def add(self, unit: StreamedUnit, reduction: Work | None) -> None:
+    def add(self, unit: Unit, reduction: Work | None) -> None:
         """The reduction of `unit` was started. None: the host need not complete it (CUDA, or a shard group of one)."""
         self.flush()
         if not self.averages_grads:
@@ -62,8 +62,7 @@ class Replicas:
             return
         self._unaveraged.pop(unit.index, None)
         self._last = unit
-        if unit.grads.slot is not None:
-            self._reduced.record(reduction)
+        self._reduced.record(reduction)
         if reduction is None:
             self.flush()
 
@@ -73,12 +72,9 @@ class Replicas:
         if unit is None:
             return
         with self.ranks.guard("the average over replicas of", unit.name):
-            if unit.grads.slot is None:  # the compute stream itself has written the main grads
-                self._written.record()
-                self._written.wait()  # rule 4
-            else:
-                self._reduced.wait()  # rule 7
-            self._under_way[unit.index] = self._start([(grads.main, grads.tag) for grads in unit.grads.flat_params])
+            self._reduced.wait()  # rule 7
+            main_grads = [(flat.main_grads, flat.tag) for flat in unit.flat_params if flat.kind.trains]
+            self._under_way[unit.index] = self._start(main_grads)
 
     def _start(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
         """Start averages of (tensor, message tag) pairs. Returns the fence after them."""
@@ -86,7 +82,7 @@ class Replicas:
         averaged.record(as_one([self.ranks.transport.start_average(tensor, tag) for tensor, tag in tensors]))
         return averaged
 
-    def finish_average(self, unit: StreamedUnit) -> None:
+    def finish_average(self, unit: Unit) -> None:
         """More gradients of `unit` are about to be written: wait for its average."""
         if self._last is unit:
             self.flush()

@@ -4,7 +4,7 @@
 Autograd runs the nodes that were created last first. So a prehook on the nodes of a layer's outputs says in time that
 backward needs the layer's weights, and the gradients of the units before it are complete, unless the program still has
 a visit of them: a unit is reduced after its last visit. A backward that comes to a layer by another way raises, see
-[Note: absent weights] in `streamshard.unit.unsharded_parameter`.
+[Note: absent weights] in `streamshard.guards.weights`.
 
 [Note: several passes]
 A backward may go through several passes. It takes each one when it reaches it, and does not ask beforehand which
@@ -15,23 +15,18 @@ once, at the end.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from streamshard.comm.streams import StepEvent
-from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use
-from streamshard.engine.reductions import SmallGrads
+from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
+from streamshard.core.params import Param
+from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
+from streamshard.guards.used_grads import note_backward, note_gradients
 from streamshard.planning.program import Op, Schedule
-from streamshard.torch_private import AsTensors, graph_task_id, skip, untraced
-from streamshard.unit.unit import StreamedUnit
-from streamshard.unit.unsharded_parameter import be_present
-from streamshard.unit.used_grads import note_backward, note_gradients
+from streamshard.torch_private import AsTensors, graph_task_id
 
 
 class Backward(Phase):
@@ -39,6 +34,8 @@ class Backward(Phase):
 
     Args:
         engine: whose units it goes through.
+        has_ended: whether autograd is done with this backward. If it is still the engine's pass, an exception has ended
+            it.
 
     Attributes:
         graph: of the pass that this backward has reached last; None if it has reached none.
@@ -46,54 +43,47 @@ class Backward(Phase):
 
     is_forward = False
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, has_ended: Callable[[], bool]) -> None:
         self.graph: Graph | None = None
+        self.has_ended = has_ended
         self._engine = engine
-        self._computing: StreamedUnit | None = None  # whose backward is running
-        is_local = not engine.casts.is_synced and not engine.is_alone
+        self._computing: Unit | None = None  # whose backward is running
+        is_local = not engine.is_synced and not engine.is_whole
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
         replicas = engine.reductions.replicas
         averages = replicas is not None and replicas.averages_grads
-        self._leaves_unaveraged = is_local and not engine.plan.keeps_grads and averages
+        self._leaves_unaveraged = is_local and averages and not engine.plan.keeps_grads
         self._schedule = Schedule([], engine.plan.weights, engine.plan.shared, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
         self._at_first_call: set[int] = set()  # resident units whose first call in the forward it has come to
-        self._recomputing: list[StreamedUnit] = []  # units of the layers that run forward, one inside the other
-        # Autograd holds the callback as long as the backward runs, and drops it when an exception ends the backward.
-        at_end = functools.partial(untraced, self.finish)
-        self._at_end = weakref.ref(at_end, self._unbind)
-        Variable._execution_engine.queue_callback(at_end)
-
-    def _unbind(self, _: object) -> None:
-        """Autograd has dropped the callback. After an exception, reshard all units. Runs in any thread."""
-        if self._engine.phase is self:
-            self._engine.reductions.small.close()
-            self._engine.reshard_all()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether autograd is done with this backward. If it is still the engine's pass, an exception has ended it."""
-        return self._at_end() is None
+        self._recomputing: list[Unit] = []  # units of the layers that run forward, one inside the other
 
     @property
     def is_current(self) -> bool:
         """See `Phase`."""
-        return not self.has_ended and graph_task_id() != -1
+        return graph_task_id() != -1 and not self.has_ended()
 
     def begin(self) -> None:
         """Bind the root unit, whose weights may be needed any time."""
         engine = self._engine
+        engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         for unit in engine.units:
             unit.take_trainability()
-            if unit.grads.waits:
-                unit.grads.resume()
+            unit.resume()
         note_backward(engine)
-        engine.reductions.begin(is_synced=engine.casts.is_synced, is_last=not self._leaves_unreduced)
-        if engine.inputs.grad_scale == 1.0:
-            engine.reductions.small.open()
-        engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
+        engine.reductions.begin(
+            is_synced=engine.is_synced,
+            is_last=not self._leaves_unreduced,
+            leaves_small=engine.inputs.grad_scale == 1.0,
+        )
         engine.unshard(engine.root_unit)
         engine.root_unit.bind()
+
+    def break_off(self) -> None:
+        """An exception has ended the backward: reshard all units. Runs in any thread."""
+        if self._engine.phase is self:
+            self._engine.reductions.end()
+            self._engine.reshard_all()
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -111,7 +101,7 @@ class Backward(Phase):
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=True)
         engine.reductions.due = set(visits)
         for index, versions in graph.versions.items():  # ranks may raise at different units: all have the same program
-            _refuse_changed(engine.units[index], versions)
+            refuse_changed(engine.units[index], versions)
         self._issue(self._schedule.release_before(0))
         for index in graph.versions:
             engine.unshard(engine.units[index])
@@ -119,7 +109,7 @@ class Backward(Phase):
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of a unit: put them in place (rule 1)."""
         self.reach(use.graph)
-        _refuse_changed(use.unit, use.versions)
+        refuse_changed(use.unit, use.versions)
         if use.graph is self.graph and not use.is_inside:
             if use.is_first:
                 self._at_first_call.add(use.unit.index)
@@ -128,7 +118,7 @@ class Backward(Phase):
         if not use.is_inside:
             use.unit.bind()
 
-    def _advance(self, unit: StreamedUnit) -> None:
+    def _advance(self, unit: Unit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
         if self._computing is unit:
             return
@@ -169,14 +159,14 @@ class Backward(Phase):
             else:
                 self._engine.all_gather(unit)
 
-    def read(self, unit: StreamedUnit) -> None:
+    def read(self, unit: Unit) -> None:
         """See `Phase`. Recomputed code of the root unit reads it."""
         self._engine.unshard(unit)
-        be_present(unit.views)
+        unit.guard.set_present(True, marks=False)
 
     # -- recomputation --------------------------------------------------------------------------------------------
 
-    def pre_forward(self, unit: StreamedUnit) -> Use:
+    def pre_forward(self, unit: Unit) -> Use:
         """See `Phase`. The next unit of the program is simply early; any other is all-gathered beside the program."""
         self._recompute(unit)
         self._recomputing.append(unit)
@@ -185,15 +175,15 @@ class Backward(Phase):
             self.graph = Graph({ROOT_UNIT: self._engine.root_unit.versions()})
         return Use(unit, self.graph, unit.versions())
 
-    def post_forward(self, unit: StreamedUnit) -> None:
+    def post_forward(self, unit: Unit) -> None:
         """See `Phase`. The unit stays in place until its reduction."""
         self._engine.streams.observe(StepEvent.RECOMPUTATION_ENDS, unit.index)
         self._recomputing.pop()
-        unit.writes.refuse()
+        unit.guard.end_use()
         if self._recomputing:
             self._recompute(self._recomputing[-1])
 
-    def _recompute(self, unit: StreamedUnit) -> None:
+    def _recompute(self, unit: Unit) -> None:
         # A resident unit is in place. Its recomputation does not end the visit of the unit before: one checkpoint may
         # recompute several resident units in the order of forward, before backward comes to the last one's gradients.
         visits, following = self._schedule.visits, self._next_visit
@@ -205,19 +195,19 @@ class Backward(Phase):
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def take(self, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
+    def take(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
         """Copy a gradient into the unit's gradient slot (rule 3).
 
         Args:
             unit: the parameter's unit.
-            param_index: index of the parameter in the unit.
-            grad: [shape of the unsharded parameter], any float dtype; the sum over all uses in this graph.
+            param: the parameter.
+            grad: [full shape], any float dtype; the sum over all uses in this graph.
         """
         engine = self._engine
         if self._computing is not unit and unit.is_streamed:
             self._advance(unit)
         scale = engine.inputs.grad_scale
-        engine.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)
+        engine.reductions.take(unit, param, grad if scale == 1.0 else grad * scale)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -239,18 +229,18 @@ class Backward(Phase):
             return
         self._close_pass()
         engine.reductions.start(engine.root_unit)
-        engine.reductions.small.close()
+        engine.reductions.end()
         engine.root_unit.release()
         if self._leaves_unaveraged:
             engine.reductions.complete()
         if self._leaves_unreduced or self._leaves_unaveraged:
             for unit in engine.units:
-                unit.grads.leave_unreduced(has_trained=unit.is_trainable)
+                unit.leave_unreduced()
             engine.leave()
             return
         given = engine.reductions.finish()
         engine.leave()
-        if given and engine.casts.is_synced:  # inside no_sync() gradients accumulate, whatever else steps
+        if given and engine.is_synced:  # inside no_sync() gradients accumulate, whatever else steps
             note_gradients(engine)
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():
@@ -275,11 +265,11 @@ class Backward(Phase):
         finally:
             for unit in engine.units:
                 unit.release()
-                unit.grads.give_up()
+                unit.discard_grads()
             engine.leave()
 
 
-def _refuse_changed(unit: StreamedUnit, versions: list[int]) -> None:
+def refuse_changed(unit: Unit, versions: list[int]) -> None:
     """Raise, as autograd does, if weights were changed in place since the forward whose backward this is."""
     if versions != (now := unit.versions()):
         changed = [s.name for s, was, now_ in zip(unit.params, versions, now, strict=True) if was != now_]
@@ -288,122 +278,3 @@ def _refuse_changed(unit: StreamedUnit, versions: list[int]) -> None:
             ".copy_()) between a forward and its backward, whose gradients would mix old activations with new "
             "weights: run the backward first, or the forward again"
         )
-
-
-# -- what autograd calls --------------------------------------------------------------------------------------------
-
-
-def _open(engine: Engine) -> Backward:
-    """The backward under way, or a new one."""
-    phase = engine.phase
-    if isinstance(phase, Backward):
-        if not phase.has_ended:
-            return phase
-        phase.recover()
-    backward = Backward(engine)
-    engine.enter(backward)
-    backward.begin()
-    return backward
-
-
-def begin_backward(engine: Engine, graph: Graph) -> None:
-    """Backward has come to the outputs of the pass that made `graph`."""
-    if engine.phase is None or not engine.phase.is_forward:
-        _open(engine).reach(graph)
-
-
-def pre_backward(engine: Engine, use: Use) -> None:
-    """Backward is about to read the weights of a unit. Any number of calls for one use.
-
-    Raises:
-        ShardingError: ``create_graph=True``, or a backward inside a forward, and the unit's weights leave their slot.
-    """
-    unit, phase = use.unit, engine.phase
-    if phase is not None and phase.is_forward:
-        if unit.weight_slot.is_shared and not unit.is_bound:
-            raise ShardingError(
-                f"torch.autograd.grad or backward() inside the model's forward goes through {unit.name!r}, whose "
-                "weights have left their slot: keep them in place, StreamShard(model, resident=["
-                f"{unit.name!r}]), or differentiate outside of the forward"
-            )
-        _refuse_changed(unit, use.versions)
-        return
-    if torch.is_grad_enabled() and unit.is_streamed and not engine.is_alone:
-        raise ShardingError(
-            f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
-            "with more than one rank gradients cannot be differentiated again"
-        )
-    _open(engine).need(use)
-
-
-def take_gradients(engine: Engine) -> None:
-    """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot."""
-    for unit in engine.units:
-        for param_index, (view, param) in enumerate(zip(unit.views, unit.grads.params, strict=True)):
-            # Weak: the garbage collector does not see what a tensor's hook holds, and the engine holds the tensor.
-            small = engine.reductions.small if param.is_small else None
-            take = functools.partial(_take, weakref.ref(engine), weakref.ref(unit), param_index, small, unit.index)
-            view.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-
-
-@skip
-def _take(
-    engine_of: Callable[[], Engine | None],
-    unit_of: Callable[[], StreamedUnit | None],
-    param_index: int,
-    small: SmallGrads | None,
-    unit_index: int,
-    view: torch.Tensor,
-) -> None:
-    """Autograd has made a gradient. Small ones that are left are copied when the unit is reduced."""
-    if small is not None and small.leave(unit_index):
-        return
-    with AsTensors():
-        grad, view.grad = view.grad, None
-    engine, unit = engine_of(), unit_of()
-    if grad is not None and engine is not None and unit is not None:
-        untraced(_on_grad, engine, unit, param_index, grad)
-
-
-def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
-    phase = engine.phase
-    if type(phase) is Backward and not (grad.requires_grad or phase.has_ended):
-        phase.take(unit, param_index, grad)
-        return
-    if grad.requires_grad or phase is not None and phase.is_forward:
-        name = unit.params[param_index].name
-        if grad.requires_grad:
-            raise ShardingError(
-                f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again. Gradients of "
-                "inputs can, through resident layers: torch.autograd.grad(loss, inputs, create_graph=True)"
-            )
-        raise ShardingError(
-            f"backward() inside the model's forward has made a gradient of {name!r}, which is reduced over ranks only "
-            "in a backward after it: use torch.autograd.grad(..., inputs) for what the forward needs"
-        )
-    _open(engine).take(unit, param_index, grad)
-
-
-@skip
-def _prehook(function: Callable[..., None], engine: Engine, origin: Graph | Use, grads: Any) -> None:
-    """Prehook of a graph node: calls a function of this module. The node keeps `origin` alive."""
-    untraced(function, engine, origin)
-
-
-def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
-    """Let backward report before it runs `node`, which has made an output.
-
-    Args:
-        node: of the autograd graph.
-        engine: of the model.
-        origin: the call of a unit's layer, or the graph of the whole forward.
-    """
-    function: Callable[..., None] = pre_backward if isinstance(origin, Use) else begin_backward
-    node.register_prehook(functools.partial(_prehook, function, engine, origin))
-
-
-def run_empty_backward(engine: Engine, graph: Graph) -> None:
-    """Run a backward through `graph` without any gradient: all its collectives, with zeros."""
-    loss = torch.zeros((), requires_grad=True) * 1.0
-    watch_node(loss.grad_fn, engine, graph)
-    loss.backward()

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.errors import ShardingError
+from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, set_grad, skip
-from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor, piece_of
 
 # Each attribute goes through __torch_function__ unless it is looked up here.
 
@@ -99,7 +99,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
 def be_piece(param: nn.Parameter, piece: Piece) -> None:
     """Make `param`, whose data are `piece`, a ShardedParameter, unless the piece is all of it."""
-    if piece.ranks.world_size > 1:
+    if not piece.is_whole:
         with torch.inference_mode(mode=False):
             plain = nn.Parameter(param.detach(), param.requires_grad)
         param.__class__ = ShardedParameter

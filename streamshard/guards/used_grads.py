@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError, warn_user
-from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_tensor import CALL_BACKWARD
+from streamshard.guards.sharded_tensor import CALL_BACKWARD
 
 _MOST_UNUSED = 10  # backwards whose gradients no optimizer uses, while others step
 
@@ -24,7 +23,7 @@ class Model(Protocol):
     ranks: Communicator
 
     @property
-    def param_shards(self) -> list[ParamShard]:
+    def param_shards(self) -> list[Any]:
         """All parameters."""
 
 

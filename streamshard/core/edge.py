@@ -1,0 +1,477 @@
+"""The only place that torch calls: module calls, nodes of the graph, gradients, the end of a backward, weights read.
+
+Each function here tells the pass under way what torch is doing. The file owns every closure that torch holds, and no
+state. `streamshard.core.forward` and `streamshard.core.backward` decide what follows.
+
+The watched class of a module has a ``__call__`` that reports to the engine. Unlike a forward hook, ``__call__`` sees
+every exception, and is neither compiled by ``module.compile()`` nor recomputed by a checkpointing layer.
+
+[Note: the end of a backward]
+torch tells of the end of a backward by `queue_callback` only if the backward succeeds. If an exception ends the
+backward, autograd drops the callback and tells nobody: graph tasks have no other hook, and the number of the running
+task does not help, because a reentrant checkpoint runs a backward of its own inside. So a weak reference to the
+callback tells of both ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from streamshard.core.backward import Backward, refuse_changed
+from streamshard.core.engine import Engine, Graph, Use
+from streamshard.core.forward import Forward, begin_forward
+from streamshard.core.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
+from streamshard.core.params import Param
+from streamshard.core.unit import Unit
+from streamshard.errors import ShardingError
+from streamshard.guards.weights import advice, refuse_absent
+from streamshard.nested import Copies, cast, cast_inputs, cast_output, refuse_lost_writes, tensors_in
+from streamshard.planning.structure import modules_inside
+from streamshard.torch_private import (
+    AsTensors,
+    active_ddp,
+    queue_callback,
+    saved_tensors_hooks,
+    sequence_number,
+    skip,
+    untraced,
+)
+
+
+class Watched(ShardedModule):
+    """Comes before the class of a layer or wrapper module, and reports its calls."""
+
+    @skip
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, reported to the engine."""
+        handle: Handle = self.__dict__[HANDLE]
+        call = call_unit if handle.unit is not None else call_pass
+        return call(handle, super().__call__, args, kwargs)
+
+
+def watch(module: nn.Module, handle: Handle, base: type = Watched) -> None:
+    """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
+    module.__dict__[HANDLE] = handle
+    watched = watched_class(type(module), base)
+    object.__setattr__(module, "__class__", watched)  # the module's own __setattr__ may refuse, or record, changes
+
+
+# -- calls --------------------------------------------------------------------------------------------------------
+
+
+@skip
+def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module around units, or with parameters of the root unit. The outermost call is the forward pass."""
+    engine = handle.engine
+    if engine.current is not None:
+        return call(*args, **kwargs)
+    if active_ddp() is not None:
+        raise ShardingError(
+            "a StreamShard model runs inside DistributedDataParallel, which takes its pieces for replicas and averages "
+            "them: shard the part around it too, or leave DDP away"
+        )
+    if handle.cast_dtype is not None:
+        args, kwargs = untraced(cast, (args, kwargs), handle.cast_dtype)
+    forward: Forward = untraced(functools.partial(begin_forward, engine, handle.units, is_whole_model=handle.is_root))
+    error: BaseException | None = None
+    try:
+        output = call(*args, **kwargs)
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        graph = untraced(forward.finish, error)
+        error = None  # its traceback refers to this frame, which would keep the forward's graph alive
+    if graph is not None:
+        untraced(_watch_nodes, output, 0, 0, set(), engine, graph)
+        if handle.is_root:
+            untraced(_warn_of_rounded_loss, output, engine)
+    return output if handle.output_dtype is None else untraced(cast_output, output, handle.output_dtype)
+
+
+@skip
+def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a layer of a unit. The unit's weights are in place before; its outputs' nodes will report in backward."""
+    engine, unit, phase = handle.engine, handle.unit, handle.engine.current
+    assert unit is not None
+    if phase is None:  # called by itself, outside of the model's forward
+        return call_pass(
+            handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
+        )
+    copies: Copies = []
+    if handle.cast_dtype is not None:
+        args, kwargs, copies = untraced(cast_inputs, args, kwargs, handle.cast_dtype)
+    use: Use = untraced(phase.pre_forward, unit)
+    first, outer = sequence_number(), saved_tensors_hooks(False)
+    # Sequence numbers are per thread. A recomputation may run in another thread than the forward.
+    given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
+    try:
+        if outer is not None and unit.weight_slot.is_shared:
+            with _holding_back_weights(engine, use, *outer):
+                output = call(*args, **kwargs)
+        else:
+            output = call(*args, **kwargs)
+    finally:
+        untraced(phase.post_forward, unit)
+    if copies:
+        untraced(refuse_lost_writes, copies, output, unit.name)
+    latest = untraced(_watch_nodes, output, 0, first, given, engine, use)
+    if max(first, latest + 1) < sequence_number():  # backward comes first to a node that is not an output's
+        untraced(_watch_nodes, [output, args, kwargs], 3, first, given, engine, use)
+        attributes = untraced(_attributes_in, getattr(call, "__self__", None))
+        untraced(_watch_nodes, attributes, 0, first, given, engine, use)
+    return output
+
+
+def _attributes_in(layer: Any) -> list[Any]:
+    """Attributes of the modules in `layer`: an auxiliary loss may be one."""
+    modules = modules_inside(layer) if isinstance(layer, nn.Module) else ()
+    return [
+        value
+        for module in modules
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    ]
+
+
+def compute_in_fp32(module: nn.Module) -> None:
+    """Let `module`, which is no unit, compute in fp32: cast its inputs to fp32, and its outputs to the inputs' dtype.
+
+    Code around the module sees no difference. Units need no such cast: the module that takes their outputs casts.
+    """
+
+    def forward(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+        args, kwargs = cast((args, kwargs), torch.float32)
+        output = method(*args, **kwargs)
+        return output if given is None else cast(output, given)
+
+    _wrap_method(module, "forward", forward)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let calls of ``module.name(...)`` be passes, as calls of the module are: with full weights, and gradients.
+
+    For methods beside ``forward`` that compute with the module's own weights: ``encode``, ``get_image_features``.
+    Methods that only call layers, or run only inside a forward, need no registration.
+
+    Args:
+        module: a model made by `StreamShard`, a layer of it that is a unit, or a module around them.
+        name: the method's name.
+
+    Raises:
+        ShardingError: `module` is not sharded, or is a part of a layer.
+        AttributeError: `module` has no such method.
+    """
+    handle = handle_of(module)
+    if handle is None:
+        raise ShardingError(
+            f"{type(module).__name__} is not sharded: wanted a model made by StreamShard, a layer that it streams, "
+            "or a module around them"
+        )
+    call = call_pass if handle.unit is None else call_unit
+    _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, method, args, kwargs))
+
+
+def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let ``module.name(...)`` call ``wrapper(method, ...)``, where `method` is what ``module.name`` was."""
+    method: Any = getattr(module, name)
+    # Not the bound method, which would keep the module that keeps it.
+    bind = weakref.WeakMethod(method) if inspect.ismethod(method) else lambda: method
+
+    @functools.wraps(getattr(method, "__func__", method))
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(bind(), *args, **kwargs)
+
+    module.__dict__[name] = wrapped
+
+
+# -- backward ------------------------------------------------------------------------------------------------------
+
+
+@skip
+def _holding_back_weights(
+    engine: Engine, use: Use, pack_other: Callable[[torch.Tensor], Any], unpack_other: Callable[[Any], torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Saved-tensor hooks around a layer that computes with the weights of `use`'s unit, inside the hooks of others.
+
+    Autograd does not check the versions of tensors that hooks have packed. So where others have hooks around a layer
+    (checkpoints, ``save_on_cpu``), they get no weights, and backward puts the weights in place when it unpacks one.
+
+    Args:
+        engine: of the model.
+        use: the call of the layer.
+        pack_other, unpack_other: the hooks around the layer.
+    """
+    slot = use.unit.weight_slot
+
+    def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
+        """Called in forward with each tensor that is saved."""
+        refuse_absent(tensor, use.unit.name)
+        return (tensor.detach(), use) if slot.holds(tensor) else (pack_other(tensor), None)
+
+    @skip
+    def unpack(packed: tuple[Any, Any]) -> Any:
+        """Called in backward when a saved tensor is read."""
+        saved, is_weight = packed
+        if not is_weight:
+            return unpack_other(saved)
+        untraced(_need_weights, engine, use)
+        return saved
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _watch_nodes(
+    values: Any, depth: int, first: int, given: Collection[Any], engine: Engine, origin: Graph | Use
+) -> int:
+    """Watch the nodes of the tensors in `values` that a call has made, see `_watch_node`.
+
+    Args:
+        values: outputs of the call, which may be inputs of it.
+        depth: see `tensors_in`.
+        first: sequence number of the first node of the call.
+        given: nodes of the call's inputs.
+        engine, origin: see `_watch_node`.
+
+    Returns:
+        The sequence number of the latest one; -1: there are none.
+    """
+    latest = -1
+    for tensor in tensors_in(values, depth=depth):
+        # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
+        for each in (tensor, tensor._base):
+            node = None if each is None else each.grad_fn
+            if node is not None and (number := node._sequence_nr()) >= first and node not in given:
+                _watch_node(node, engine, origin)
+                if number > latest:
+                    latest = number
+    return latest
+
+
+def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
+    """Warn once if the model returns a loss in half precision: its forward has computed the loss from such logits."""
+    for tensor in tensors_in(output):
+        if tensor.dim() == 0 and tensor.dtype in (torch.bfloat16, torch.float16) and tensor.requires_grad:
+            engine.warn_once(
+                f"the model's forward computes its loss in {tensor.dtype}, which has 3 digits at most. For a loss in "
+                "fp32 let forward compute it from logits.float(), or return the logits and compute it outside"
+            )
+
+
+def _begin_backward(engine: Engine) -> Backward:
+    """The backward under way, or a new one. See [Note: the end of a backward]."""
+    phase = engine.phase
+    if isinstance(phase, Backward):
+        if not phase.has_ended():
+            return phase
+        phase.recover()
+
+    def finish() -> None:
+        untraced(backward.finish)
+
+    callback_of = weakref.ref(finish, lambda _: backward.break_off())
+    backward = Backward(engine, lambda: callback_of() is None)
+    queue_callback(finish)
+    engine.enter(backward)
+    backward.begin()
+    return backward
+
+
+def _reach_pass(engine: Engine, graph: Graph) -> None:
+    """Backward has come to the outputs of the pass that made `graph`."""
+    if engine.phase is None or not engine.phase.is_forward:
+        _begin_backward(engine).reach(graph)
+
+
+def _need_weights(engine: Engine, use: Use) -> None:
+    """Backward is about to read the weights of a unit. Any number of calls for one use.
+
+    Raises:
+        ShardingError: ``create_graph=True``, or a backward inside a forward, and the unit's weights leave their slot.
+    """
+    unit, phase = use.unit, engine.phase
+    if phase is not None and phase.is_forward:
+        if unit.weight_slot.is_shared and not unit.is_bound:
+            raise ShardingError(
+                f"torch.autograd.grad or backward() inside the model's forward goes through {unit.name!r}, whose "
+                "weights have left their slot: keep them in place, StreamShard(model, resident=["
+                f"{unit.name!r}]), or differentiate outside of the forward"
+            )
+        refuse_changed(unit, use.versions)
+        return
+    if torch.is_grad_enabled() and unit.weight_slot.is_shared:
+        raise ShardingError(
+            f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
+            "gradients cannot be differentiated again. Slots for all layers keep the weights: weight_slots='all'"
+        )
+    _begin_backward(engine).need(use)
+
+
+def take_gradients(engine: Engine) -> None:
+    """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot."""
+    for unit in engine.units:
+        for param in unit.params:
+            # Weak: the garbage collector does not see what a tensor's hook holds, and the engine holds the tensor.
+            take = functools.partial(_take_gradient, weakref.ref(engine), weakref.ref(param), unit.index)
+            param.unsharded.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+
+@skip
+def _take_gradient(
+    engine_of: Callable[[], Engine | None], param_of: Callable[[], Param | None], index: int, view: torch.Tensor
+) -> None:
+    """Autograd has made a gradient. Small ones that are left are copied when the unit is reduced."""
+    engine, param = engine_of(), param_of()
+    if engine is None or param is None:
+        return
+    unit = engine.units[index]
+    if param.is_small and engine.reductions.leave(unit, param):
+        return
+    with AsTensors():
+        grad = param.take_left()
+    if grad is not None:
+        untraced(_copy_gradient, engine, unit, param, grad)
+
+
+def _copy_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor) -> None:
+    phase = engine.phase
+    if grad.requires_grad:
+        raise ShardingError(
+            f"backward(create_graph=True): gradients of {param.name!r} cannot be differentiated again. Gradients of "
+            "inputs can, through resident layers: torch.autograd.grad(loss, inputs, create_graph=True)"
+        )
+    if phase is not None and phase.is_forward:
+        raise ShardingError(
+            f"backward() inside the model's forward has made a gradient of {param.name!r}, which is reduced over ranks "
+            "only in a backward after it: use torch.autograd.grad(..., inputs) for what the forward needs"
+        )
+    _begin_backward(engine).take(unit, param, grad)
+
+
+@skip
+def _on_node(function: Callable[..., None], engine: Engine, origin: Graph | Use, grads: Any) -> None:
+    """Prehook of a graph node. The node keeps `origin` alive."""
+    untraced(function, engine, origin)
+
+
+def _watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
+    """Let backward report before it runs `node`, which has made an output.
+
+    Args:
+        node: of the autograd graph.
+        engine: of the model.
+        origin: the call of a unit's layer, or the graph of the whole forward.
+    """
+    function: Callable[..., None] = _need_weights if isinstance(origin, Use) else _reach_pass
+    node.register_prehook(functools.partial(_on_node, function, engine, origin))
+
+
+def run_empty_backward(engine: Engine, graph: Graph) -> None:
+    """Run a backward through `graph` without any gradient: all its collectives, with zeros."""
+    loss = torch.zeros((), requires_grad=True) * 1.0
+    _watch_node(loss.grad_fn, engine, graph)
+    loss.backward()
+
+
+# -- weights that are read outside of their layer ---------------------------------------------------------------------
+
+
+def ask_for(engine_of: Callable[[], Engine | None], index: int, layer: str) -> Callable[[str], None]:
+    """A function that puts unit `index` in place, because code computes with one of its absent weights.
+
+    See [Note: absent weights]. `layer` is the name of the class of the unit's layer.
+    """
+
+    def ask(name: str) -> None:
+        engine = engine_of()
+        if engine is None or (phase := engine.current) is None:
+            raise ShardingError(
+                f"{name!r} was read inside a forward and is used after it, where every rank has its piece only: "
+                "compute with it inside, keep a clone(), or read it inside summon_full_params()"
+            )
+        unit = engine.units[index]
+        if unit.is_streamed:
+            raise ShardingError(
+                f"the weight {name!r} is computed with while its layer does not run, when other layers have its "
+                f"buffer: keep it in place, {advice(name)}, or all layers of its class, resident=[{layer!r}]; or call "
+                "the layer itself (not its forward, nor a module in it)"
+            )
+        phase.read(unit)
+
+    return ask
+
+
+class OutsideParameters(dict[str, Any]):
+    """The ``_parameters`` dict of a module that is not bound: its sharded parameters.
+
+    Inside a pass a look-up gives the unsharded parameter. A resident unit is all-gathered first, a streamed unit's
+    parameter is absent ([Note: absent weights]). ``items()`` and ``values()`` all-gather nothing:
+    ``next(module.parameters()).dtype`` needs no weights.
+
+    Outside of a pass a look-up gives the sharded parameter, for optimizers, initialisations and logs. The sharded
+    parameter itself refuses computations that need the full tensor (see `streamshard.guards.sharded_tensor`).
+
+    Args:
+        params: name to sharded parameter.
+        places: by sharded parameter, the indices of its unit and of the parameter in the unit.
+        engine: the model's.
+    """
+
+    __slots__ = ("_engine_of", "_places")
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter | None],
+        places: Mapping[nn.Parameter, tuple[int, int]],
+        engine: Engine,
+    ) -> None:
+        super().__init__(params)
+        self._engine_of = weakref.ref(engine)
+        self._places: dict[Any, tuple[int, int]] = {
+            param: places[param] for param in params.values() if param is not None
+        }
+
+    def __getitem__(self, key: str) -> Any:
+        """The unsharded parameter `key` inside a pass, the sharded one outside."""
+        engine = self._engine_of()
+        place = self._places.get(self.get(key))
+        if place is not None and engine is not None and engine.current is not None:
+            return _read_weight(engine, *place)
+        return super().__getitem__(key)
+
+    def items(self) -> Any:
+        """Unsharded parameters inside a forward, for ``module.parameters()``; else, as in backward's hooks, sharded."""
+        engine, items = self._engine_of(), super().items()
+        if engine is None or engine.phase is None or not engine.phase.is_forward:
+            return items
+        views = {param: engine.units[unit].params[index].unsharded for param, (unit, index) in self._places.items()}
+        return [(key, views.get(value, value)) for key, value in items]
+
+    def values(self) -> Any:
+        """As `items`."""
+        return [value for _, value in self.items()]
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardingError(
+            f"a module with the parameters {', '.join(self)} is part of a model sharded by StreamShard, and cannot be "
+            "copied or pickled: they are pieces. Use full_state_dict()"
+        )
+
+
+@skip  # torch.compile breaks its graph where weights are read
+def _read_weight(engine: Engine, unit: int, index: int) -> nn.Parameter:
+    """An unsharded parameter, for a look-up inside a pass. A resident unit is all-gathered first."""
+    phase, read = engine.current, engine.units[unit]
+    if phase is not None and not read.is_streamed:
+        untraced(phase.read, read)
+    unsharded: nn.Parameter = read.params[index].unsharded
+    return unsharded

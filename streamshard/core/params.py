@@ -1,0 +1,360 @@
+"""One rank's part of each parameter and of each flat parameter: weights and gradients.
+
+    main weights -cast-> all-gather input ... weight slot (unsharded parameter) ... gradient slot ... main grads
+
+`FlatParam` is one flat parameter: the memory that its collectives move. `Param` is one parameter in it: the user's
+Parameter object, which stays the same object, the unsharded parameter, and the state of its gradient. See [Note: flat
+parameters] in `streamshard.planning.flat_params`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import weakref
+
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.transport import Reduction
+from streamshard.core.slots import GradSlot, Ledger, WeightSlot
+from streamshard.errors import StateError
+from streamshard.guards.sharded_parameter import be_piece, drop_unreduced, put_grad
+from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor
+from streamshard.guards.weights import UnshardedParameter
+from streamshard.planning.flat_params import ByteRange, FlatParamPlan
+from streamshard.planning.layout import LocalRange, ParamLayout
+from streamshard.planning.memory import Category
+from streamshard.torch_private import AsTensors, get_grad, set_grad, swap_tensor
+
+
+class GradState(enum.IntEnum):
+    """Where the gradient is that backwards have made of a parameter since its last one was given."""
+
+    NONE = enum.auto()
+    """Nowhere: no gradient so far."""
+    LEFT = enum.auto()
+    """In ``.grad`` of the unsharded parameter, where autograd has left it. Small gradients are copied together."""
+    LEFT_TOO = enum.auto()
+    """One in the gradient slot, and another one left as in LEFT, to be added."""
+    IN_SLOT = enum.auto()
+    """In the gradient slot. Another gradient of the same backward is added."""
+    SPILLED = enum.auto()
+    """In a copy, because another unit has taken the slot."""
+    REDUCED = enum.auto()
+    """In the main grads, or on its way there."""
+    UNREDUCED = enum.auto()
+    """It waits for a later backward, in the slot, or in main grads that replicas have not averaged."""
+    GIVEN = enum.auto()
+    """The main grads are ``.grad`` of the sharded parameter."""
+
+
+_S = GradState
+GRAD_TRANSITIONS = {
+    _S.NONE: (_S.LEFT, _S.IN_SLOT, _S.UNREDUCED, _S.GIVEN),  # the last two: only other ranks have a gradient
+    _S.LEFT: (_S.LEFT, _S.IN_SLOT, _S.NONE),  # the last: a gradient of another stream is copied at once
+    _S.LEFT_TOO: (_S.LEFT_TOO, _S.IN_SLOT),
+    _S.IN_SLOT: (_S.IN_SLOT, _S.LEFT_TOO, _S.SPILLED, _S.REDUCED, _S.UNREDUCED),
+    _S.SPILLED: (_S.IN_SLOT,),
+    _S.REDUCED: (_S.LEFT, _S.IN_SLOT, _S.UNREDUCED, _S.GIVEN, _S.NONE),  # the last: frozen in backward
+    _S.UNREDUCED: (_S.IN_SLOT, _S.REDUCED, _S.NONE),  # the last: the user has dropped it
+    _S.GIVEN: (_S.LEFT, _S.NONE),  # the next backward begins to make gradients
+}
+
+
+LEFT_STATES = (_S.LEFT, _S.LEFT_TOO)
+
+
+class Param:
+    """One parameter on this rank. Made by `FlatParam.add`. Two are equal only if they are the same object.
+
+    Args:
+        layout: where the full parameter lies in its flat parameter.
+        aliases: further names of the same (tied) parameter.
+        param: the user's Parameter; its data become `piece`.
+        piece: memory of this rank's piece of the main weights, of shape `FlatParamLayout.local_shape`.
+        local: which elements of the flattened parameter this rank owns.
+        what: describes the piece, for tensors that outlive the model.
+
+    Attributes:
+        name: fully qualified name in the root model.
+        dtype: the parameter's dtype before sharding.
+        unsharded: [full shape] compute dtype, the parameter that layers compute with: a view of the weight slot.
+        has_room: there is memory for the gradient: the parameter trained when the model was sharded.
+        in_slot: [full shape] grad_dtype, the gradient's place in the gradient slot.
+        state: where the gradient is, see `GradState`.
+        is_used: this rank's graphs have made a gradient since the last one was given; other ranks are told.
+        is_kept: main grads hold ``.grad`` from before this backward, to which the reduction is added.
+        is_small: the gradient is copied into the slot together with others.
+        spilled: [full shape] grad_dtype, the copy in the state SPILLED.
+        given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made yet.
+    """
+
+    unsharded: UnshardedParameter
+    in_slot: torch.Tensor
+    _main_grad: torch.Tensor  # [local shape] fp32
+    _grad_piece: Piece
+
+    def __init__(
+        self,
+        layout: ParamLayout,
+        aliases: tuple[str, ...],
+        param: nn.Parameter,
+        piece: torch.Tensor,
+        local: LocalRange,
+        what: Piece,
+    ) -> None:
+        self.name, self.layout, self.aliases = layout.name, layout, aliases
+        self.param, self.piece, self.local, self.what = param, piece, local, what
+        self.dtype = param.dtype
+        self.has_room = False
+        self.state = GradState.NONE
+        self.is_used = self.is_kept = self.is_small = False
+        self.spilled: torch.Tensor | None = None
+        self.given: ShardedTensor | None = None
+
+    @property
+    def main(self) -> torch.Tensor:
+        """[local.numel]: this rank's main weights, wherever the user has put them since."""
+        with AsTensors():
+            return self.param.detach().view(-1)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
+        return flat.narrow(0, self.local.shard_offset, self.local.numel).view(self.piece.shape)
+
+    # -- the gradient ---------------------------------------------------------------------------------------------
+
+    def move(self, state: GradState) -> None:
+        """The gradient's state becomes `state`.
+
+        Raises:
+            StateError: the table has no such transition.
+        """
+        if state not in GRAD_TRANSITIONS[self.state]:
+            raise StateError(f"the gradient of {self.name!r}", self.state.name, f"a state before {state.name}")
+        self.state = state
+
+    def take_grad(self) -> bool:
+        """A backward begins to make gradients: move ``.grad``, if there is one, into the main grads.
+
+        Inside `AsTensors`.
+
+        Returns:
+            Whether ``.grad`` is `given`, and lies where it lay (``grad.data = x`` moves it).
+        """
+        if self.state is GradState.GIVEN:
+            self.move(GradState.NONE)
+        grad = get_grad(self.param)
+        self.is_kept = grad is not None
+        is_same = grad is self.given
+        if grad is not None:
+            is_same = is_same and (not grad.numel() or grad.data_ptr() == self._main_grad.data_ptr())
+            if not is_same:
+                self._main_grad.copy_(grad)
+            put_grad(self.param, None)
+        return is_same
+
+    def give_grad(self, life: Life) -> None:
+        """Make the main grads ``.grad``, plus what autograd has put there meanwhile (of a penalty).
+
+        Inside `AsTensors`.
+        """
+        if self.given is None:
+            self.given = ShardedTensor.wrap(self._main_grad.detach(), self._grad_piece, life)
+        if (own := get_grad(self.param)) is not None:
+            self.given.add_(own)
+        drop_unreduced(self.param)
+        set_grad(self.param, self.given)
+        self.move(GradState.GIVEN)
+
+    def take_left(self) -> torch.Tensor | None:
+        """The gradient that autograd has made, in ``.grad`` of the unsharded parameter. Inside `AsTensors`."""
+        grad = get_grad(self.unsharded)
+        set_grad(self.unsharded, None)
+        if self.state is GradState.LEFT:
+            self.move(GradState.NONE)
+        elif self.state is GradState.LEFT_TOO:
+            self.move(GradState.IN_SLOT)
+        return grad
+
+    def spill(self) -> None:
+        """Copy the gradient out of the slot."""
+        self.move(GradState.SPILLED)
+        self.spilled = self.in_slot.clone()
+
+    def take_spilled(self) -> torch.Tensor:
+        """The copy, which the slot gets back."""
+        spilled, self.spilled = self.spilled, None
+        if spilled is None:
+            raise StateError(f"the gradient of {self.name!r}", self.state.name, "a copy")
+        return spilled
+
+    def clear_main_grad(self) -> None:
+        """Zero the main grads of the parameter."""
+        self._main_grad.zero_()
+
+    def forget_grad(self) -> None:
+        """The user has dropped the gradient that waited (``zero_grad()``)."""
+        self.clear_main_grad()
+        self.move(GradState.NONE)
+        self.is_used = self.is_kept = False
+
+    def discard_grad(self) -> None:
+        """The backward has failed: forget every gradient of the parameter."""
+        self.state = GradState.NONE  # whatever it was
+        self.is_used = self.is_kept = False
+        self.spilled = None
+        if self.has_room and self.param.grad is self.given:
+            self.param.grad = None
+
+
+class FlatParam:
+    """One flat parameter on this rank. Owns nothing: buffers are the ledger's.
+
+    Args:
+        plan: its kind, and where it lies.
+        slot: the unit's weight slot.
+        wire: [bytes of the largest unit of the slot] uint8, the wire buffer beside the slot; None: there is none.
+        ranks: the shard group.
+        ledger: allocates.
+        keeps_slot: no other unit uses the slot: the all-gather input is this rank's range of it.
+
+    Attributes:
+        tag: of its messages.
+        kind: its dtypes, and whether it trains.
+        layout: of its parameters.
+        main: [shard_numel] main_dtype. The user's Parameters are views of it.
+        gather_input: [shard_numel] wire_dtype; `main` itself, if that is of the same dtype.
+        gathered: [padded_numel] wire_dtype, written by all-gathers; `weights` itself, if that is of the same dtype.
+        weights: [padded_numel] compute_dtype. Layers compute with views of it.
+        grads: [padded_numel] grad_dtype, its range of the gradient slot; empty if it is frozen.
+        main_grads: [shard_numel] fp32; empty if it is frozen.
+        is_main_in_slot: main grads are this rank's range of the gradient slot, until a reduction adds to them.
+        params: filled by `add`.
+    """
+
+    def __init__(
+        self,
+        plan: FlatParamPlan,
+        slot: WeightSlot,
+        wire: torch.Tensor | None,
+        ranks: Communicator,
+        ledger: Ledger,
+        *,
+        keeps_slot: bool,
+    ) -> None:
+        self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
+        self.params: list[Param] = []
+        self.is_main_in_slot = False
+        self.grads = self.main_grads = self._scratch = torch.empty(0)
+        self._plan, self._ranks, self._ledger_of = plan, ranks, weakref.ref(ledger)
+        numel, kind = plan.layout.shard_numel, plan.kind
+        is_cast = kind.main_dtype is not kind.wire_dtype
+        kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
+        self.weights = self.gathered = slot.buffer.narrow(0, *plan.weights).view(kind.compute_dtype)
+        if wire is not None and kind.wire_dtype is not kind.compute_dtype:
+            self.gathered = wire.narrow(0, *plan.wire).view(kind.wire_dtype)
+        if keeps_slot and self.gathered is self.weights:
+            self.gather_input = self.weights.narrow(0, ranks.rank * numel, numel)
+        else:
+            category = Category.ALL_GATHER_INPUTS if is_cast else kept_as
+            self.gather_input = ledger.allocate(category, numel, kind.wire_dtype, is_visible=True)
+        self.main = ledger.allocate(kept_as, numel, kind.main_dtype) if is_cast else self.gather_input
+
+    def allocate_grads(self, slot: GradSlot, scratch: ByteRange, *, keeps_slot: bool) -> None:
+        """Allocate memory for the gradients of a flat parameter that trains.
+
+        Args:
+            slot: the unit's gradient slot.
+            scratch: the range of the slot's scratch for its reductions.
+            keeps_slot: no other unit uses the slot. If the slot is fp32, main grads are this rank's range of it.
+        """
+        numel, dtype = self.layout.shard_numel, self.kind.grad_dtype
+        self.grads = slot.buffer.narrow(0, *self._plan.grads).view(dtype)
+        self._scratch = slot.scratch.buffer.narrow(0, *scratch).view(dtype)
+        self.is_main_in_slot = keeps_slot and dtype is torch.float32
+        if self.is_main_in_slot:
+            self.main_grads = self.grads.narrow(0, self._ranks.rank * numel, numel)
+        else:
+            self.main_grads = self._new_main_grads()
+
+    def _new_main_grads(self) -> torch.Tensor:
+        if (ledger := self._ledger_of()) is None:
+            raise StateError("a flat parameter", "without its model", "a model that is alive")
+        return ledger.allocate(Category.MAIN_GRADS, self.layout.shard_numel, torch.float32)
+
+    def add(
+        self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None
+    ) -> Param:
+        """Take over one parameter: `param` becomes this rank's piece of `full`.
+
+        Args:
+            layout: the parameter's place in the flat parameter.
+            aliases: its further names.
+            param: the user's Parameter; its data are replaced.
+            full: [numel], the weights to shard, any dtype and device; None: it is empty, of NaN.
+        """
+        local = self.layout.local_range(layout, self._ranks.rank)
+        piece = self.main.narrow(0, local.shard_offset, local.numel)
+        piece = piece.view(self.layout.local_shape(layout, self._ranks.rank))
+        if full is None:
+            piece.fill_(math.nan)
+        else:
+            piece.view(-1).copy_(full[local.start : local.stop])
+        if self.layout.is_whole:  # a storage of its own, or accelerate and safetensors take parameters for tied
+            piece = from_dlpack(piece)
+        places = (local.start, local.stop, tuple(piece.shape))
+        what = Piece(layout.name, layout.shape, *places, self._ranks, self.layout, layout, self._ledger_of)
+        added = Param(layout, aliases, param, piece, local, what)
+        param.grad = None
+        _put_under(param, piece)
+        self.params.append(added)
+        be_piece(param, what)
+        return added
+
+    # -- the journey ----------------------------------------------------------------------------------------------
+
+    def cast(self) -> None:
+        """Cast main weights to the all-gather input. Compute stream."""
+        if self.gather_input is not self.main:
+            self.gather_input.copy_(self.main)
+
+    def convert(self) -> None:
+        """Convert the gathered weights from the wire dtype to the compute dtype. Compute stream."""
+        if self.gathered is not self.weights:
+            self.weights.copy_(self.gathered)
+
+    def part_of(self, full: torch.Tensor, param: ParamLayout) -> torch.Tensor:
+        """The view of `full` [padded_numel] that is the parameter's, in its full shape."""
+        return full.narrow(0, param.offset, param.numel).view(param.shape)
+
+    def place_grad(self, param: Param) -> None:
+        """Tell `param` where its gradient lies in the slot and in the main grads."""
+        param.has_room = True
+        param.in_slot = self.part_of(self.grads, param.layout)
+        param._main_grad, param._grad_piece = param.shaped(self.main_grads), param.what.of_grad()
+
+    def leave_slot(self) -> None:
+        """Give main grads memory of their own, because a reduction adds to them. Compute stream."""
+        self.is_main_in_slot = False
+        self.main_grads = self._new_main_grads().copy_(self.main_grads)
+
+    def reduction(self, *, accumulate: bool) -> Reduction:
+        """The reduction from its range of the slot into main grads, or added to them."""
+        return Reduction(self.grads, self.main_grads, self._scratch, self.kind.mode, accumulate, self.tag)
+
+
+def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:
+    """Let `param`, whoever holds it, look at the memory of `piece`."""
+    if not param.is_meta:
+        param.data = piece
+        return
+    # Not to be assigned across devices of such different kinds. torch.utils.swap_tensors refuses what somebody refers
+    # to weakly, as RNNs do to their weights.
+    fresh = nn.Parameter(piece.data, requires_grad=param.requires_grad)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(fresh, hooks, getattr(param, hooks))
+    swap_tensor(param, fresh)

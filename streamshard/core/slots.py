@@ -1,0 +1,233 @@
+"""The memory that units share, allocated once: weight slots, gradient slots, and the ledger that allocates them.
+
+A slot holds one full unit at a time. Each has a state, with a table of the transitions that may happen, and two fences.
+See [Note: slots] in `streamshard.planning.memory` and [Note: ordering rules] in `streamshard.comm.streams`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from streamshard.comm.streams import Fence, Rule, StreamName, Streams
+from streamshard.errors import StateError
+from streamshard.planning.memory import Category
+from streamshard.planning.structure import leave_inference_mode
+
+
+class Ledger:
+    """Allocates buffers and knows them all. Owns every buffer of the engine.
+
+    Args:
+        streams: both use them; they live on its device.
+        allocate_visible: allocates memory that other ranks may read, see `Transport.allocate_visible`.
+
+    Attributes:
+        buffers: all of them, each with its category.
+    """
+
+    def __init__(self, streams: Streams, allocate_visible: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+        self._streams = streams
+        self._allocate_visible = allocate_visible
+        self.buffers: list[tuple[Category, torch.Tensor]] = []
+
+    def allocate(self, category: Category, numel: int, dtype: torch.dtype, *, is_visible: bool = False) -> torch.Tensor:
+        """A new buffer [numel] of zeros, so that padding never holds a NaN.
+
+        Args:
+            category, numel, dtype: its use, length and type.
+            is_visible: other ranks may read it (all-gather inputs, gradient slots).
+        """
+        with leave_inference_mode():
+            if is_visible:
+                buffer = self._allocate_visible(numel, dtype)
+            else:
+                buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
+            self._streams.keep(buffer)
+        self.buffers.append((category, buffer))
+        return buffer
+
+    def free(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Forget `buffers`, which nobody needs any more."""
+        freed = set(map(id, buffers))
+        self.buffers = [(kind, held) for kind, held in self.buffers if id(held) not in freed]
+
+    def held_bytes(self, category: Category) -> int:
+        """Bytes held under `category`, counted on the live tensors."""
+        return sum(buffer.untyped_storage().nbytes() for kind, buffer in self.buffers if kind is category)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+class WeightState(enum.IntEnum):
+    """The state of a weight slot."""
+
+    EMPTY = enum.auto()
+    """No weights, or weights from before a cast."""
+    ARRIVING = enum.auto()
+    """An all-gather writes the slot, or has written it: compute has not waited."""
+    READY = enum.auto()
+    """Compute may read the weights."""
+
+
+WEIGHT_TRANSITIONS = {
+    WeightState.EMPTY: (WeightState.ARRIVING,),
+    WeightState.ARRIVING: (WeightState.READY, WeightState.ARRIVING, WeightState.EMPTY),  # the last two: never used
+    WeightState.READY: (WeightState.READY, WeightState.ARRIVING, WeightState.EMPTY),
+}
+
+
+class WeightSlot:
+    """A buffer for the full weights of one unit at a time. Owns its two fences.
+
+    Attributes:
+        buffer: [bytes of its largest unit] uint8.
+        state: see `WeightState`.
+        content: index of the unit whose weights the slot holds or receives; None if it is empty.
+        arrived: fence of rule 1, recorded after the all-gather.
+        released: fence of rule 2, recorded after a unit's last use.
+        is_shared: several units use the slot.
+    """
+
+    def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
+        self.buffer = buffer
+        self._first_byte = buffer.data_ptr()
+        self.is_shared = is_shared
+        self.state = WeightState.EMPTY
+        self.content: int | None = None
+        self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
+        self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
+
+    def move(self, state: WeightState, content: int | None) -> None:
+        """Go over to `state`, with the weights of unit `content`.
+
+        Raises:
+            StateError: the table has no such transition.
+        """
+        if state not in WEIGHT_TRANSITIONS[self.state]:
+            raise StateError(self.arrived.what, self.state.name, f"a state before {state.name}")
+        self.state, self.content = state, content
+
+    def empty(self) -> None:
+        """The weights in the slot are out of date."""
+        if self.state is not WeightState.EMPTY:
+            self.move(WeightState.EMPTY, None)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the slot."""
+        try:
+            return 0 <= tensor.data_ptr() - self._first_byte < self.buffer.nbytes
+        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
+            return False
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+class SlotState(enum.IntEnum):
+    """The state of a gradient slot."""
+
+    FREE = enum.auto()
+    """No gradients. A reduction may still read the slot: `GradSlot.drained`."""
+    OPEN = enum.auto()
+    """Gradients of one unit are written."""
+    HELD = enum.auto()
+    """Unreduced gradients of one unit wait for a later backward."""
+
+
+SLOT_TRANSITIONS = {
+    SlotState.FREE: (SlotState.OPEN,),
+    SlotState.OPEN: (SlotState.FREE, SlotState.HELD),
+    SlotState.HELD: (SlotState.OPEN, SlotState.FREE),
+}
+
+
+class Scratch:
+    """Memory that reductions need beside a gradient slot.
+
+    Args:
+        n_bytes: for the most demanding of its units.
+        ledger: allocates.
+
+    Attributes:
+        buffer: [n_bytes] uint8.
+        drained: the fence behind the last reductions that use it, a gradient slot's.
+    """
+
+    def __init__(self, n_bytes: int, ledger: Ledger) -> None:
+        self.drained: Fence | None = None
+        self.buffer = ledger.allocate(Category.SCRATCH, n_bytes, torch.uint8)
+
+
+class GradSlot:
+    """A buffer for the full gradients of one unit at a time. Owns its two fences.
+
+    Args:
+        n_bytes: bytes of the largest of its units.
+        ledger, streams: allocate the buffer, and order its uses.
+        scratch: memory that reductions from this slot need beside the slot.
+        what: the slot's name in messages.
+
+    Attributes:
+        buffer: [n_bytes] uint8.
+        state: see `SlotState`.
+        content: index of the unit whose gradients the slot holds; None if it is free.
+        written: fence of rule 4, recorded after a unit's last gradient.
+        drained: fence of rule 3, recorded after the reduction.
+    """
+
+    def __init__(self, n_bytes: int, ledger: Ledger, streams: Streams, scratch: Scratch, what: str) -> None:
+        self.buffer = ledger.allocate(Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True)
+        self.state = SlotState.FREE
+        self.content: int | None = None
+        self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
+        self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
+        self.scratch = scratch
+        self._streams = streams
+        self._writers: list[Any] = []  # the device's streams on which gradients are written
+
+    def move(self, state: SlotState, content: int | None) -> None:
+        """Go over to `state`, with the gradients of unit `content`.
+
+        Raises:
+            StateError: the table has no such transition.
+        """
+        if state not in SLOT_TRANSITIONS[self.state]:
+            raise StateError(self.drained.what, self.state.name, f"a state before {state.name}")
+        self.state, self.content = state, content
+
+    def open(self, unit: int) -> None:
+        """The slot is `unit`'s from here on (rule 3)."""
+        self.move(SlotState.OPEN, unit)
+        self._writers.clear()
+        self.join()
+
+    def join(self) -> None:
+        """The device's current stream is about to write: it waits (rule 3).
+
+        Autograd computes a gradient on the stream that ran the forward. A layer may use a stream of its own, as shared
+        experts do. The caller's stream waits for such streams only when backward ends.
+        """
+        stream = self._streams.device_stream(StreamName.COMPUTE)
+        if stream not in self._writers:
+            self.drained.wait(stream)  # rule 3
+            self._writers.append(stream)
+
+    def finish_writing(self) -> None:
+        """The last gradient is written: the comm stream waits for all streams that have written (rule 4)."""
+        for stream in self._writers:
+            self.written.record(stream=stream)
+            self.written.wait()
+        # On CUDA reductions come one after the other. On the CPU an earlier one may still use the scratch.
+        if (before := self.scratch.drained) is not None:
+            before.complete()
+
+    def drain(self, work: Any) -> None:
+        """The reduction, with pending `work`, has started: the slot is free behind it."""
+        self.move(SlotState.FREE, None)
+        self.drained.record(work)
+        self.scratch.drained = self.drained

@@ -1,0 +1,449 @@
+"""One unit: the parameters that are cast, all-gathered, reduced and given together. One method per step of their way.
+
+    main weights -cast-> all-gather input -start_gather-> weight slot -ready, bind-> forward, backward -release->
+    autograd -leave, write-> gradient slot -start_reduce-> main grads -give-> ``.grad`` -optimizer-> main weights
+
+The unit knows how to do each step, `streamshard.core.engine` and its passes know when. Large gradients are written to
+the slot as soon as autograd has made them. Small ones are left in ``.grad`` of the unsharded parameters and collected
+before the reduction, since each copy costs the host's time for a call. If another unit needs the slot in between,
+gradients are spilled to memory of their own. See [Note: slots] and [Note: ordering rules].
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work, as_one
+from streamshard.core.params import LEFT_STATES, FlatParam, GradState, Param
+from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
+from streamshard.errors import ShardingError
+from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
+from streamshard.guards.sharded_tensor import Life
+from streamshard.guards.weights import UnshardedParameter, WeightGuard
+from streamshard.planning.flat_params import UnitLayout
+from streamshard.torch_private import AsTensors, set_grad
+
+_WHY_EARLIER = (
+    "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
+    "needed after zero_grad()"
+)
+
+# Upper limit for the small gradients of one unit. They need this memory in addition to the slot.
+_COLLECTED_BYTES = 1 << 20
+
+_versions_of = operator.attrgetter("_version")
+_trains_of = operator.attrgetter("requires_grad")
+
+
+class Unit:
+    """The parameters of a repeated layer, of several small layers, or of the root unit. Owns no buffers.
+
+    A unit is *bound* while one of its layers runs, and in backward from the first use of its weights until its
+    reduction: its modules hold unsharded parameters.
+
+    Args:
+        index: position in the engine's list of units; index 0 is the root unit.
+        layout: the unit's flat parameters, and where they lie.
+        flat_params: this rank's part of each flat parameter; `FlatParam.add` fills them later.
+        weight_slot: the all-gather writes the weights there.
+        grad_slot: backward writes the gradients there.
+        ranks: the shard group.
+        is_streamed: the unit shares the block slots; else it is resident and has a weight slot of its own.
+
+    Attributes:
+        name: fully qualified name of the module, for messages.
+        params: this rank's part of each parameter, in the order of the flat parameters; filled by `make_unsharded`.
+        is_bound: modules hold the unsharded parameters, else the sharded parameters.
+        is_trainable: a parameter requires a gradient, and has room for it; as of `take_trainability`.
+        is_cast: the all-gather input has the weights as the user has left them.
+        has_taken: this backward has moved ``.grad`` of parameters into main grads.
+        has_spilled: gradients are in copies, because another unit has taken the slot.
+        waits: an earlier backward may have left unreduced gradients, here or on other ranks. They are reduced even if
+            the unit is frozen by then.
+        guard: refuses reads of weights that are absent, and writes to weights.
+        gathering, reducing: contexts around the unit's collectives, and around waits for them.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: UnitLayout,
+        flat_params: Sequence[FlatParam],
+        weight_slot: WeightSlot,
+        grad_slot: GradSlot,
+        ranks: Communicator,
+        *,
+        is_streamed: bool,
+    ) -> None:
+        self.index, self.layout, self.flat_params = index, layout, tuple(flat_params)
+        self.weight_slot, self.grad_slot, self.ranks, self.is_streamed = weight_slot, grad_slot, ranks, is_streamed
+        self.name = layout.name or "the root unit"
+        self.params: list[Param] = []
+        self.is_bound = self.is_trainable = self.is_cast = False
+        self.has_taken = self.has_spilled = self.waits = False
+        self.guard = WeightGuard(weight_slot.is_shared)
+        self.gathering = ranks.guard("the gather of", self.name)
+        self.reducing = ranks.guard("the reduction of", self.name)
+        self._streams = ranks.streams
+        self._sharded: list[nn.Parameter] = []  # parameters, in the same order
+        self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters, as this object or a layer left it
+        self._cast_versions: list[int] = []  # of the parameters, at the last cast
+        # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Exchanging a module's
+        # `_parameters` is one assignment, whatever the number of parameters. Weak: the model holds this object.
+        self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
+        self._is_in_wire_dtype = False
+        self._cast_done = Fence(self._streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
+        self._read_done = Fence(
+            self._streams, Rule.SHARDS_READ, ranks.stream, "gathered shards", at=weight_slot.arrived
+        )
+        # Gradients
+        self._trained = [flat for flat in self.flat_params if flat.kind.trains]
+        self._with_room: list[Param] = []  # params whose gradient has memory
+        self._life = Life()  # of the gradients that parameters have now
+        self._adds = False  # main grads hold something that the next reduction adds to
+        self._adds_in_slot = False  # and they are the whole slot, so that gradients are added there
+
+    # -- construction ---------------------------------------------------------------------------------------------
+
+    def make_unsharded(self) -> None:
+        """Make the unsharded parameters, views of the slot.
+
+        They are views of aliases of the slot with version counters of their own: autograd must not take an all-gather
+        for an in-place edit of saved tensors.
+        """
+        small_bytes = 0
+        for flat in self.flat_params:
+            for param in flat.params:
+                alias = flat.weights.data
+                view = UnshardedParameter(flat.part_of(alias, param.layout), requires_grad=True)
+                param.unsharded = view
+                self.params.append(param)
+                self.guard.watch(view, alias, param.param, param.name, param.piece)
+                if flat.kind.trains:
+                    flat.place_grad(param)
+                    self._with_room.append(param)
+                    param.is_small = small_bytes + view.nbytes <= _COLLECTED_BYTES
+                    small_bytes += view.nbytes * param.is_small
+        self._sharded = [param.param for param in self.params]
+        self._trains = [True] * len(self.params)
+        if not self.params:  # nothing will ever be gathered
+            self.is_cast = True
+            self.weight_slot.move(WeightState.ARRIVING, self.index)
+
+    def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
+        """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
+        self._bindings.append((weakref.ref(owner), key, (sharded, computing)))
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def expire(self, *, unless_same: bool) -> None:
+        """A pass begins: the weights are cast and gathered anew, if they may have changed.
+
+        Args:
+            unless_same: compare versions (inside ``no_sync()``). Else every pass casts, because writes through
+                ``.data`` leave no trace in versions.
+        """
+        if self.params and not (unless_same and self._cast_versions == self.versions()):
+            self.is_cast = False
+            self.weight_slot.empty()
+
+    def cast(self) -> None:
+        """Cast the weights as the user has left them to the all-gather input. Compute stream."""
+        self._streams.observe(StepEvent.CAST_BEGINS, self.index)
+        self._read_done.wait()  # rule 6: the last all-gather, also of other ranks, has read the input
+        with torch.no_grad():
+            for flat in self.flat_params:
+                flat.cast()
+        self._cast_versions = self.versions()
+        self.is_cast = True
+        self._cast_done.record()
+        self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
+        self._streams.observe(StepEvent.CAST_ENDS, self.index)
+
+    def start_gather(self) -> None:
+        """Start the all-gather into the weight slot. Comm stream; the slot is this unit's from here on."""
+        if not self.is_cast:
+            self.cast()
+        slot, transport = self.weight_slot, self.ranks.transport
+        self._streams.observe(StepEvent.GATHER_BEGINS, self.index)
+        slot.released.wait()  # rule 2
+        slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
+        slot.move(WeightState.ARRIVING, self.index)
+        works: list[Work | None] = []
+        for flat in self.flat_params:
+            self._is_in_wire_dtype = self._is_in_wire_dtype or flat.gathered is not flat.weights
+            works.append(transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
+        work = as_one(works)
+        slot.arrived.record(work)
+        self._read_done.work = None  # the readers of this all-gather include those of the one before
+        self._read_done.record(transport.readers(work))
+        self._streams.observe(StepEvent.GATHER_ENDS, self.index)
+
+    def ready(self) -> None:
+        """Let the compute stream wait until the weights are in the slot."""
+        slot = self.weight_slot
+        slot.arrived.wait()  # rule 1
+        slot.move(WeightState.READY, self.index)
+        if self._is_in_wire_dtype:
+            for flat in self.flat_params:
+                flat.convert()
+            self._is_in_wire_dtype = False
+
+    def finish_reading(self) -> None:
+        """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6)."""
+        if any(flat.main is flat.gather_input for flat in self.flat_params):
+            self._read_done.wait()  # rule 6
+
+    def bind(self) -> None:
+        """Let the unit's modules hold the unsharded parameters. A second call does nothing."""
+        if not self.is_bound:
+            self._set_bound(True)
+
+    def release(self) -> None:
+        """Reshard: modules hold the sharded parameters again, and the slot is free when compute has come here."""
+        if self.is_bound:
+            self._set_bound(False)
+        self.weight_slot.released.record()
+
+    def _set_bound(self, is_bound: bool) -> None:
+        self.is_bound = is_bound
+        if self.is_streamed:
+            self.guard.set_present(is_bound)
+        for owner_of, key, values in self._bindings:
+            if (owner := owner_of()) is not None:
+                owner.__dict__[key] = values[is_bound]
+
+    def take_trainability(self) -> None:
+        """Set ``requires_grad`` of the unsharded parameters to that of the sharded parameters.
+
+        Called in forward and in backward: in torch a parameter gets a gradient if it required one in both.
+        """
+        with AsTensors():  # an AbsentWeight would answer for the sharded parameter
+            wanted = list(map(_trains_of, self._sharded))
+            if wanted != self._trains:
+                for param, trains in zip(self.params, wanted, strict=True):
+                    param.unsharded.requires_grad_(trains)
+                self._trains = wanted
+        self.is_trainable = bool(self._trained) and any(wanted)
+
+    def end_use(self) -> None:
+        """Layers have computed in a forward: keep which weights they froze or unfroze, and refuse what they wrote."""
+        with AsTensors():
+            trains = list(map(_trains_of, self.guard.views))
+            if trains != self._trains:
+                for param, wanted in zip(self._sharded, trains, strict=True):
+                    param.requires_grad_(wanted)
+                self._trains = trains
+        self.guard.end_use()
+
+    def versions(self) -> list[int]:
+        """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""
+        with AsTensors():
+            return list(map(_versions_of, self._sharded))
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients can be written: the gradient slot is this unit's."""
+        return self.grad_slot.content == self.index
+
+    def open(self) -> None:
+        """Make the gradient slot this unit's (rule 3). Compute stream.
+
+        Gradients that parameters hold from an earlier backward move into the main grads first, to be added to.
+        """
+        if not self.has_taken:
+            self.has_taken = True
+            self._take()
+        self.grad_slot.open(self.index)
+        if self._adds:
+            self._leave_slot()
+        self._adds_in_slot = self._adds and any(flat.is_main_in_slot for flat in self._trained)
+        if self.has_spilled:
+            self.has_spilled = False
+            params = [param for param in self._with_room if param.state is GradState.SPILLED]
+            self._write(params, [param.take_spilled() for param in params])
+
+    def _take(self) -> None:
+        """Take ``.grad`` of all parameters, until `give`: what autograd puts there meanwhile is its own."""
+        are_same = True
+        self._adds = False
+        with AsTensors():
+            for param in self._with_room:
+                are_same = param.take_grad() and are_same
+                self._adds = self._adds or param.is_kept
+        if not are_same:
+            self._renew()
+        if self._adds:
+            for param in self._with_room:
+                if not param.is_kept:
+                    param.clear_main_grad()
+
+    def _leave_slot(self) -> None:
+        """Main grads that lie in the slot are added to. Move them to memory of their own, unless they are all of it."""
+        moved = [flat for flat in self._trained if flat.is_main_in_slot and not flat.layout.is_whole]
+        for flat in moved:
+            flat.leave_slot()
+            for param in flat.params:
+                flat.place_grad(param)
+        if moved:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Gradients of the unit that the user still holds raise from now on."""
+        self._life.why_over = _WHY_EARLIER
+        self._life = Life()
+        for param in self._with_room:
+            param.given = None
+
+    def write(self, param: Param, grad: torch.Tensor) -> None:
+        """Copy `grad` [full shape] into the open slot. Its only copy. Compute stream.
+
+        Raises:
+            ShardingError: the parameter was frozen when the model was sharded.
+        """
+        if not param.has_room:
+            raise ShardingError(
+                f"parameter {param.name!r} was frozen when StreamShard(model) was called and trains now: there is "
+                "no room for its gradient. Freeze it after StreamShard(model), as often as you like"
+            )
+        self._write([param], [grad])
+
+    def collect(self, stream: Any) -> None:
+        """Copy the small gradients that autograd has left into the slot, which is open.
+
+        Args:
+            stream: the device's stream that has made them, whose allocator owns them.
+        """
+        left, grads = [], []
+        with self._streams.on_device_stream(stream):
+            with AsTensors():
+                for param in self._with_room:
+                    if param.state in LEFT_STATES and (grad := param.take_left()) is not None:
+                        left.append(param)
+                        grads.append(grad)
+            self._write(left, grads)
+
+    def _write(self, params: Sequence[Param], grads: Sequence[torch.Tensor]) -> None:
+        """Copy gradients [full shape] into the slot, or add to what the slot has of this backward."""
+        self.grad_slot.join()
+        # Of mixed dtypes one call would launch a kernel for each tensor.
+        fresh: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for param, grad in zip(params, grads, strict=True):
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            if self._adds_in_slot or param.state is GradState.IN_SLOT:
+                param.in_slot.add_(grad)
+            else:
+                key = param.in_slot.dtype, grad.dtype
+                if key not in fresh:
+                    fresh[key] = [], []
+                fresh[key][0].append(param.in_slot)
+                fresh[key][1].append(grad)
+            param.move(GradState.IN_SLOT)
+            param.is_used = True
+        for places, given in fresh.values():
+            torch._foreach_copy_(places, given)
+        self._streams.observe(StepEvent.GRAD_WRITTEN, self.index)
+
+    def spill(self) -> None:
+        """Copy gradients out of the slot, which another unit needs, until this unit opens it again. Compute stream.
+
+        Happens only if a unit's layers run before and after those of another unit in the same slot.
+        """
+        self.grad_slot.move(SlotState.FREE, None)
+        self.has_spilled = True
+        for param in self._with_room:
+            if param.state is GradState.IN_SLOT:
+                param.spill()
+
+    def start_reduce(self) -> Work | None:
+        """Start the reduction from slot to main grads (rule 4). Parameters without a gradient contribute zeros."""
+        slot = self.grad_slot
+        self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
+        slot.join()
+        for param in self._with_room:
+            if param.state is GradState.IN_SLOT:
+                param.move(GradState.REDUCED)
+            elif not self._adds_in_slot and (param.is_kept or self.counts(param)):  # or frozen, with a kept gradient
+                param.in_slot.zero_()
+        slot.finish_writing()
+        works = []
+        for flat in self._trained:
+            works.append(self.ranks.transport.start_reduce(flat.reduction(accumulate=self._adds)))
+        self._adds = True
+        work = as_one(works)
+        slot.drain(work)
+        self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)
+        return work
+
+    def give(self, used: Sequence[bool]) -> list[nn.Parameter]:
+        """Make main grads ``.grad`` of parameters that held one, or that any rank `used`. Returns the latter."""
+        given = []
+        with AsTensors():
+            for param, is_used in zip(self.params, used, strict=True):
+                is_new = is_used and self.counts(param)
+                if self.has_taken and (param.is_kept or is_new):
+                    param.give_grad(self._life)
+                    if is_new:
+                        given.append(param.param)
+                elif param.has_room and param.state is GradState.REDUCED:
+                    param.move(GradState.NONE)  # frozen in backward
+                param.is_used = False
+        self.has_taken = self.waits = False
+        return given
+
+    def counts(self, param: Param) -> bool:
+        """Whether any rank may have a gradient of the parameter: it is trainable, or has unreduced gradients."""
+        if not param.has_room:
+            return False
+        with AsTensors():  # the unsharded parameter may be absent
+            return self.waits or param.unsharded.requires_grad
+
+    def discard_grads(self) -> None:
+        """The backward has failed: discard all gradients of the unit, and free the slot."""
+        for param in self.params:
+            with AsTensors():
+                set_grad(param.unsharded, None)
+            param.discard_grad()
+        self.has_taken = self.has_spilled = self.waits = False
+        if self.is_open:
+            self.grad_slot.move(SlotState.FREE, None)
+
+    # -- gradients that wait --------------------------------------------------------------------------------------
+
+    def leave_unreduced(self) -> None:
+        """End a backward with gradients left in the slot, or in main grads that replicas have not averaged."""
+        self.waits = self.waits or self.is_trainable
+        if not self.has_taken:
+            return
+        for param in self._with_room:
+            if self.is_open and param.state is not GradState.IN_SLOT:
+                if not param.is_kept:
+                    continue
+                param.in_slot.zero_()
+            param.move(GradState.UNREDUCED)  # of main grads all: they have the other ranks' too
+            keep_unreduced(param.param)
+        if self.is_open:
+            self.grad_slot.move(SlotState.HELD, self.index)
+
+    def resume(self) -> None:
+        """A backward begins: add to waiting gradients, and forget those that the user has dropped (``zero_grad()``)."""
+        if not self.waits:
+            return
+        if self.is_open:
+            self.grad_slot.move(SlotState.OPEN, self.index)
+        for param in self._with_room:
+            if param.state is GradState.UNREDUCED:
+                if drop_unreduced(param.param):
+                    param.move(GradState.IN_SLOT if self.is_open else GradState.REDUCED)
+                else:
+                    param.forget_grad()

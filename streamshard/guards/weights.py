@@ -1,0 +1,279 @@
+"""Unsharded parameters: refuses reads of absent weights, and writes of a forward to weights.
+
+A forward that writes to a weight raises: the slot is all-gathered anew, so the change would be lost. `WeightGuard`
+compares version counters. Writes through ``.data`` leave no trace in the counters. So the first read of ``.data``
+copies the weight, and the values are compared when the use of the unit ends. (transformers' Gemma 3n clamps ``.data``
+in every forward, and hardly ever changes a value.)
+
+[Note: absent weights]
+A streamed unit has its weights in a slot only while one of its layers runs. At other times its unsharded parameters
+have another class, `AbsentWeight`, which answers questions about shape, dtype and device. Any other operation needs the
+values: it raises and names the weight if the unit is streamed, and all-gathers the unit if it is resident. An unsharded
+parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight.
+
+Saved tensors have no such class. So while a weight is absent, its version counter, which its views share, holds a
+special number. Autograd then refuses to use it: its error says that a tensor "is at version 16777216". There are two
+numbers, for inside and outside a forward.
+
+Changing the class is one assignment per parameter and use, 30 ns. torch offers nothing else: a tensor whose storage was
+exchanged reads whatever lies there, and no storage raises when it is read.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from streamshard.errors import ShardingError, log, uncaught
+from streamshard.guards.global_ops import answers_without_values, name_of
+from streamshard.nested import tensors_in
+from streamshard.planning.structure import MARKS, refuse_marks
+from streamshard.torch_private import AsTensors, get_data, set_data, set_versions, skip, untraced
+
+ABSENT_VERSION = 1 << 24  # of absent weights; one more inside a forward. Others count in-place changes
+
+
+class _Weight(nn.Parameter):
+    """An unsharded parameter. Its attributes are its sharded parameter's, so its own are slots."""
+
+    __slots__ = ("guard", "place")
+    guard: WeightGuard
+    place: int  # in the lists of the guard
+
+
+class UnshardedParameter(_Weight):
+    """An unsharded parameter whose weights are in its slot."""
+
+    __slots__ = ()
+
+    @property
+    @skip
+    def data(self) -> torch.Tensor:
+        """As in torch. Copies the weight first, so that the guard notices a change."""
+        untraced(self.guard.remember, self.place)
+        data: torch.Tensor = get_data(self)
+        return data
+
+    @data.setter
+    @skip
+    def data(self, data: torch.Tensor) -> None:
+        if data.data_ptr() != self.data_ptr():
+            _refuse(self.guard.names[self.place], "was given other memory (param.data = ...)")
+        set_data(self, data)
+
+    @skip
+    def set_(self, *source: Any) -> torch.Tensor:
+        """As in torch. Setting a weight to itself is allowed: torch's parametrizations and PEFT's adapters do so."""
+        if len(source) == 1 and isinstance(source[0], torch.Tensor) and source[0].data_ptr() == self.data_ptr():
+            return self
+        return super().set_(*source)
+
+
+class AbsentWeight(_Weight):
+    """An unsharded parameter whose unit is not in place. See [Note: absent weights]."""
+
+    __slots__ = ()
+
+    @classmethod
+    @skip  # torch.compile breaks its graph here: it cannot trace an all-gather
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape, dtype and device. Put the unit in place, or raise, before anything else."""
+        kwargs, called, name = kwargs or {}, getattr(func, "__name__", ""), name_of(func)
+        if name in ("requires_grad", "requires_grad_") or (name == "grad" and called == "__get__"):
+            # The unsharded parameter may be out of date.
+            param: Any = args[0].guard.params[args[0].place]
+            if called == "__get__":
+                return getattr(param, name)
+            return setattr(param, name, args[1]) if called == "__set__" else param.requires_grad_(*args[1:], **kwargs)
+        if answers_without_values(func) and name != "untyped_storage":
+            with AsTensors():
+                return func(*args, **kwargs)
+        for value in tensors_in((args, kwargs)):
+            if isinstance(value, AbsentWeight):
+                untraced(value.guard.ask, value.guard.names[value.place])
+        if called == "__get__":
+            return getattr(args[0], name)
+        return setattr(args[0], name, args[1]) if called == "__set__" else func(*args, **kwargs)
+
+
+class WeightGuard:
+    """Guards the unsharded parameters of one unit.
+
+    Args:
+        is_shared: the unit shares its weight slot with others.
+
+    Attributes:
+        views: the unsharded parameters.
+        names: their names.
+        params: the sharded parameters.
+        ask: puts the weights in place, or raises; called with the name of a weight that is absent.
+    """
+
+    def __init__(self, is_shared: bool) -> None:
+        self.views: list[UnshardedParameter] = []
+        self.names: list[str] = []
+        self.params: list[nn.Parameter] = []
+        self._addresses: list[int | None] = []  # of their pieces; None of empty ones
+        self.ask: Callable[[str], object] = lambda name: None
+        self._is_shared = is_shared
+        self._aliases: list[torch.Tensor] = []  # with the views' version counters: a view may be absent
+        self._versions: list[int] = []  # while the weights are in place
+        self._absent: list[int] = []  # while they are not
+        self._before: dict[int, torch.Tensor] = {}  # by index, copies of weights whose .data was read
+
+    def watch(
+        self, view: UnshardedParameter, alias: torch.Tensor, param: nn.Parameter, name: str, piece: torch.Tensor
+    ) -> None:
+        """Watch a parameter.
+
+        Args:
+            view: the unsharded parameter.
+            alias: the tensor with the version counter of `view`.
+            param, name: the sharded parameter, and its name.
+            piece: the memory that StreamShard has given it.
+        """
+        view.guard, view.place = self, len(self.views)
+        self.views.append(view)
+        self.names.append(name)
+        self.params.append(param)
+        self._addresses.append(piece.data_ptr() if piece.numel() else None)
+        self._aliases.append(alias)
+        self._versions.append(alias._version)
+        self._absent.append(ABSENT_VERSION)
+
+    def check(self) -> None:
+        """A pass begins, which casts the weights.
+
+        Raises:
+            ShardingError: a parameter has a hook that would never run, or memory that its collectives would not see.
+        """
+        with AsTensors():
+            for param, name, address in zip(self.params, self.names, self._addresses, strict=True):
+                if param._backward_hooks or not MARKS.isdisjoint(param.__dict__):
+                    _refuse_hooks(name, param)
+                if address is not None and param.data_ptr() != address:
+                    raise ShardingError(
+                        f"parameter {name!r} was given other memory (param.data = ..., .half(), .to()), and layers "
+                        "compute with the memory that StreamShard has given it: copy into that (param.data.copy_). "
+                        "Instead of .half() use Precision(param_dtype=...), for full tensors load_state_dict or "
+                        "summon_full_params()"
+                    )
+
+    def set_present(self, is_present: bool, *, marks: bool = True) -> None:
+        """The weights are in place, and layers are about to compute; or they may leave their slot.
+
+        Args:
+            is_present: which of the two.
+            marks: change version counters too.
+        """
+        kind = UnshardedParameter if is_present else AbsentWeight
+        for view in self.views:
+            view.__class__ = kind  # type: ignore[assignment]  # of the same memory layout
+        if is_present and marks:
+            self.begin_use()
+        elif marks and self._is_shared:
+            set_versions(self._aliases, self._absent)
+
+    def begin_use(self) -> None:
+        """Layers are about to compute: forget earlier writes."""
+        set_versions(self._aliases, self._versions)
+        self._before.clear()
+
+    def remember(self, index: int) -> None:
+        """Copy the weight at `index`, because the forward may be about to write it through ``.data``."""
+        if index not in self._before:
+            self._before[index] = self._bytes(index).clone()
+
+    def end_use(self) -> None:
+        """Layers have computed.
+
+        Raises:
+            ShardingError: a weight was written to since `begin_use`; names the parameter.
+        """
+        now = [alias._version for alias in self._aliases]
+        if now == self._versions and not self._before:
+            return
+        before = dict(self._before)
+        self.begin_use()
+        for index, name in enumerate(self.names):
+            is_same = index not in before or torch.equal(before[index], self._bytes(index))
+            if now[index] != self._versions[index] or not is_same:
+                _refuse(name, "was changed in place")
+
+    def mark_absent(self, *, in_forward: bool) -> None:
+        """A forward begins or has ended: a backward that reads the weights raises. See [Note: absent weights]."""
+        if self._is_shared:
+            self._absent = [ABSENT_VERSION + in_forward] * len(self._aliases)
+            set_versions(self._aliases, self._absent)
+
+    def _bytes(self, index: int) -> torch.Tensor:
+        """[n bytes] uint8: bytes are compared, so NaN equals NaN, and 0 differs from -0."""
+        with AsTensors():
+            flat: torch.Tensor = get_data(self.views[index]).reshape(-1)
+        return flat.view(torch.uint8)
+
+
+def advice(name: str) -> str:
+    """How to keep the layer of weight `name` in place, for messages."""
+    return f"StreamShard(model, resident=[{name.rpartition('.')[0]!r}])"
+
+
+def refuse_absent(tensor: torch.Tensor, layer: str) -> None:
+    """Raise if `tensor`, with which `layer` computes, is a view of an absent weight."""
+    if tensor._version >= ABSENT_VERSION:
+        raise ShardingError(
+            f"{layer!r} computes with a view {list(tensor.shape)} of a weight of another layer, which does not run: "
+            f"{_OTHER_WAYS}"
+        )
+
+
+def _refuse_hooks(name: str, param: nn.Parameter) -> None:
+    refuse_marks(name, param)
+    raise ShardingError(
+        f"a hook on parameter {name!r} would never run, its gradient is made by a reduction: use "
+        "register_post_accumulate_grad_hook, which is called with the sharded gradient"
+    )
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise ShardingError(
+        f"parameter {name!r} {what} inside a forward, which computes with a copy of the weights: the change would be "
+        "lost. Change weights between steps, on all ranks alike, for example after optimizer.step(), under "
+        "torch.no_grad(); make what a forward updates, such as an EMA codebook, a buffer; renormalise the rows of "
+        "nn.Embedding(max_norm=...) between steps"
+    )
+
+
+_OTHER_WAYS = "give it a clone(), or keep the other layer's weights in place: StreamShard(model, resident=[layer])"
+
+
+def explain_version(error: BaseException | None) -> str | None:
+    """What a user has done if autograd's `error` is about an absent weight; None if it is not."""
+    text = str(error)
+    if any(f"expected version {version} instead" in text for version in (ABSENT_VERSION, ABSENT_VERSION + 1)):
+        return f"a layer computes with a view of a weight of another layer, which does not run: {_OTHER_WAYS}"
+    if any(f"is at version {version};" in text for version in (ABSENT_VERSION, ABSENT_VERSION + 1)):
+        return (
+            "backward has come to a layer by a tensor that this layer has not returned: one that a hook took, or an "
+            "attribute. Let the layer return it, or keep its weights in place: StreamShard(model, resident=[layer]). "
+            "If compiled autograd runs this backward: it is not supported, because it reads the weights of all layers "
+            "first"
+        )
+    if "is a view and its base or another view of its base has been modified inplace" in text:
+        return (
+            "if your code changes nothing in place, backward has come to a layer by a tensor that this layer has not "
+            "returned, such as attention maps that a hook took. Let the layer return it, or make the layer resident"
+        )
+    return None
+
+
+@atexit.register
+def _explain_at_exit() -> None:
+    if (why := explain_version(uncaught())) is not None:
+        log.error("%s", why)
