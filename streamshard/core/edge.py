@@ -29,7 +29,7 @@ from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
 from streamshard.core.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
-from streamshard.core.params import Param
+from streamshard.core.params import LEFT_STATES, GradState, Param, move_all
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import advice, refuse_absent
@@ -38,6 +38,7 @@ from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
     AsTensors,
     active_ddp,
+    get_grad,
     queue_callback,
     saved_tensors_hooks,
     sequence_number,
@@ -331,15 +332,16 @@ def _take_gradient(
 ) -> None:
     """Autograd has made a gradient. Small ones that are left are copied when the unit is reduced."""
     engine, param = engine_of(), param_of()
-    if engine is None or param is None:
+    if engine is None or param is None or get_grad(view) is None:  # the last: frozen in this backward
         return
     unit = engine.units[index]
     if param.is_small and engine.reductions.leave(unit, param):
         return
     with AsTensors():
         grad = param.take_left()
-    if grad is not None:
-        untraced(_copy_gradient, engine, unit, param, grad)
+    if param.state in LEFT_STATES:  # the gradient of another stream: `grad` is the sum with the one left before
+        move_all((param,), GradState.IN_SLOT if param.state is GradState.LEFT_TOO else GradState.NONE)
+    untraced(_copy_gradient, engine, unit, param, grad)
 
 
 def _copy_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import math
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -65,6 +66,18 @@ GRAD_TRANSITIONS = {
 
 
 LEFT_STATES = (_S.LEFT, _S.LEFT_TOO)
+
+
+def move_all(params: Iterable[Param], state: GradState) -> None:
+    """The gradients of `params` go over to `state`.
+
+    Raises:
+        StateError: the table has no such transition.
+    """
+    for param in params:
+        if state not in GRAD_TRANSITIONS[param.state]:
+            raise StateError(f"the gradient of {param.name!r}", param.state.name, f"a state before {state.name}")
+        param.state = state
 
 
 class Param:
@@ -127,16 +140,6 @@ class Param:
 
     # -- the gradient ---------------------------------------------------------------------------------------------
 
-    def move(self, state: GradState) -> None:
-        """The gradient's state becomes `state`.
-
-        Raises:
-            StateError: the table has no such transition.
-        """
-        if state not in GRAD_TRANSITIONS[self.state]:
-            raise StateError(f"the gradient of {self.name!r}", self.state.name, f"a state before {state.name}")
-        self.state = state
-
     def take_grad(self) -> bool:
         """A backward begins to make gradients: move ``.grad``, if there is one, into the main grads.
 
@@ -145,8 +148,6 @@ class Param:
         Returns:
             Whether ``.grad`` is `given`, and lies where it lay (``grad.data = x`` moves it).
         """
-        if self.state is GradState.GIVEN:
-            self.move(GradState.NONE)
         grad = get_grad(self.param)
         self.is_kept = grad is not None
         is_same = grad is self.given
@@ -168,21 +169,18 @@ class Param:
             self.given.add_(own)
         drop_unreduced(self.param)
         set_grad(self.param, self.given)
-        self.move(GradState.GIVEN)
 
-    def take_left(self) -> torch.Tensor | None:
+    def take_left(self) -> torch.Tensor:
         """The gradient that autograd has made, in ``.grad`` of the unsharded parameter. Inside `AsTensors`."""
         grad = get_grad(self.unsharded)
+        if grad is None:
+            raise StateError(f"the gradient of {self.name!r}", "gone", "where autograd has left it")
         set_grad(self.unsharded, None)
-        if self.state is GradState.LEFT:
-            self.move(GradState.NONE)
-        elif self.state is GradState.LEFT_TOO:
-            self.move(GradState.IN_SLOT)
         return grad
 
     def spill(self) -> None:
         """Copy the gradient out of the slot."""
-        self.move(GradState.SPILLED)
+        move_all((self,), GradState.SPILLED)
         self.spilled = self.in_slot.clone()
 
     def take_spilled(self) -> torch.Tensor:
@@ -199,7 +197,7 @@ class Param:
     def forget_grad(self) -> None:
         """The user has dropped the gradient that waited (``zero_grad()``)."""
         self.clear_main_grad()
-        self.move(GradState.NONE)
+        move_all((self,), GradState.NONE)
         self.is_used = self.is_kept = False
 
     def discard_grad(self) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
-from streamshard.core.params import GradState, Param
+from streamshard.core.params import GradState, Param, move_all
 from streamshard.core.replicas import Replicas
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
@@ -87,7 +87,7 @@ class Reductions:
             return False
         if self._stream is not None and self._stream != self.ranks.streams.device_stream(StreamName.COMPUTE):
             return False
-        param.move(LEAVING[param.state])
+        move_all((param,), LEAVING[param.state])
         self.left.add(unit.index)
         return True
 

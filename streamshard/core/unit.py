@@ -21,7 +21,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work, as_one
-from streamshard.core.params import LEFT_STATES, FlatParam, GradState, Param
+from streamshard.core.params import LEFT_STATES, FlatParam, GradState, Param, move_all
 from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
@@ -158,9 +158,8 @@ class Unit:
         """Cast the weights as the user has left them to the all-gather input. Compute stream."""
         self._streams.observe(StepEvent.CAST_BEGINS, self.index)
         self._read_done.wait()  # rule 6: the last all-gather, also of other ranks, has read the input
-        with torch.no_grad():
-            for flat in self.flat_params:
-                flat.cast()
+        for flat in self.flat_params:
+            flat.cast()
         self._cast_versions = self.versions()
         self.is_cast = True
         self._cast_done.record()
@@ -280,6 +279,7 @@ class Unit:
             for param in self._with_room:
                 are_same = param.take_grad() and are_same
                 self._adds = self._adds or param.is_kept
+        move_all((param for param in self._with_room if param.state is GradState.GIVEN), GradState.NONE)
         if not are_same:
             self._renew()
         if self._adds:
@@ -323,13 +323,10 @@ class Unit:
         Args:
             stream: the device's stream that has made them, whose allocator owns them.
         """
-        left, grads = [], []
+        left = [param for param in self._with_room if param.state in LEFT_STATES]
         with self._streams.on_device_stream(stream):
             with AsTensors():
-                for param in self._with_room:
-                    if param.state in LEFT_STATES and (grad := param.take_left()) is not None:
-                        left.append(param)
-                        grads.append(grad)
+                grads = [param.take_left() for param in left]
             self._write(left, grads)
 
     def _write(self, params: Sequence[Param], grads: Sequence[torch.Tensor]) -> None:
@@ -340,7 +337,7 @@ class Unit:
         for param, grad in zip(params, grads, strict=True):
             if grad.is_sparse:
                 grad = grad.to_dense()
-            if self._adds_in_slot or param.state is GradState.IN_SLOT:
+            if self._adds_in_slot or param.state in (GradState.IN_SLOT, GradState.LEFT_TOO):
                 param.in_slot.add_(grad)
             else:
                 key = param.in_slot.dtype, grad.dtype
@@ -348,8 +345,8 @@ class Unit:
                     fresh[key] = [], []
                 fresh[key][0].append(param.in_slot)
                 fresh[key][1].append(grad)
-            param.move(GradState.IN_SLOT)
             param.is_used = True
+        move_all(params, GradState.IN_SLOT)
         for places, given in fresh.values():
             torch._foreach_copy_(places, given)
         self._streams.observe(StepEvent.GRAD_WRITTEN, self.index)
@@ -370,11 +367,13 @@ class Unit:
         slot = self.grad_slot
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
         slot.join()
+        written = []
         for param in self._with_room:
             if param.state is GradState.IN_SLOT:
-                param.move(GradState.REDUCED)
+                written.append(param)
             elif not self._adds_in_slot and (param.is_kept or self.counts(param)):  # or frozen, with a kept gradient
                 param.in_slot.zero_()
+        move_all(written, GradState.REDUCED)
         slot.finish_writing()
         works = []
         for flat in self._trained:
@@ -387,19 +386,23 @@ class Unit:
 
     def give(self, used: Sequence[bool]) -> list[nn.Parameter]:
         """Make main grads ``.grad`` of parameters that held one, or that any rank `used`. Returns the latter."""
-        given = []
+        given, new = [], []
         with AsTensors():
             for param, is_used in zip(self.params, used, strict=True):
-                is_new = is_used and self.counts(param)
+                param.is_used = False
+                if not param.has_room:
+                    continue
+                is_new = is_used and (self.waits or param.unsharded.requires_grad)
                 if self.has_taken and (param.is_kept or is_new):
                     param.give_grad(self._life)
+                    given.append(param)
                     if is_new:
-                        given.append(param.param)
-                elif param.has_room and param.state is GradState.REDUCED:
-                    param.move(GradState.NONE)  # frozen in backward
-                param.is_used = False
+                        new.append(param.param)
+                elif param.state is GradState.REDUCED:  # frozen in backward
+                    move_all((param,), GradState.NONE)
+        move_all(given, GradState.GIVEN)
         self.has_taken = self.waits = False
-        return given
+        return new
 
     def counts(self, param: Param) -> bool:
         """Whether any rank may have a gradient of the parameter: it is trainable, or has unreduced gradients."""
@@ -430,7 +433,7 @@ class Unit:
                 if not param.is_kept:
                     continue
                 param.in_slot.zero_()
-            param.move(GradState.UNREDUCED)  # of main grads all: they have the other ranks' too
+            move_all((param,), GradState.UNREDUCED)  # of main grads all: they have the other ranks' too
             keep_unreduced(param.param)
         if self.is_open:
             self.grad_slot.move(SlotState.HELD, self.index)
@@ -444,6 +447,6 @@ class Unit:
         for param in self._with_room:
             if param.state is GradState.UNREDUCED:
                 if drop_unreduced(param.param):
-                    param.move(GradState.IN_SLOT if self.is_open else GradState.REDUCED)
+                    move_all((param,), GradState.IN_SLOT if self.is_open else GradState.REDUCED)
                 else:
                     param.forget_grad()

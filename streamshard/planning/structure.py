@@ -7,11 +7,12 @@ the like to leave out frozen parts or to rename parameters.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -219,8 +220,14 @@ class Structure:
 
     def __init__(self, root: nn.Module) -> None:
         self._known = set(params_of(root).values())
-        self._params = [(name, owner._parameters, (*owner._parameters.values(),)) for name, owner in modules_of(root)]
-        self._children = {name: (owner._modules, (*owner._modules.values(),)) for name, owner in modules_of(root)}
+        owners = modules_of(root)
+        # dict's own values(): a sharded module's `_parameters` has a slow one.
+        self._params = [
+            (name, owner._parameters, functools.partial(dict.values, owner._parameters), (*owner._parameters.values(),))
+            for name, owner in owners
+            if isinstance(owner._parameters, dict)
+        ]
+        self._children = {name: (owner._modules, (*owner._modules.values(),)) for name, owner in owners}
 
     def check(self) -> None:
         """Raise if a parameter was added, removed or replaced, or a module with parameters of its own was.
@@ -228,25 +235,16 @@ class Structure:
         Raises:
             ShardingError: names the parameter or the module.
         """
-        for name, params, params_before in self._params:
-            if not _are_same(params, params_before):
-                changed = [key for key, param in params.items() if not any(param is old for old in params_before)]
+        for name, params, values, known in self._params:
+            if len(params) != len(known) or not all(map(operator.is_, values(), known)):
+                changed = [key for key, param in params.items() if not any(param is old for old in known)]
                 _refuse_change("parameter", name, changed[0] if changed else "")
         for name, (children, before) in self._children.items():
-            if not _are_same(children, before):
+            if len(children) != len(before) or not all(map(operator.is_, children.values(), before)):
                 for key, child in children.items():
                     if child is not None and not self._known.issuperset(params_of(child).values()):
                         _refuse_change("module", name, key)
                 self._children[name] = (children, (*children.values(),))  # modules without parameters may change
-
-
-def _are_same(entries: Any, before: tuple[object, ...]) -> bool:
-    return len(entries) == len(before) and all(map(operator.is_, _values_of(entries), before))
-
-
-def _values_of(entries: Any) -> Any:
-    # A sharded module's `_parameters` has a slow values(); TorchScript's `_modules` is no dict.
-    return dict.values(entries) if isinstance(entries, dict) else entries.values()
 
 
 def _refuse_change(what: str, owner: str, key: str) -> None:
