@@ -58,10 +58,6 @@ class Casts:
         """Weights may have changed: the next pass casts, inside ``no_sync()`` too."""
         self._are_current = False
 
-    def match(self, *, is_synced: bool, are_due: bool) -> None:
-        """Set `is_synced` and `are_due` to the values of other ranks, for the next pass."""
-        self.is_synced, self._are_current = is_synced, not are_due
-
     def set_structure_check(self, check: Callable[[], None]) -> None:
         """Call `check`, which raises if the model is not the one that was sharded, before each cast."""
         self.check_structure = check
