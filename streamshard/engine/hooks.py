@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from streamshard.engine.backward import pre_backward, watch_node
 from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
-from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
+from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, change_class, handle_of, watched_class
 from streamshard.errors import ShardingError
 from streamshard.nested import cast, map_tensors, tensors_in
 from streamshard.planning.structure import modules_inside
@@ -42,7 +42,7 @@ def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
     """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
     watched = watched_class(type(module), base or _Watched)
     module.__dict__[HANDLE] = handle
-    object.__setattr__(module, "__class__", watched)  # the module's own __setattr__ may refuse, or record, changes
+    change_class(module, watched)
 
 
 # -- calls --------------------------------------------------------------------------------------------------------

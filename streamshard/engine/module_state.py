@@ -126,6 +126,17 @@ _ORIGINAL = "_streamshard_original"
 _classes: dict[tuple[type, type], type] = {}
 
 
+def change_class(module: nn.Module, kind: type) -> None:
+    """Change the class of `module`. The module's own ``__setattr__`` may refuse, or record, changes."""
+    object.__setattr__(module, "__class__", kind)
+
+
+def original_class(kind: type) -> type:
+    """The user's or the library's class of which `watched_class` has made `kind`; any other class itself."""
+    original: type = kind.__dict__.get(_ORIGINAL, kind)
+    return original
+
+
 def watched_class(original: type, base: type) -> type:
     """The subclass of `original` that reports calls. It has the name and the module of `original`.
 
@@ -147,7 +158,7 @@ def watched_class(original: type, base: type) -> type:
         make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
         made = make(kind, original.__name__, (base, original), entries)
         try:
-            object.__setattr__(object.__new__(original), "__class__", made)
+            change_class(object.__new__(original), made)
         except TypeError:  # instances of `class Module(ABC, nn.Module)`, sentence-transformers', have ABC's layout
             entries["__init__"] = base.__init__  # type: ignore[misc]  # StreamShard's: Python calls it
             made = make(kind, original.__name__, (original, base), entries)

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import os
 import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,19 +25,26 @@ from torch import nn
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer, watched_class
+from streamshard.engine.module_state import (
+    ShardedModule,
+    change_class,
+    engine_at_rest,
+    not_a_layer,
+    original_class,
+    watched_class,
+)
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import gather_full, under_params
-from streamshard.integrations.huggingface import is_diffusers_model, is_of, is_transformers_model
+from streamshard.integrations.huggingface import (
+    HuggingFace,
+    is_diffusers_model,
+    is_of,
+    is_peft_model,
+    is_transformers_model,
+)
 from streamshard.planning.structure import modules_inside
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import is_piece
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Whether `model` is a PeftModel."""
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -50,18 +56,24 @@ class _Inside(ShardedModule):
     """Comes before the class of a library's model that lies inside a layer."""
 
 
-def adapt_methods(model: nn.Module) -> None:
-    """Replace methods that need full weights, on classes that StreamShard makes for the model's modules.
+class _Conventions(HuggingFace):
+    """Adds the methods of this module to models of Hugging Face's libraries."""
 
-    Modules inside layers have their libraries' own classes until now. These get a class of StreamShard's too, so that
-    its methods refuse.
-    """
-    for module in modules_inside(model):
-        if methods := _methods_of(module, is_root=module is model):
-            if not isinstance(module, ShardedModule):
-                object.__setattr__(module, "__class__", watched_class(type(module), _Inside))
-            for name, method in methods.items():
-                setattr(type(module), name, method)
+    def replace_methods(self, root: nn.Module) -> None:
+        """Replace methods that need full weights, on classes that StreamShard makes for the model's modules.
+
+        Modules inside layers have their libraries' own classes until now. These get a class of StreamShard's too, so
+        that its methods refuse.
+        """
+        for module in modules_inside(root):
+            if methods := _methods_of(module, is_root=module is root):
+                if not isinstance(module, ShardedModule):
+                    change_class(module, watched_class(type(module), _Inside))
+                for name, method in methods.items():
+                    setattr(type(module), name, method)
+
+
+CONVENTIONS = _Conventions()
 
 
 def _methods_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
@@ -118,12 +130,11 @@ def plain_classes(model: nn.Module) -> Iterator[None]:
     kinds = [(module, type(module)) for module in modules_inside(model) if isinstance(module, ShardedModule)]
     try:
         for module, kind in kinds:
-            plain = next(each for each in kind.__mro__ if not issubclass(each, ShardedModule))
-            object.__setattr__(module, "__class__", plain)
+            change_class(module, original_class(kind))
         yield
     finally:
         for module, kind in kinds:
-            object.__setattr__(module, "__class__", kind)
+            change_class(module, kind)
 
 
 def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
