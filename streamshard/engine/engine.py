@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
@@ -132,7 +131,6 @@ class Engine:
         inputs: asked before each pass, see `Inputs`.
         is_whole: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
-        step_lock: held by the thread that is inside an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
     units: list[StreamedUnit]
@@ -154,7 +152,6 @@ class Engine:
         self.inputs = Inputs()
         self.is_whole = False
         self.empty: dict[str, None] = {}
-        self.step_lock = threading.RLock()
         self._warnings: set[str] = set()
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
 
