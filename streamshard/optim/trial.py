@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -38,14 +37,6 @@ _TOLERANCE = 0.01
 
 
 _Step = Callable[[int], list[Optimizer]]  # takes the step's number, returns the optimizers
-
-
-class _Way(Enum):
-    """How parameters are stepped in a trial."""
-
-    TOGETHER = auto()  # as plain PyTorch: one optimizer, one group
-    ON_OWNERS = auto()
-    MOVED = auto()  # on owners, which exchange a parameter and its state half-way, as after a checkpoint
 
 
 def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,12 +97,12 @@ def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
     options = options_of(group)
     if options.get("lr") == 0:
         options["lr"] = options["lr"] + _LR
-    trials = {}
+    trials = []
     try:
-        # Each way has the same random numbers. Compiled functions run as they are written: nothing is compiled.
-        for way in _Way:
+        # Both have the same random numbers. Compiled functions run as they are written: nothing is compiled.
+        for way in (_together, _on_owners):
             with torch.random.fork_rng(**forked), torch.compiler.set_stance("force_eager"):
-                trials[way] = _try(made, options, shapes, device, way)
+                trials.append(_try(made, options, shapes, device, way))
     except ConfigError:
         raise
     except Exception as error:
@@ -120,23 +111,18 @@ def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
             f"raised {type(error).__name__}: {error}. WholeParameterOptimizer runs optimizers that step without a "
             "closure, and parameters of any shape"
         ) from error
-    together, owned, moved = trials.values()
+    together, owned = trials
     option = _differing_option([*together.groups, *owned.groups])
     if option is not None or not _are_near(together.changes, owned.changes):
         why = "" if option is None else f", which it keeps as {option!r} of their group"
         raise ConfigError(
             f"{name} with these options changes a parameter by what the other parameters are (a norm or learning rate "
-            f"of all of them{why}), by random numbers, by the values that parameters have when it is made, or keeps "
-            "the memory of a gradient or parameter without clone(). So each rank would step the parameters that "
-            "it owns differently from plain PyTorch. WholeParameterOptimizer runs optimizers that step each "
-            "parameter by itself; for a norm over all gradients use model.clip_grad_norm_"
-        )
-    if not _are_near(owned.changes, moved.changes):
-        raise ConfigError(
-            f"{name} steps differently after its state has moved to another optimizer of this class: it keeps "
-            "something in attributes, or state of several parameters together, so a checkpoint would continue with "
-            "other numbers. WholeParameterOptimizer runs optimizers that keep state[param] of each parameter, and "
-            "numbers in their groups"
+            f"of all of them{why}), by random numbers, or by the values that parameters have when it is made; or it "
+            "keeps the memory of a gradient or parameter without clone(), or keeps something in attributes, or state "
+            "of several parameters together. So each rank would step the parameters that it owns differently from "
+            "plain PyTorch, or a checkpoint would continue with other numbers. WholeParameterOptimizer runs optimizers "
+            "that step each parameter by itself, keep state[param] of each, and numbers in their groups; for a norm "
+            "over all gradients use model.clip_grad_norm_"
         )
     group_state, other_state, *_ = together.states
     tensors = {key: value for key, value in group_state.items() if isinstance(value, torch.Tensor)}
@@ -180,7 +166,11 @@ class _Trial(NamedTuple):
 
 
 def _try(
-    made: GroupClass, options: dict[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device, way: _Way
+    made: GroupClass,
+    options: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    way: Callable[[GroupClass, dict[str, Any]], _Step],
 ) -> _Trial:
     """Step parameters of these shapes with large and small gradients, which have a common direction over steps."""
     generator = torch.Generator().manual_seed(0)
@@ -188,7 +178,7 @@ def _try(
     params = [nn.Parameter(start.clone()) for start in starts]
     group = {**options, "params": params}
     _, made = try_constructor(made.kind, made.options, [{**made.given, "params": params}])  # for its initial state
-    step = _together(made, group) if way is _Way.TOGETHER else _on_owners(made, group, moves=way is _Way.MOVED)
+    step = way(made, group)
     for number in range(_STEPS):
         for index, (param, direction) in enumerate(zip(params, directions, strict=True)):
             scale = 10.0 ** ((3 * index + 2 * number) % 7 - 4)  # norms over all parameters differ from step to step
@@ -201,7 +191,7 @@ def _try(
 
 
 def _together(made: GroupClass, group: dict[str, Any]) -> _Step:
-    """Steps as plain PyTorch does."""
+    """Steps as plain PyTorch does: one optimizer, one group."""
     optimizer: Optimizer = made.kind([{**options_of(made.given), "params": group["params"]}], **made.options)
     optimizer.param_groups[0].update(options_of(group))
 
@@ -213,15 +203,12 @@ def _together(made: GroupClass, group: dict[str, Any]) -> _Step:
     return step
 
 
-def _on_owners(made: GroupClass, group: dict[str, Any], *, moves: bool) -> _Step:
+def _on_owners(made: GroupClass, group: dict[str, Any]) -> _Step:
     """Steps as two owners do, whose optimizers are made before parameters have values.
 
     The last owner steps first, so that random numbers differ. After each step the memory of gradients and parameters is
-    overwritten, so that an optimizer that keeps it gives other results.
-
-    Args:
-        made, group: of the parameters.
-        moves: half-way one more parameter belongs to the first owner.
+    overwritten, so that an optimizer that keeps it gives other results. Half-way a parameter and its state move to the
+    first owner, as after a checkpoint.
     """
     params: list[nn.Parameter] = group["params"]
     wholes = {param: nn.Parameter(stand_in(param)) for param in params}
@@ -234,7 +221,7 @@ def _on_owners(made: GroupClass, group: dict[str, Any], *, moves: bool) -> _Step
 
     def step(number: int) -> list[Optimizer]:
         nonlocal inners
-        if moves and number == _STEPS // 2:
+        if number == _STEPS // 2:
             state: dict[Any, Any] = defaultdict(dict)
             for inner in inners:
                 inner.link(state)
