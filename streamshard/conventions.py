@@ -72,15 +72,16 @@ class Conventions:
         """How the names of files of weights begin."""
         return "model"
 
-    def check_exportable(self, model: nn.Module) -> None:
-        """Raise a `CheckpointError` if the library loads no files with the model's own weights."""
-
     def left_out(self, model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:
         """Names that files do not have; in `tied`, each group of names is one tensor."""
         return {name for group in tied for name in group[1:]}
 
     def rearrange_for_saving(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The tensors with names, shapes and order as in files, from meta tensors of the model's names and shapes."""
+        """The tensors with names, shapes and order as in files, from meta tensors of the model's names and shapes.
+
+        Raises:
+            CheckpointError: the library loads no such files.
+        """
         return tensors
 
     def rearrange_for_loading(

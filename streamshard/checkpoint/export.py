@@ -87,7 +87,6 @@ def export_shards(
     names = FileNames(conventions().file_stem(model))
 
     def plan() -> tuple[list[FileLayout], Held]:
-        conventions().check_exportable(model)
         # Replicas hold the same, or in local SGD nearly the same: one of them writes.
         pieces = {} if group.replica else local_pieces(model, shards, buffers=group.is_first)
         runs_of = plan_disk(model, shards, wanted)

@@ -144,23 +144,6 @@ class HuggingFace(Conventions):
         """As `save_pretrained` of the model's library names files."""
         return "diffusion_pytorch_model" if is_diffusers_model(model) else super().file_stem(model)
 
-    def check_exportable(self, model: nn.Module) -> None:
-        """Refuse models for which `save_pretrained` writes something other than the model's own weights.
-
-        Raises:
-            CheckpointError: the model has adapters or is quantized.
-        """
-        adapted = next((name for name, module in model.named_modules() if is_of("peft", module)), None)
-        if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
-            raise CheckpointError(
-                f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}: nothing loads its "
-                "weights under their names. To save the adapters shard the PeftModel itself, and let all ranks call "
-                "model.save_pretrained(directory). For merged weights load those without sharding, and call "
-                "merge_and_unload()"
-            )
-        if getattr(model, "hf_quantizer", None) is not None:
-            raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
-
     def left_out(self, model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:
         """The names `save_pretrained` leaves out: transformers' `remove_tied_weights_from_state_dict`.
 
@@ -184,8 +167,9 @@ class HuggingFace(Conventions):
         """As `save_pretrained` stores them.
 
         Raises:
-            CheckpointError: transformers cannot do it.
+            CheckpointError: the model has adapters or is quantized, or transformers cannot convert its weights.
         """
+        _check_exportable(model)
         if not is_transformers_model(model):
             return tensors
         try:
@@ -246,6 +230,24 @@ class HuggingFace(Conventions):
         config.save_pretrained(directory)
         if model.can_generate() and getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(directory)
+
+
+def _check_exportable(model: nn.Module) -> None:
+    """Refuse models for which `save_pretrained` writes something other than the model's own weights.
+
+    Raises:
+        CheckpointError: the model has adapters or is quantized.
+    """
+    adapted = next((name for name, module in model.named_modules() if is_of("peft", module)), None)
+    if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
+        raise CheckpointError(
+            f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}: nothing loads its "
+            "weights under their names. To save the adapters shard the PeftModel itself, and let all ranks call "
+            "model.save_pretrained(directory). For merged weights load those without sharding, and call "
+            "merge_and_unload()"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
 
 
 def _ignored_on_save(model: nn.Module) -> set[str]:

@@ -173,7 +173,7 @@ class InnerOptimizers:
             numels = [each.piece.place.numel for each in trained]
             rounds = [[trained[index] for index in each] for each in plan_rounds(costs, numels, owners, round_numel)]
             self._ranks = trained[0].piece.ranks
-            self._rounds = Rounds(rounds, self._ranks, trained[0].piece.ledger_of())
+            self._rounds = Rounds(rounds, self._ranks)
             self._by_round = [self._owned(each) for each in rounds]
 
     def _owned(self, own_round: list[WholeParam]) -> list[InnerOptimizer]:

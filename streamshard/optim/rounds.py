@@ -19,7 +19,6 @@ parameters have gradients. On a device the host reads the result before the next
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import AllToAll
 from streamshard.planning.memory import Category
-from streamshard.unit.shard import Ledger
 from streamshard.unit.sharded_parameter import data_of
 from streamshard.unit.sharded_tensor import Piece
 
@@ -60,19 +58,21 @@ _Grads = Mapping[int, "torch.Tensor | None"]  # by ids of WholeParams, this rank
 
 
 class Rounds:
-    """The exchanges of one optimizer. Owns its buffers, which the model's ledger counts, and their fences.
+    """The exchanges of one optimizer. Owns its fences, and its buffers, which the model's ledger counts.
 
     Args:
         rounds: the parameters of each round; at least one round.
         ranks: the shard group.
-        ledger: allocates the buffers; they are freed with this object.
     """
 
-    def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Communicator, ledger: Ledger) -> None:
+    def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Communicator) -> None:
         self._ranks = ranks
+        self._ledger_of = rounds[0][0].piece.ledger_of
+        self._buffers: list[torch.Tensor] = []
         numels = [max(each) for each in zip(*map(_buffer_numels, rounds), strict=True)]
-        buffers = [ledger.allocate(Category.OPTIMIZER_ROUNDS, numel, torch.float32) for numel in numels]
-        self._rounds = [_Round(params, ranks, buffers) for params in rounds]
+        ledger = self._ledger_of()
+        self._buffers = [ledger.allocate(Category.OPTIMIZER_ROUNDS, numel, torch.float32) for numel in numels]
+        self._rounds = [_Round(params, ranks, self._buffers) for params in rounds]
 
         streams, compute, comm = ranks.streams, StreamName.COMPUTE, ranks.stream
         self._packed = Fence(streams, Rule.SHARDS_WRITTEN, compute, "pieces for owners", comm)
@@ -83,7 +83,10 @@ class Rounds:
         self._digests = torch.zeros(2, device=device)
         self._largest = torch.zeros(2, pin_memory=device.type != "cpu")  # over ranks
         self._event: Any = None  # on a device: `_largest` is on the host
-        weakref.finalize(self, _free, weakref.ref(ledger), buffers).atexit = False
+
+    def __del__(self) -> None:
+        if (ledger := self._ledger_of()) is not None:
+            ledger.free(self._buffers)
 
     def run(self, meanwhile: Callable[[], None], step_round: Callable[[int], None]) -> None:
         """One step of all rounds, inside ``torch.no_grad()``. `grads_differ` tells afterwards whether ranks disagreed.
@@ -267,8 +270,3 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if pairs:
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(targets, sources)
-
-
-def _free(ledger_of: weakref.ref[Ledger], buffers: Sequence[torch.Tensor]) -> None:
-    if (ledger := ledger_of()) is not None:
-        ledger.free(buffers)
