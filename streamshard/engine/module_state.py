@@ -13,12 +13,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
-from streamshard.torch_private import is_traced
 from streamshard.unit.unit import StreamedUnit
 
 HANDLE = "_streamshard"  # the one entry in a watched module's __dict__
@@ -206,21 +204,13 @@ class ShardedModule(nn.Module):
     def _replicate_for_data_parallel(self) -> NoReturn:
         self._refuse_wrapper("DataParallel")
 
-    def _generates_together(self) -> bool:
-        handle = handle_of(self)
-        if handle is None or not hasattr(self, "generate") or is_traced():
-            return False
-        return dist.is_initialized() and handle.engine.ranks.total_size == dist.get_world_size() > 1
-
     def _refuse_fsdp(self, value: bool) -> None:
         self._refuse_wrapper("FullyShardedDataParallel")
 
-    _is_fsdp_managed_module = _InstanceProperty(_generates_together, _refuse_fsdp)
-    """Whether ``generate`` has to go on until all ranks have finished. transformers reads this.
+    _is_fsdp_managed_module = _InstanceProperty(lambda _: False, _refuse_fsdp)
+    """FullyShardedDataParallel sets it on all modules before it changes any.
 
-    transformers means the ranks of the default group. torch.compile reads the attribute too (2.15 on the class, by
-    `inspect.getattr_static`), and would look for FSDP's attributes. FullyShardedDataParallel sets it on all modules
-    before it changes any.
+    torch.compile reads it too (2.15 on the class, by `inspect.getattr_static`), and would look for FSDP's attributes.
     """
 
     def _refuse_wrapper(self, name: str) -> NoReturn:

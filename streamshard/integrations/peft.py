@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from streamshard.checkpoint.export import export_shards
@@ -29,6 +30,7 @@ from streamshard.engine.module_state import (
     ShardedModule,
     change_class,
     engine_at_rest,
+    handle_of,
     not_a_layer,
     original_class,
     watched_class,
@@ -43,6 +45,7 @@ from streamshard.integrations.huggingface import (
     is_transformers_model,
 )
 from streamshard.planning.structure import modules_inside
+from streamshard.torch_private import is_traced
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import is_piece
 
@@ -77,7 +80,7 @@ CONVENTIONS = _Conventions()
 
 
 def _methods_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
-    """By name, the methods that replace those of `module`'s own class."""
+    """By name, the methods and properties that replace those of `module`'s own class."""
     methods: dict[str, Any] = {}
     if is_of("peft", module) and hasattr(module, "merge_and_unload"):
         methods["merge_and_unload"] = _refuse_merge
@@ -87,6 +90,9 @@ def _methods_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
         methods["push_to_hub"] = _push
     elif is_transformers_model(module) or is_diffusers_model(module) or (is_root and is_peft_model(module)):
         methods.update(save_pretrained=_save_pretrained, push_to_hub=_push)
+    if is_transformers_model(module) and hasattr(module, "generate"):
+        # transformers asks the model so whether `generate` has to go on until all ranks have finished.
+        methods["_is_fsdp_managed_module"] = ShardedModule._is_fsdp_managed_module.getter(_generates_together)
     return methods
 
 
@@ -157,6 +163,14 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
 
 
 # -- methods of models --------------------------------------------------------------------------------------------
+
+
+def _generates_together(self: Any) -> bool:
+    """Whether all ranks of the default group, by which transformers waits, have shards of the model."""
+    handle = handle_of(self)
+    if handle is None or is_traced():  # torch.compile would look for FSDP's attributes
+        return False
+    return dist.is_initialized() and handle.engine.ranks.total_size == dist.get_world_size() > 1
 
 
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:
