@@ -118,10 +118,10 @@ class UnevenInputs(Inputs):
         engine = self._engine
         if self._is_complete:
             self._model.zero_grad()
-        announced = self._announce(None)
-        engine.casts.set_synced(not announced.no_sync)
-        self._shadows = True
         try:
+            announced = self._announce(None)
+            engine.casts.set_synced(not announced.no_sync)
+            self._shadows = True
             with torch.set_grad_enabled(announced.gradients):
                 forward = begin_forward(engine, frozenset(range(len(engine.units))), is_whole_model=True)
                 graph = forward.finish(None)
@@ -130,6 +130,9 @@ class UnevenInputs(Inputs):
                 if self._repeat is not None and not announced.no_sync:
                     self._repeat()
                     self._model.zero_grad()
+        except BaseException:
+            self.leave()  # the traceback may keep the hook alive
+            raise
         finally:
             self._shadows = False
             engine.casts.set_synced(True)
@@ -140,8 +143,11 @@ class UnevenInputs(Inputs):
         Raises:
             ShardingError: on all ranks: what ranks did after the last backward differs.
         """
-        _compare(self._engine.ranks.gather_objects(self._row(None)))
-        self._engine.buffers.sync(self.buffer_source)  # a rank that was among the last
+        try:
+            _compare(self._engine.ranks.gather_objects(self._row(None)))
+            self._engine.buffers.sync(self.buffer_source)  # a rank that was among the last
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """Restore the state before the context, unless another context has begun. A second call does nothing."""
@@ -227,15 +233,8 @@ class UnevenHook(JoinHook):
 
     def main_hook(self) -> None:
         """Shadow one pass of the other ranks, while this rank has no inputs."""
-        try:
-            self._inputs.shadow()
-        except BaseException:
-            self._inputs.leave()  # the traceback may keep this alive
-            raise
+        self._inputs.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out."""
-        try:
-            self._inputs.finish()
-        finally:
-            self._inputs.leave()
+        self._inputs.finish()
