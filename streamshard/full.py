@@ -101,7 +101,6 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         with under_params(engine, full):
             try:
                 yield
-                _refuse_grads(full)
                 edited = _edited(engine, full)
                 if not writeback:
                     _refuse_changed(edited, before)
@@ -118,15 +117,6 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
     finally:
         steps.remove()
         engine.casts.expire()  # the next pass looks at the weights, in no_sync() too
-
-
-def _refuse_grads(full: Iterable[ParamShard]) -> None:
-    for shard in full:
-        if shard.param.grad is not None:
-            raise ShardingError(
-                f"parameter {shard.name!r} got a gradient inside summon_full_params, where it is this rank's alone and "
-                "would be lost: compute the loss outside"
-            )
 
 
 def _sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -149,10 +139,15 @@ def _edited(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> dict[Par
     """By parameter, the tensor that it holds now, wherever the user has put it: shape, dtype and device of `full`.
 
     Raises:
-        ShardingError: a parameter was replaced, or has other data of another shape.
+        ShardingError: a parameter was replaced, has a gradient, or has other data of another shape.
     """
     engine.casts.check_structure()
     for shard, tensor in full.items():
+        if shard.param.grad is not None:
+            raise ShardingError(
+                f"parameter {shard.name!r} got a gradient inside summon_full_params, where it is this rank's alone and "
+                "would be lost: compute the loss outside"
+            )
         if shard.param.shape != tensor.shape:
             raise ShardingError(
                 f"parameter {shard.name!r} was given other data inside summon_full_params(): "

@@ -84,6 +84,11 @@ class Rounds:
         self._largest = torch.zeros(2, pin_memory=device.type != "cpu")  # over ranks
         self._event: Any = None  # on a device: `_largest` is on the host
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether ranks learn after a step, not before, that they disagreed about gradients."""
+        return self._ranks.streams.has_streams
+
     def __del__(self) -> None:
         if (ledger := self._ledger_of()) is not None:
             ledger.free(self._buffers)
@@ -100,7 +105,7 @@ class Rounds:
         """
         grads = {id(each): _flat_grad(each) for own in self._rounds for each in own.params}
         self._compare(hash(tuple(grad is not None for grad in grads.values())) % _DIGEST_RANGE)
-        if not self._ranks.streams.has_streams and self.grads_differ():
+        if not self.is_on_device and self.grads_differ():
             return
         with self._ranks.guard("an exchange of parameters with their owners"):
             self._send(self._rounds[0], grads)
