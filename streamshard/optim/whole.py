@@ -249,10 +249,7 @@ class WholeParameterOptimizer(Optimizer):
         self._bind_if_changed()
         if self._sharded:
             return {id(each.param): each.owner for each in self._wholes}
-        others = zip(self.param_groups, self._classes, strict=True)  # one rank, or the model is not sharded yet
-        return {
-            id(param): 0 for group, made in others if not is_elementwise_class(made.kind) for param in group["params"]
-        }
+        return {id(param): 0 for param in self._stepped_whole()}  # one rank, or the model is not sharded yet
 
     def in_place(self) -> list[Optimizer]:
         """The inner optimizers that step pieces, or plain parameters, in place."""
@@ -337,15 +334,14 @@ class WholeParameterOptimizer(Optimizer):
         groups = zip(self._classes, state_dict["param_groups"], strict=False)  # torch compares the groups
         return [(group["params"], key) for made, group in groups for key in made.stacked]
 
+    def _stepped_whole(self) -> list[nn.Parameter]:
+        """The parameters of groups whose class needs full tensors."""
+        groups = zip(self.param_groups, self._classes, strict=True)
+        return params_in(group for group, made in groups if not is_elementwise_class(made.kind))
+
     def _choose_owners(self) -> list[WholeParam]:
-        """The sharded parameters (or slices of them) that are stepped as full tensors, with their owners."""
-        found = [
-            (param, piece)
-            for made, group in zip(self._classes, self.param_groups, strict=True)
-            if not is_elementwise_class(made.kind)
-            for param in group["params"]
-            if (piece := piece_of(param)) is not None
-        ]
+        """The sharded parameters that are stepped as full tensors, with their owners."""
+        found = [(param, piece) for param in self._stepped_whole() if (piece := piece_of(param)) is not None]
         if not found:
             return []
         ranks = found[0][1].ranks
