@@ -83,17 +83,14 @@ def _pairs(kind: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, tor
         raise ShardingError(f"update_parameters: {who} alone has the {kind} {odd!r}: wanted two models of one class")
     for name, tensor in mine.items():
         other = theirs[name]
-        found, wanted = ((tuple(each.shape), each.dtype) for each in (tensor, other))
-        if found != wanted:
-            raise ShardingError(
-                f"update_parameters: the {kind} {name!r} is {found} in the averaged model, and {wanted} in the model: "
-                "wanted equal shapes and dtypes"
-            )
         pieces = piece_of(tensor), piece_of(other)
-        if pieces[0] is not None and pieces[1] is not None and not pieces[0].is_like(pieces[1]):
+        is_cut_alike = pieces[0] is None or pieces[1] is None or pieces[0].is_like(pieces[1])
+        found, wanted = (f"{tuple(each.shape)} {each.dtype}" for each in (tensor, other))
+        if found != wanted or not is_cut_alike:
             raise ShardingError(
-                f"update_parameters: the {kind} {name!r} is cut at other places in the averaged model ({pieces[0]}) "
-                f"than in the model ({pieces[1]}): shard both with the same settings on the same ranks. If some "
-                "parameters of the model are frozen, freeze these and no others in the averaged model"
+                f"update_parameters: the {kind} {name!r} has another shape or dtype, or is cut at other places, in the "
+                f"averaged model ({found}, {pieces[0] or 'whole'}) than in the model ({wanted}, {pieces[1] or 'whole'}): "
+                "shard two models of one class with the same settings on the same ranks, and freeze the same "
+                "parameters in both"
             )
     return [(tensor.detach(), theirs[name].detach()) for name, tensor in mine.items()]
