@@ -89,8 +89,8 @@ def _pairs(kind: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, tor
         if found != wanted or not is_cut_alike:
             raise ShardingError(
                 f"update_parameters: the {kind} {name!r} has another shape or dtype, or is cut at other places, in the "
-                f"averaged model ({found}, {pieces[0] or 'whole'}) than in the model ({wanted}, {pieces[1] or 'whole'}): "
-                "shard two models of one class with the same settings on the same ranks, and freeze the same "
-                "parameters in both"
+                f"averaged model ({found}, {pieces[0] or 'whole'}) than in the model ({wanted}, "
+                f"{pieces[1] or 'whole'}): shard two models of one class with the same settings on the same ranks, and "
+                "freeze the same parameters in both"
             )
     return [(tensor.detach(), theirs[name].detach()) for name, tensor in mine.items()]

@@ -46,6 +46,7 @@ class InnerOptimizer:
         number: the group's number.
         group: the user's group.
         targets: by the user's parameter, the one that is stepped in its place: the full parameter, or the same.
+        is_together: parameters are in one group, as in plain PyTorch.
 
     Attributes:
         optimizer: the ordinary optimizer.
@@ -54,13 +55,19 @@ class InnerOptimizer:
     """
 
     def __init__(
-        self, made: GroupClass, number: int, group: dict[str, Any], targets: Mapping[nn.Parameter, nn.Parameter]
+        self,
+        made: GroupClass,
+        number: int,
+        group: dict[str, Any],
+        targets: Mapping[nn.Parameter, nn.Parameter],
+        is_together: bool = False,
     ) -> None:
         self.number = number
         self._group = group
         self._targets = targets
         wholes = list(targets.values())
-        split = [wholes] if is_elementwise_class(made.kind) else [[each] for each in wholes]
+        is_together = is_together or is_elementwise_class(made.kind)
+        split = [wholes] if is_together else [[each] for each in wholes]
         groups = [{**options_of(made.given), "params": each} for each in split]
         self.optimizer: Optimizer = made.kind(groups, **made.options)
         for param, target in self._targets.items():
