@@ -5,12 +5,13 @@ Where possible the libraries' own functions decide, so that files follow the ins
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,17 +34,12 @@ def builder_of_config(path: Path) -> Callable[[], nn.Module]:
         raise ConfigError(f"{path.parent} has no {path.name}")
     try:
         transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} is read by transformers, which is not installed: pip install transformers"
-        ) from error
-    try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         name = (config.architectures or [None])[0]
         kind: Any = transformers.AutoModelForCausalLM.from_config if name is None else getattr(transformers, name)
     except Exception as error:  # transformers raises many classes
         what = str(error).partition("\n")[0]
-        raise ConfigError(f"{path}: {what}") from error
+        raise ConfigError(f"{path} is read by transformers (pip install transformers): {what}") from error
     return lambda: cast(nn.Module, kind(copy.deepcopy(config)))
 
 
@@ -94,15 +90,13 @@ class HuggingFace(Conventions):
                 names.update(join_names(prefix, name) for name in params_of(module) if pattern.search(name))
         return names
 
-    def embeddings(self, root: nn.Module) -> Iterator[nn.Module]:
+    def embeddings(self, root: nn.Module) -> list[nn.Module]:
         """The modules that the model's own methods name."""
+        found = []
         for name in ("get_input_embeddings", "get_output_embeddings"):
-            try:
-                module = getattr(root, name)()
-            except (AttributeError, NotImplementedError):  # another kind of model; a model that has none
-                continue
-            if isinstance(module, nn.Module):
-                yield module
+            with contextlib.suppress(AttributeError, NotImplementedError):  # another kind of model; one that has none
+                found.append(getattr(root, name)())
+        return [module for module in found if isinstance(module, nn.Module)]
 
     def initialise(self, module: nn.Module) -> bool:
         """Let a transformers model initialise itself. Tied names get the values of their partners."""
