@@ -61,19 +61,19 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, **options: Any) -> StreamShardAccelerator:
-        """Change the class of an `Accelerator`, such as Trainer's, to this class, before it prepares anything.
+        """Make one of an `Accelerator`, such as Trainer's, that has prepared nothing.
 
         Args:
-            accelerator: has this class afterwards.
+            accelerator: shares all its attributes with the result, so methods that somebody keeps of it still work.
             **options: options of `StreamShard`.
 
         Raises:
             ConfigError: as for the constructor.
         """
-        accelerator.__class__ = cls
-        assert isinstance(accelerator, cls)
-        accelerator._begin(options)
-        return accelerator
+        made = object.__new__(cls)
+        made.__dict__ = accelerator.__dict__
+        made._begin(options)
+        return made
 
     def _begin(self, options: dict[str, Any]) -> None:
         """Set this class's own state, after accelerate's constructor."""

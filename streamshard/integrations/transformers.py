@@ -61,6 +61,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             support; in `train`, a callback does.
     """
 
+    accelerator: Any
     is_fsdp_enabled: bool  # Trainer's
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     callback_handler: Any
@@ -73,10 +74,10 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     # -- preparing ----------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer does, then change the class of Trainer's accelerator to `StreamShardAccelerator`."""
+        """As Trainer does, then make a `StreamShardAccelerator` of Trainer's accelerator."""
         _refuse(self.args)
         super().create_accelerator_and_postprocess()
-        StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
+        self.accelerator = StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer does. Refuses callbacks that copy the model, before anything is loaded."""
