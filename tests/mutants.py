@@ -255,6 +255,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "full": [
         ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
     ],
+    "integrations/join": [
+        ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
+    ],
     "optim/averages": [
         ("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages"),
     ],

@@ -19,11 +19,11 @@ from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.unit.unit import StreamedUnit
 
-HANDLE = "_streamshard"  # the one entry in a watched module's __dict__
+HANDLE = "_streamshard"  # the key of the handle in a watched module's __dict__
 
 
 class Handle(NamedTuple):
-    """The one attribute that StreamShard sets on a module.
+    """The attribute that StreamShard sets on a watched module.
 
     Attributes:
         engine: the model's.
