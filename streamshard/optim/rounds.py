@@ -28,6 +28,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import AllToAll
+from streamshard.errors import RankMismatchError
 from streamshard.planning.memory import Category
 from streamshard.unit.sharded_parameter import data_of
 from streamshard.unit.sharded_tensor import Piece
@@ -82,31 +83,30 @@ class Rounds:
         device = ranks.streams.device
         self._digests = torch.zeros(2, device=device)
         self._largest = torch.zeros(2, pin_memory=device.type != "cpu")  # over ranks
+        self._had_grads: dict[str, bool] = {}  # by name, of the last step until it was checked
         self._event: Any = None  # on a device: `_largest` is on the host
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether ranks learn after a step, not before, that they disagreed about gradients."""
-        return self._ranks.streams.has_streams
 
     def __del__(self) -> None:
         if (ledger := self._ledger_of()) is not None:
             ledger.free(self._buffers)
 
     def run(self, meanwhile: Callable[[], None], step_round: Callable[[int], None]) -> None:
-        """One step of all rounds, inside ``torch.no_grad()``. `grads_differ` tells afterwards whether ranks disagreed.
-
-        On a CPU nothing is stepped if ranks have gradients for different parameters.
+        """One step of all rounds, inside ``torch.no_grad()``.
 
         Args:
             meanwhile: called while the first round travels; does not raise.
             step_round: called when a round's weights and gradients have arrived; steps the parameters that this rank
                 owns. Does not raise.
+
+        Raises:
+            RankMismatchError: see `check`; on a CPU of this step, before anything is stepped, on a device of the last.
         """
+        self.check()
         grads = {id(each): _flat_grad(each) for own in self._rounds for each in own.params}
-        self._compare(hash(tuple(grad is not None for grad in grads.values())) % _DIGEST_RANGE)
-        if not self.is_on_device and self.grads_differ():
-            return
+        self._had_grads = {each.piece.name: grads[id(each)] is not None for own in self._rounds for each in own.params}
+        self._compare(hash(tuple(self._had_grads.values())) % _DIGEST_RANGE)
+        if not self._ranks.streams.has_streams:
+            self.check()
         with self._ranks.guard("an exchange of parameters with their owners"):
             self._send(self._rounds[0], grads)
             meanwhile()
@@ -119,6 +119,25 @@ class Rounds:
                     self._finish(self._rounds[number - 1], grads)
                 self._send_back(own)
             self._finish(self._rounds[-1], grads)
+
+    def check(self) -> None:
+        """Raise on all ranks if they had gradients for different parameters in the last step. Collective only then.
+
+        Raises:
+            RankMismatchError: names the first such parameter.
+        """
+        had_grads, self._had_grads = self._had_grads, {}
+        if not had_grads or not self.grads_differ():
+            return
+        by_rank = self._ranks.gather_objects(list(had_grads.values()), with_replicas=False)
+        for name, *found in zip(had_grads, *by_rank, strict=True):
+            if len(set(found)) > 1:
+                # On a device the host does not read other ranks' numbers before it steps.
+                outcome = "load a checkpoint" if self._ranks.streams.has_streams else "nothing was stepped"
+                raise RankMismatchError(
+                    f"parameter {name!r} had a gradient on ranks {[rank for rank, had in enumerate(found) if had]} "
+                    f"only: {outcome}. Set grad = None on all ranks or on none"
+                )
 
     def grads_differ(self) -> bool:
         """Whether ranks disagreed in the last step. On a device the host waits until that step has begun."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from streamshard.comm.communicator import Communicator
 from streamshard.config import parse_bytes
-from streamshard.errors import ConfigError, RankMismatchError
+from streamshard.errors import ConfigError
 from streamshard.optim.inner import GroupClass, InnerOptimizer, options_of
 from streamshard.optim.rounds import Rounds, WholeParam, stand_in
 from streamshard.optim.trial import constructor_options, try_constructor, try_steps
@@ -76,10 +76,7 @@ class WholeParameterOptimizer(Optimizer):
         self._rounds: Rounds | None = None  # None: no rank owns anything that trains
         self._in_place: list[InnerOptimizer] = []
         self._by_round: list[list[InnerOptimizer]] = []
-        # Of the last step:
-        self._error: Exception | None = None
-        self._had_grads: list[bool] = []
-        self._is_checked = True
+        self._error: Exception | None = None  # in the step that runs now
         super().__init__(params, {})
 
     # -- the optimizers inside --------------------------------------------------------------------------------------
@@ -94,7 +91,8 @@ class WholeParameterOptimizer(Optimizer):
         params = params_in(self.param_groups)
         is_same = self._trained == [(id(param), param.requires_grad) for param in params]
         if not is_same or any(id(param) not in self._sharded and piece_of(param) is not None for param in params):
-            self._check_last_step()
+            if self._rounds is not None:
+                self._rounds.check()
             self._bind(is_loaded=False)
 
     def _bind(self, *, is_loaded: bool) -> None:
@@ -107,7 +105,7 @@ class WholeParameterOptimizer(Optimizer):
                 self.state.pop(each.param, None)
         elsewhere = {each.param for each in self._wholes}
         self._in_place = self._make_inners({param: param for param in params if param not in elsewhere})
-        self._rounds, self._by_round, self._is_checked = None, [], True
+        self._rounds, self._by_round = None, []
         if trained := [each for each in self._wholes if each.param.requires_grad]:
             costs, owners = [each.cost for each in trained], [each.owner for each in trained]
             numels = [each.piece.place.numel for each in trained]
@@ -190,21 +188,16 @@ class WholeParameterOptimizer(Optimizer):
     def _step(self) -> None:
         refuse_unreduced(params_in(self.param_groups), "an optimizer's step")
         self._bind_if_changed()
-        self._check_last_step()
         inners = self._inners
         for inner in inners:
             inner.take_options()
         if self._rounds is None:
             self._step_inners(self._in_place)
         else:
-            self._is_checked = False
-            self._had_grads = [each.param.grad is not None for each in self._wholes]
             step_round = self._step_inners
             self._rounds.run(lambda: step_round(self._in_place), lambda number: step_round(self._by_round[number]))
         for inner in {inner.number: inner for inner in sorted(inners, key=lambda inner: inner.had_grads)}.values():
             inner.give_options()
-        if self._rounds is not None and not self._rounds.is_on_device:
-            self._check_last_step()
         self._link()
         error, self._error = self._error, None
         if error is not None:
@@ -216,24 +209,6 @@ class WholeParameterOptimizer(Optimizer):
                 inner.step()
         except Exception as error:  # raised when the exchanges are over: the other ranks take part in them
             self._error = error
-
-    def _check_last_step(self) -> None:
-        """Raise on all ranks if they had gradients for different parameters in the last step. Collective only then."""
-        if self._rounds is None or self._is_checked:
-            return
-        self._is_checked = True
-        if self._rounds.grads_differ():
-            ranks = self._wholes[0].piece.ranks
-            by_rank = ranks.gather_objects(self._had_grads, with_replicas=False)
-            for index, each in enumerate(self._wholes):
-                ranks_with = [rank for rank, theirs in enumerate(by_rank) if theirs[index]]
-                if 0 < len(ranks_with) < len(by_rank):
-                    # On a device the host does not read other ranks' numbers before it steps.
-                    outcome = "load a checkpoint" if self._rounds.is_on_device else "nothing was stepped"
-                    raise RankMismatchError(
-                        f"parameter {each.piece.name!r} had a gradient on ranks {ranks_with} only: {outcome}. Set "
-                        "grad = None on all ranks or on none"
-                    )
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +244,8 @@ class WholeParameterOptimizer(Optimizer):
             RankMismatchError: ranks had gradients for different parameters in the last step.
         """
         self._bind_if_changed()
-        self._check_last_step()
+        if self._rounds is not None:
+            self._rounds.check()
         self._link()
         numbers = {inner.number for inners in self._by_round for inner in inners}  # of groups in which it owns some
         options = {number: options_of(self.param_groups[number]) for number in sorted(numbers)}
