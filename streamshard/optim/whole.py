@@ -97,7 +97,6 @@ class WholeParameterOptimizer(Optimizer):
 
     def _bind(self, *, is_loaded: bool) -> None:
         params = params_in(self.param_groups)
-        self._trained = [(id(param), param.requires_grad) for param in params]
         self._sharded = {id(param) for param in params if piece_of(param) is not None}
         self._wholes = self._choose_owners()
         for each in self._wholes:
@@ -117,6 +116,7 @@ class WholeParameterOptimizer(Optimizer):
             ]
         for inner in self._inners:
             inner.load(self.state, is_loaded=is_loaded)
+        self._trained = [(id(param), param.requires_grad) for param in params]  # last: the next call repeats an error
         self._link()
 
     def _make_inners(self, targets: Mapping[nn.Parameter, nn.Parameter]) -> list[InnerOptimizer]:
