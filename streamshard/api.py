@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -41,7 +42,6 @@ from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
 from streamshard.inspect.statistics import step_statistics
 from streamshard.inspect.trace import trace
-from streamshard.integrations.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD, engine_of_both
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.layout import LocalRange
@@ -205,7 +205,7 @@ class StreamShard(Watched):
         repeat: Callable[[], object] | None = None,
         divide_by_initial_world_size: bool = True,
         **others: Any,
-    ) -> UnevenHook:
+    ) -> JoinHook:
         """Called by ``torch.distributed.algorithms.Join([model], repeat=function)`` with its keyword arguments.
 
         Args:
@@ -215,8 +215,9 @@ class StreamShard(Watched):
                 default), or over the ranks with inputs (False).
             **others: ignored; ``Join`` passes all its keyword arguments to every joinable.
         """
-        engine = engine_of(self)
-        return UnevenHook(UnevenInputs(self, engine, repeat, divide_by_initial_world_size), engine)
+        from streamshard.integrations.join import UnevenHook  # only here: few models need it
+
+        return UnevenHook(self, repeat, divide_by_initial_world_size)
 
     @property
     def join_device(self) -> torch.device:

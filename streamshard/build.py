@@ -19,6 +19,7 @@ from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.objects import refuse_together
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings, check_environment, parse_precision, refuse_unknown
+from streamshard.conventions import conventions
 from streamshard.core.attach import attach
 from streamshard.core.buffer_sync import BufferSync, check_buffers
 from streamshard.core.engine import Engine
@@ -39,8 +40,6 @@ from streamshard.inspect.memory import (
     summarise,
 )
 from streamshard.inspect.trace import StepTracer, make_directory
-from streamshard.integrations import huggingface
-from streamshard.integrations.peft import adapt_methods
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
 from streamshard.planning.flat_params import ByteRange, FlatParamKind, UnitLayout, kind_of, plan_units
 from streamshard.planning.memory import (
@@ -133,7 +132,7 @@ def shard_model(
         raise
     report_if_out_of_memory(engine)
     attach(base, module, checked.found, engine, checked.in_fp32)
-    adapt_methods(module)
+    conventions().replace_methods(module)
     watch_optimizers()
     without_elements = {shard.name for shard in engine.param_shards if not shard.layout.numel}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
@@ -213,7 +212,7 @@ def check_model(
     """
     _check_module(module)
     if all(param.is_meta for param in params_of(module).values()):
-        huggingface.tie_weights(module)
+        conventions().tie_weights(module)
     tie_on_meta(module)
     check_environment()
     known = ("units", "resident", "mesh", *(field.name for field in fields(Settings)))
@@ -227,7 +226,7 @@ def check_model(
     dtype = settings.precision.param_dtype
     sizes = {"param_bytes": (dtype or torch.float32).itemsize, "min_unit_bytes": settings.min_unit_bytes}
     found, groups = find_groups(module, units, resident, **sizes)
-    in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, dtype))
+    in_fp32 = find_fp32(module, settings.precision, conventions().kept_in_fp32(module, dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
     return Checked(settings, here, found, parts, in_fp32, on_meta)
 

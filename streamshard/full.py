@@ -129,7 +129,6 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         with under_params(engine, full):
             try:
                 yield
-                _refuse_grads(full)
                 edited = _edited(engine, full)
                 if not writeback:
                     _refuse_changed(edited, before)
@@ -146,15 +145,6 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
     finally:
         steps.remove()
         engine.expire_weights()  # the next pass looks at the weights, in no_sync() too
-
-
-def _refuse_grads(full: Iterable[Param]) -> None:
-    for shard in full:
-        if shard.param.grad is not None:
-            raise ShardingError(
-                f"parameter {shard.name!r} got a gradient inside summon_full_params, where it is this rank's alone and "
-                "would be lost: compute the loss outside"
-            )
 
 
 def _sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -177,10 +167,15 @@ def _edited(engine: Engine, full: Mapping[Param, torch.Tensor]) -> dict[Param, t
     """By parameter, the tensor that it holds now, wherever the user has put it: shape, dtype and device of `full`.
 
     Raises:
-        ShardingError: a parameter was replaced, or has other data of another shape.
+        ShardingError: a parameter was replaced, has a gradient, or has other data of another shape.
     """
     engine.check_structure()
     for shard, tensor in full.items():
+        if shard.param.grad is not None:
+            raise ShardingError(
+                f"parameter {shard.name!r} got a gradient inside summon_full_params, where it is this rank's alone and "
+                "would be lost: compute the loss outside"
+            )
         if shard.param.shape != tensor.shape:
             raise ShardingError(
                 f"parameter {shard.name!r} was given other data inside summon_full_params(): "

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from streamshard.comm.objects import run_on_all_ranks
+from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
 from streamshard.core.params import Param
 from streamshard.device import module_of
 from streamshard.errors import ShardingError
 from streamshard.full import under_params
-from streamshard.integrations import huggingface
 from streamshard.planning.structure import join_names, modules_of
 
 Init = Callable[[nn.Module], Any]
@@ -39,7 +39,7 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
     seed = engine.ranks.of_first(torch.initial_seed() if seed is None else seed)
     before = dict(engine.empty)
     if init is None:
-        _refuse_adapters(model, before)
+        conventions().refuse_initialisation(model, before)
     try:
         compute_buffers(engine, model, init, seed)
         for number, unit in enumerate(engine.units):
@@ -148,8 +148,7 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: 
     """
     if not any(_is_inside(each, name) for each in empty):
         return
-    if huggingface.is_transformers_model(module):
-        huggingface.initialise(module)
+    if conventions().initialise(module):
         return
     own = getattr(module, "init_weights", None)
     if callable(own) and _takes_nothing(own):
@@ -184,18 +183,6 @@ def _takes_nothing(method: Callable[..., object]) -> bool:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
-def _refuse_adapters(model: nn.Module, empty: Collection[str]) -> None:
-    """transformers would take adapters for linear layers: an update that is not zero at the start."""
-    for prefix, module in modules_of(model):
-        for adapter in (join_names(prefix, key) for key in huggingface.adapters_in(module)):
-            if any(_is_inside(name, adapter) for name in empty):
-                raise ShardingError(
-                    f"{adapter!r} is an adapter that was made on the meta device, and PEFT initialises adapters as it "
-                    "makes them: let rank 0 make the model with its weights (the other ranks' may be on the meta "
-                    "device), or write init_weights(model, function), which calls PEFT's reset_lora_parameters"
-                )
 
 
 def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:

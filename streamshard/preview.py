@@ -26,7 +26,6 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
 from streamshard.inspect.activations import estimate_activations
 from streamshard.inspect.memory import report_memory
-from streamshard.integrations import huggingface
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.program import gathers_of_step
 from streamshard.planning.structure import list_of
@@ -300,7 +299,9 @@ def builder_of(source: str) -> Callable[[], nn.Module]:
         ConfigError: there is no such file or function, or transformers does not know the architecture.
     """
     if os.path.exists(source):
-        return huggingface.builder_of_config(Path(source, "config.json") if os.path.isdir(source) else Path(source))
+        from streamshard.integrations.huggingface import builder_of_config  # only here: see `conventions`
+
+        return builder_of_config(Path(source, "config.json") if os.path.isdir(source) else Path(source))
     module, colon, name = source.partition(":")
     if not colon:
         raise ConfigError(

@@ -258,7 +258,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.open", Drop("self._adds_in_slot ="), "loops graphs"),
         ("Unit.open", Drop("self._leave_slot()"), "dial"),
         ("Unit.open", Drop("self._write("), "unit_size"),
-        ("Unit._write", Swap("self._adds_in_slot or param.state is GradState.IN_SLOT", "False"), "passes loops"),
+        (
+            "Unit._write",
+            Swap("self._adds_in_slot or param.state in (GradState.IN_SLOT, GradState.LEFT_TOO)", "False"),
+            "passes loops",
+        ),
         ("Unit.start_reduce", Drop("self._adds = True"), "passes"),
         ("Unit.start_reduce", Drop("slot.join()"), "simulated_device:zeros_of"),
         (
@@ -290,6 +294,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "full": [
         ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
+    ],
+    "integrations/join": [
+        ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
     ],
     "optim/averages": [
         ("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages"),

@@ -148,8 +148,9 @@ def test_every_slot_setting_works(context: RankContext, slots: dict[str, Any]) -
 
     def step(model: Any, call: Call) -> Tensor:
         with model.no_sync():
-            stack_step(model, call._replace(step=2 * call.step))
-        return stack_step(model, call._replace(step=2 * call.step + 1))
+            stack_step(model, call._replace(step=3 * call.step))
+            stack_step(model, call._replace(step=3 * call.step + 1))
+        return stack_step(model, call._replace(step=3 * call.step + 2))
 
     length = LENGTHS["all differ"][context.rank]
     wanted, found = _ddp(Stack), sharded_model(Stack, **slots)

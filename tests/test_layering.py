@@ -31,6 +31,31 @@ def test_only_one_module_uses_private_functions_of_torch() -> None:
     assert found == []
 
 
+def test_a_plain_process_loads_no_code_for_hugging_face(tmp_path: Path) -> None:
+    """Sharding, training, saving and loading a model of torch.nn."""
+    script = f"""
+import sys
+import torch
+import torch.distributed as dist
+from streamshard import StreamShard, export_safetensors, init_weights, load_safetensors
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with torch.device("meta"):
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+model = StreamShard(model)
+init_weights(model)
+model(torch.ones(2, 4)).sum().backward()
+torch.optim.SGD(model.parameters(), 0.1).step()
+export_safetensors(model, {str(tmp_path)!r})
+load_safetensors(model, {str(tmp_path)!r})
+names = ("streamshard.integrations.", "transformers", "peft", "diffusers", "huggingface_hub", "accelerate")
+dist.destroy_process_group()
+print(sorted(name for name in sys.modules if name.startswith(names)))
+"""
+    found = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=90)
+    assert found.stdout.strip() == "[]", found.stderr
+
+
 def test_a_script_beside_an_editable_clone_finds_the_package(tmp_path: Path) -> None:
     """Python takes the clone's folder, which has the package's name, for a package if it finds no other one."""
     pytest.importorskip("setuptools", "77")

@@ -22,9 +22,9 @@ from torch import nn
 
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
 from streamshard.checkpoint.safetensors_file import TensorSpec, contiguous_runs
+from streamshard.conventions import conventions
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError
-from streamshard.integrations import huggingface
 from streamshard.torch_private import TorchDispatchMode
 
 _MANY_RUNS = 1 << 16
@@ -204,9 +204,8 @@ def plan_disk(
     dropped = _dropped(model, names)
     names = {name: source for name, source in names.items() if name not in dropped}
     tensors = whole_tensors(model, shards, names, dtype)
-    is_of_transformers = huggingface.is_transformers_model(model)
     with Rearrangement(tensors) as followed:
-        stored = huggingface.rearrange_for_saving(model, tensors) if is_of_transformers else tensors
+        stored = conventions().rearrange_for_saving(model, tensors)
     return {
         TensorSpec(name, tuple(tensor.shape), tensor.dtype): tuple(
             run._replace(source=names[run.source]) for run in followed.runs(name, tensor)
@@ -264,6 +263,4 @@ def _dropped(model: nn.Module, names: Mapping[str, str]) -> set[str]:
     for name, source in names.items():  # a buffer is called by its own name alone
         groups.setdefault(source, []).append(name)
     tied = [group for group in groups.values() if len(group) > 1]
-    if not huggingface.is_transformers_model(model):
-        return {name for group in tied for name in group[1:]}
-    return huggingface.drop_tied_names(model, tied) | huggingface.ignored_on_save(model)
+    return conventions().left_out(model, tied)

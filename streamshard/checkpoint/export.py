@@ -30,10 +30,8 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from streamshard.checkpoint.directory import Partial, remove_partial, write_together
@@ -53,9 +51,9 @@ from streamshard.checkpoint.safetensors_file import (
 )
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.config import parse_bytes
+from streamshard.conventions import conventions
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ConfigError, log
-from streamshard.integrations import huggingface
 
 Held = Mapping[str, tuple[torch.dtype, Sequence[tuple[int, torch.Tensor]]]]
 """By tensor, its dtype in the file and the ranges that a rank holds: the first element, and the data, 1-D."""
@@ -86,10 +84,9 @@ def export_shards(
             earlier export, or the new one, complete.
     """
     wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
-    names = FileNames(huggingface.stem_of_files(model))
+    names = FileNames(conventions().file_stem(model))
 
     def plan() -> tuple[list[FileLayout], Held]:
-        huggingface.check_exportable(model)
         # Replicas hold the same, or in local SGD nearly the same: one of them writes.
         pieces = {} if group.replica else local_pieces(model, shards, buffers=group.is_first)
         runs_of = plan_disk(model, shards, wanted)
@@ -102,11 +99,8 @@ def export_shards(
             with opened(partial / file.name, "xb") as descriptor:
                 write_all(descriptor, file.header, 0)
                 os.ftruncate(descriptor, file.size_bytes)
-        if huggingface.is_diffusers_model(model):
-            cast(Any, model).save_config(partial)
-        elif huggingface.is_transformers_model(model):
-            first = next((dtype for dtype, _ in held.values() if dtype.is_floating_point), None)
-            huggingface.write_config(model, partial, first)
+        first = next((dtype for dtype, _ in held.values() if dtype.is_floating_point), None)
+        conventions().write_config(model, partial, first)
 
     def write(partial: Path) -> int:
         return sum(_write(partial / file.name, file, held) for file in files)
@@ -154,15 +148,23 @@ def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int, names: FileName
     Returns:
         ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
     """
-    by_name = {spec.name: spec for spec in specs}
-    split = split_state_dict_into_shards_factory(
-        by_name,
-        get_storage_size=lambda spec: spec.size_bytes,
-        filename_pattern=names.stem + "{suffix}.safetensors",
-        max_shard_size=max_file_bytes,
-    )
-    files = split.filename_to_tensors or {names.single: []}
-    return [lay_out(name, [by_name[each] for each in tensors]) for name, tensors in files.items()]
+    files: list[list[TensorSpec]] = []
+    last: list[TensorSpec] = []
+    room = max_file_bytes
+    for spec in specs:
+        if spec.size_bytes > max_file_bytes:
+            files.append([spec])
+            continue
+        room -= spec.size_bytes
+        if room < 0:
+            files.append(last)
+            last, room = [], max_file_bytes - spec.size_bytes
+        last.append(spec)
+    if last or not files:
+        files.append(last)
+    if len(files) == 1:
+        return [lay_out(names.single, files[0])]
+    return [lay_out(f"{names.stem}-{i:05d}-of-{len(files):05d}.safetensors", each) for i, each in enumerate(files, 1)]
 
 
 def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:

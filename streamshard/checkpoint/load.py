@@ -22,9 +22,9 @@ from streamshard.checkpoint.disk_layout import (
 )
 from streamshard.checkpoint.safetensors_file import MODEL_FILES, FileNames, OpenFiles, copy_range, read_text
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.conventions import conventions
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, log
-from streamshard.integrations import huggingface
 
 _NAMES_SHOWN = 8
 _SAMPLE_BYTES = 256
@@ -87,7 +87,7 @@ def load_shards(
     Returns:
         The difference between files and model, and the names of parameters and buffers that were loaded.
     """
-    names = FileNames(huggingface.stem_of_files(model))
+    names = FileNames(conventions().file_stem(model))
     stored = run_on_all_ranks(group, f"load {root}", lambda: StoredDirectory(root, names))
     if not group.are_equal(stored.digest()):
         raise CheckpointError(
@@ -154,13 +154,9 @@ def _compare(
     wanted = whole_tensors(model, shards, names, None)
     metas = {name: torch.empty(there.shape, dtype=there.dtype, device="meta") for name, there in stored.items()}
     with Rearrangement(metas, "loading") as followed:
-        if huggingface.is_transformers_model(model):
-            made, failed, used = huggingface.rearrange_for_loading(model, metas, wanted)
-        else:
-            made, failed, used = {name: metas[name] for name in metas if name in wanted}, {}, set(wanted)
+        made, failed, used, optional = conventions().rearrange_for_loading(model, metas, wanted)
     difference = Difference([], [], [])
     runs: dict[str, list[Run]] = {}
-    left_out = huggingface.ignored_on_save(model)
     tied: dict[str, list[str]] = {}
     for name, source in names.items():
         tied.setdefault(source, []).append(name)
@@ -174,13 +170,11 @@ def _compare(
                     runs.setdefault(run.source, []).append(Run(source, run.start, run.source_start, run.numel))
             elif bad is not None:
                 difference.mismatched.append(f"{bad} ({failed[bad]})")
-            elif not left_out.intersection(own):
+            elif not optional.intersection(own):
                 difference.missing.append(own[0])
         except CheckpointError as error:
             difference.mismatched.append(f"{found} ({error})")
-    extra = sorted(set(stored) - used)
-    ignored = huggingface.ignored_on_load(model, extra)
-    difference.unexpected.extend(name for name in extra if name not in ignored)
+    difference.unexpected.extend(sorted(set(stored) - used))
     return runs, difference
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
-from streamshard.core.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
+from streamshard.core.module_state import HANDLE, Handle, ShardedModule, change_class, handle_of, watched_class
 from streamshard.core.params import LEFT_STATES, GradState, Param, move_all
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
@@ -61,8 +61,7 @@ class Watched(ShardedModule):
 def watch(module: nn.Module, handle: Handle, base: type = Watched) -> None:
     """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
     module.__dict__[HANDLE] = handle
-    watched = watched_class(type(module), base)
-    object.__setattr__(module, "__class__", watched)  # the module's own __setattr__ may refuse, or record, changes
+    change_class(module, watched_class(type(module), base))
 
 
 # -- calls --------------------------------------------------------------------------------------------------------

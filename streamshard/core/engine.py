@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
@@ -135,7 +134,6 @@ class Engine:
         inputs: asked before each pass, see `Inputs`.
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
-        step_lock: held by the thread that is inside an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
     units: list[Unit]
@@ -159,7 +157,6 @@ class Engine:
         self.inputs = Inputs()
         self.is_summoned = False
         self.empty: dict[str, None] = {}
-        self.step_lock = threading.RLock()
         self._warnings: set[str] = set()
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
 
@@ -264,10 +261,6 @@ class Engine:
     def expire_weights(self) -> None:
         """Weights may have changed: the next pass casts them, inside ``no_sync()`` too."""
         self.are_weights_current = False
-
-    def match(self, *, is_synced: bool, are_weights_current: bool) -> None:
-        """Set both to the values of other ranks, for the next pass."""
-        self.is_synced, self.are_weights_current = is_synced, are_weights_current
 
     def begin_weights(self) -> None:
         """A pass is about to all-gather: units cast weights that may have changed before their all-gathers."""

@@ -13,19 +13,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from streamshard.core.engine import Engine
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.torch_private import is_traced
 
-HANDLE = "_streamshard"  # the one entry in a watched module's __dict__
+HANDLE = "_streamshard"  # the key of the handle in a watched module's __dict__
 
 
 class Handle(NamedTuple):
-    """The one attribute that StreamShard sets on a module.
+    """The attribute that StreamShard sets on a watched module.
 
     Attributes:
         engine: the model's.
@@ -126,6 +124,17 @@ _ORIGINAL = "_streamshard_original"
 _classes: dict[tuple[type, type], type] = {}
 
 
+def change_class(module: nn.Module, kind: type) -> None:
+    """Change the class of `module`. The module's own ``__setattr__`` may refuse, or record, changes."""
+    object.__setattr__(module, "__class__", kind)
+
+
+def original_class(kind: type) -> type:
+    """The user's or the library's class of which `watched_class` has made `kind`; any other class itself."""
+    original: type = kind.__dict__.get(_ORIGINAL, kind)
+    return original
+
+
 def watched_class(original: type, base: type) -> type:
     """The subclass of `original` that reports calls. It has the name and the module of `original`.
 
@@ -147,7 +156,7 @@ def watched_class(original: type, base: type) -> type:
         make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
         made = make(kind, original.__name__, (base, original), entries)
         try:
-            object.__setattr__(object.__new__(original), "__class__", made)
+            change_class(object.__new__(original), made)
         except TypeError:  # instances of `class Module(ABC, nn.Module)`, sentence-transformers', have ABC's layout
             entries["__init__"] = base.__init__  # type: ignore[misc]  # StreamShard's: Python calls it
             made = make(kind, original.__name__, (original, base), entries)
@@ -195,21 +204,13 @@ class ShardedModule(nn.Module):
     def _replicate_for_data_parallel(self) -> NoReturn:
         self._refuse_wrapper("DataParallel")
 
-    def _generates_together(self) -> bool:
-        handle = handle_of(self)
-        if handle is None or not hasattr(self, "generate") or is_traced():
-            return False
-        return dist.is_initialized() and handle.engine.ranks.total_size == dist.get_world_size() > 1
-
     def _refuse_fsdp(self, value: bool) -> None:
         self._refuse_wrapper("FullyShardedDataParallel")
 
-    _is_fsdp_managed_module = _InstanceProperty(_generates_together, _refuse_fsdp)
-    """Whether ``generate`` has to go on until all ranks have finished. transformers reads this.
+    _is_fsdp_managed_module = _InstanceProperty(lambda _: False, _refuse_fsdp)
+    """FullyShardedDataParallel sets it on all modules before it changes any.
 
-    transformers means the ranks of the default group. torch.compile reads the attribute too (2.15 on the class, by
-    `inspect.getattr_static`), and would look for FSDP's attributes. FullyShardedDataParallel sets it on all modules
-    before it changes any.
+    torch.compile reads it too (2.15 on the class, by `inspect.getattr_static`), and would look for FSDP's attributes.
     """
 
     def _refuse_wrapper(self, name: str) -> NoReturn:

@@ -28,7 +28,7 @@ from streamshard.guards.sharded_tensor import is_piece
 from streamshard.nested import tensors_in
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
-_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N script.py (on CPUs too), or torchrun"
 
 
@@ -44,8 +44,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             for all models.
 
     ``mixed_precision`` decides the dtype in which layers compute: ``"bf16"`` or ``"fp16"``. With ``"no"`` layers
-    compute in the model's dtype if all its parameters have the same 16-bit dtype, else in fp32. The ``param_dtype`` of
-    `precision` must be this dtype, or fp32.
+    compute with each parameter in its own dtype. The ``param_dtype`` of `precision` must be this dtype, or fp32.
 
     Raises:
         ConfigError: FSDP, DeepSpeed, Megatron-LM or tensor parallelism is configured too, or accelerate sees fewer
@@ -62,19 +61,19 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, **options: Any) -> StreamShardAccelerator:
-        """Change the class of an `Accelerator`, such as Trainer's, to this class, before it prepares anything.
+        """Make one of an `Accelerator`, such as Trainer's, that has prepared nothing.
 
         Args:
-            accelerator: has this class afterwards.
+            accelerator: shares all its attributes with the result, so methods that somebody keeps of it still work.
             **options: options of `StreamShard`.
 
         Raises:
             ConfigError: as for the constructor.
         """
-        accelerator.__class__ = cls
-        assert isinstance(accelerator, cls)
-        accelerator._begin(options)
-        return accelerator
+        made = object.__new__(cls)
+        made.__dict__ = accelerator.__dict__
+        made._begin(options)
+        return made
 
     def _begin(self, options: dict[str, Any]) -> None:
         """Set this class's own state, after accelerate's constructor."""
@@ -119,7 +118,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def shard(self, model: nn.Module, *, evaluation_mode: bool = False) -> None:
         """Shard `model`, as `prepare_model` does first. `prepare` accepts the model afterwards."""
         model = _uncompiled(model)
-        options = {**self._options, "precision": self._precision_of(_dtype_of(model))}
+        options = {**self._options, "precision": self._precision()}
         trained = [param for param in model.parameters() if param.requires_grad and evaluation_mode]
         try:
             for param in trained:
@@ -129,13 +128,12 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             for param in trained:
                 param.requires_grad_(True)
 
-    def _precision_of(self, own: torch.dtype) -> Precision:
-        """The precision for a model of dtype `own`."""
+    def _precision(self) -> Precision:
         if self.mixed_precision not in _DTYPES:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r}: wanted 'no', 'bf16' or 'fp16'")
         wanted = _DTYPES[self.mixed_precision]
         if self._options.get("precision") is None:
-            return Precision(param_dtype=own if self.mixed_precision == "no" else wanted)
+            return Precision(param_dtype=wanted)
         given = parse_precision(self._options["precision"])
         if given.param_dtype not in (wanted, torch.float32, None):
             raise ConfigError(
@@ -288,13 +286,6 @@ def _sharded_in(model: nn.Module) -> nn.Module | None:
 def _uncompiled(model: nn.Module) -> nn.Module:
     inner: Any = model._orig_mod if is_compiled_module(model) else model
     return inner  # type: ignore[no-any-return]
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The 16-bit dtype of all parameters, or fp32 if they differ."""
-    dtypes = {param.dtype for param in model.parameters()}
-    only = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return only if only in _DTYPES.values() else torch.float32
 
 
 def _check_launch(accelerator: Accelerator) -> None:

@@ -1,24 +1,25 @@
-"""transformers' and diffusers' rules for a directory of weights: names, tensors that are rearranged, and the config.
+"""The conventions of transformers, diffusers and PEFT for weights: ties, initialisation, names in files, configs.
 
-Only `builder_of_config` imports transformers: if a model has one of its classes, the user has imported it. Where
-possible transformers' own functions decide, so that saved files follow the installed version.
+Where possible the libraries' own functions decide, so that files follow the installed versions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from streamshard.errors import CheckpointError, ConfigError
+from streamshard.conventions import Conventions, ForLoading
+from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of
 
 
@@ -33,43 +34,203 @@ def builder_of_config(path: Path) -> Callable[[], nn.Module]:
         raise ConfigError(f"{path.parent} has no {path.name}")
     try:
         transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} is read by transformers, which is not installed: pip install transformers"
-        ) from error
-    try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         name = (config.architectures or [None])[0]
         kind: Any = transformers.AutoModelForCausalLM.from_config if name is None else getattr(transformers, name)
     except Exception as error:  # transformers raises many classes
         what = str(error).partition("\n")[0]
-        raise ConfigError(f"{path}: {what}") from error
+        raise ConfigError(f"{path} is read by transformers (pip install transformers): {what}") from error
     return lambda: cast(nn.Module, kind(copy.deepcopy(config)))
 
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Whether `model` is of a transformers class."""
-    # To ask transformers itself for the class would import it.
-    modeling_utils = sys.modules.get("transformers.modeling_utils")
-    return modeling_utils is not None and isinstance(model, modeling_utils.PreTrainedModel)
+    return _is_a(model, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def is_diffusers_model(model: nn.Module) -> bool:
     """Whether `model` is of a diffusers class."""
-    modeling_utils = sys.modules.get("diffusers.models.modeling_utils")
-    return modeling_utils is not None and isinstance(model, modeling_utils.ModelMixin)
+    return _is_a(model, "diffusers.models.modeling_utils", "ModelMixin")
 
 
-def stem_of_files(model: nn.Module) -> str:
-    """How the names of files of weights begin, as `save_pretrained` of the model's library names them."""
-    return "diffusion_pytorch_model" if is_diffusers_model(model) else "model"
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model` is a PeftModel."""
+    return _is_a(model, "peft", "PeftModel")
 
 
-def check_exportable(model: nn.Module) -> None:
+def _is_a(model: nn.Module, module: str, name: str) -> bool:
+    """Whether `model` is of the class `name` in `module`, which this process has imported if so."""
+    imported = sys.modules.get(module)
+    return imported is not None and isinstance(model, getattr(imported, name))
+
+
+def is_of(library: str, module: nn.Module) -> bool:
+    """Whether `module` is of a class that `library` defines, or of a subclass."""
+    return any(each.__module__.partition(".")[0] == library for each in type(module).__mro__)
+
+
+class HuggingFace(Conventions):
+    """The conventions of Hugging Face's libraries. Other models in the process keep plain PyTorch's."""
+
+    def tie_weights(self, root: nn.Module) -> None:
+        """Let transformers' models inside `root` tie their weights: ``accelerate.init_empty_weights`` unties some."""
+        for module in modules_inside(root):
+            if is_transformers_model(module):
+                cast(Any, module).tie_weights()
+
+    def kept_in_fp32(self, root: nn.Module, dtype: torch.dtype | None) -> set[str]:
+        """Names of parameters that transformers' models inside `root` keep in fp32 when they load as `dtype`."""
+        names: set[str] = set()
+        for prefix, module in modules_of(root):
+            if dtype is None or not is_transformers_model(module):
+                continue
+            globs = cast(Any, module)._get_dtype_plan(dtype)
+            if globs:
+                pattern = re.compile("|".join(glob.replace("*", ".*") for glob in globs))  # searched for, as there
+                names.update(join_names(prefix, name) for name in params_of(module) if pattern.search(name))
+        return names
+
+    def embeddings(self, root: nn.Module) -> list[nn.Module]:
+        """The modules that the model's own methods name."""
+        found = []
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            with contextlib.suppress(AttributeError, NotImplementedError):  # another kind of model; one that has none
+                found.append(getattr(root, name)())
+        return [module for module in found if isinstance(module, nn.Module)]
+
+    def initialise(self, module: nn.Module) -> bool:
+        """Let a transformers model initialise itself. Tied names get the values of their partners."""
+        if not is_transformers_model(module):
+            return False
+        tied: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        for inner in modules_inside(module):
+            for each in (inner, *(param for param in inner._parameters.values() if param is not None)):
+                vars(each).pop("_is_hf_initialized", None)  # the mark of an earlier initialisation, on meta too
+            for name in getattr(inner, "all_tied_weights_keys", None) or () if is_transformers_model(inner) else ():
+                owner, _, key = name.rpartition(".")
+                params = inner.get_submodule(owner)._parameters
+                if (param := params.get(key)) is not None:
+                    tied.append((params, key, param))
+        try:
+            for params, key, param in tied:
+                params[key] = nn.Parameter(torch.empty_like(param, device="meta"))
+            cast(Any, module).initialize_weights()
+        finally:
+            for params, key, param in tied:
+                params[key] = param
+        return True
+
+    def refuse_initialisation(self, model: nn.Module, empty: Collection[str]) -> None:
+        """Refuse PEFT's adapters. transformers would take them for linear layers: an update that is not zero."""
+        for prefix, module in modules_of(model):
+            inside = module._modules if "base_layer" in module._modules and is_of("peft", module) else ()
+            for adapter in (join_names(prefix, key) for key in inside if key != "base_layer"):
+                if any(name.startswith(f"{adapter}.") for name in empty):
+                    raise ShardingError(
+                        f"{adapter!r} is an adapter that was made on the meta device, and PEFT initialises adapters as "
+                        "it makes them: let rank 0 make the model with its weights (the other ranks' may be on the "
+                        "meta device), or write init_weights(model, function), which calls PEFT's reset_lora_parameters"
+                    )
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def file_stem(self, model: nn.Module) -> str:
+        """As `save_pretrained` of the model's library names files."""
+        return "diffusion_pytorch_model" if is_diffusers_model(model) else super().file_stem(model)
+
+    def left_out(self, model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:
+        """The names `save_pretrained` leaves out: transformers' `remove_tied_weights_from_state_dict`.
+
+        In each group these are the names that the model declares as copies, but never all names. Names that are tied
+        without being declared are saved: `from_pretrained` would not tie them again, so each needs its values.
+        """
+        if not is_transformers_model(model):
+            return super().left_out(model, tied)
+        patterns = [
+            join_names(prefix, key)
+            for prefix, module in model.named_modules()
+            for key in getattr(module, "_tied_weights_keys", None) or ()
+        ]
+        dropped = _ignored_on_save(model)
+        for names in tied:
+            declared = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
+            dropped.update(declared if len(declared) < len(names) else declared[:-1])
+        return dropped
+
+    def rearrange_for_saving(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """As `save_pretrained` stores them.
+
+        Raises:
+            CheckpointError: the model has adapters or is quantized, or transformers cannot convert its weights.
+        """
+        _check_exportable(model)
+        if not is_transformers_model(model):
+            return tensors
+        try:
+            loading = importlib.import_module("transformers.core_model_loading")
+            return dict(loading.revert_weight_conversion(_Unsharded(model, tensors), dict(tensors)))
+        except Exception as error:  # any error means that the layout on disk is not known
+            name = type(model).__name__
+            raise CheckpointError(f"transformers cannot convert the weights of {name} for saving: {error}") from error
+
+    def rearrange_for_loading(
+        self, model: nn.Module, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+    ) -> ForLoading:
+        """As ``from_pretrained`` does: ``convert_and_load_state_dict_in_model`` in transformers/core_model_loading.py.
+
+        Raises:
+            CheckpointError: transformers does not say how.
+        """
+        optional = _ignored_on_save(model)
+        if not is_transformers_model(model):
+            return super().rearrange_for_loading(model, stored, wanted)._replace(optional=optional)
+        try:
+            loading = importlib.import_module("transformers.core_model_loading")
+            mapping = importlib.import_module("transformers.conversion_mapping")
+            transforms = mapping.get_model_conversion_mapping(model)
+            steps, used = _steps_of(loading, transforms, model, stored, wanted)
+        except Exception as error:  # any error means that nobody knows what the files hold
+            raise CheckpointError(
+                f"transformers cannot say what these files are for {type(model).__name__}: {error}"
+            ) from error
+        made: dict[str, torch.Tensor] = {}
+        failed: dict[str, str] = {}
+        for name, step in steps.items():
+            try:
+                results = step.convert(name, model=_Unsharded(model, wanted), config=cast(Any, model).config)
+            except Exception as error:  # of a part that the files do not have, for example
+                failed[name] = f"transformers: {error}"
+            else:
+                for target, tensors in results.items():
+                    if target in wanted:
+                        made[target] = tensors[0] if isinstance(tensors, list) else tensors
+        ignored = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(stored) - used)
+        cast(Any, model)._adjust_missing_and_unexpected_keys(ignored)
+        return ForLoading(made, failed, set(stored) - ignored.unexpected_keys, optional)
+
+    def write_config(self, model: Any, directory: Path, dtype: torch.dtype | None) -> None:
+        """Write the files of `save_pretrained` beside the weights: config, generation config, custom models' code."""
+        if is_diffusers_model(model):
+            model.save_config(directory)
+        if not is_transformers_model(model):
+            return
+        config = copy.deepcopy(model.config)
+        if dtype is not None:
+            config.dtype = str(dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
+        if model.is_remote_code():
+            save_code = importlib.import_module("transformers.dynamic_module_utils").custom_object_save
+            save_code(model, directory, config=config)
+        config.save_pretrained(directory)
+        if model.can_generate() and getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(directory)
+
+
+def _check_exportable(model: nn.Module) -> None:
     """Refuse models for which `save_pretrained` writes something other than the model's own weights.
 
     Raises:
-        CheckpointError: the model carries adapters or is quantized.
+        CheckpointError: the model has adapters or is quantized.
     """
     adapted = next((name for name, module in model.named_modules() if is_of("peft", module)), None)
     if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
@@ -83,164 +244,9 @@ def check_exportable(model: nn.Module) -> None:
         raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
 
 
-def kept_in_fp32(root: nn.Module, dtype: torch.dtype | None) -> set[str]:
-    """Names of parameters that transformers' models inside `root` keep in fp32 when they are loaded as `dtype`."""
-    names: set[str] = set()
-    for prefix, module in modules_of(root):
-        if dtype is None or not is_transformers_model(module):
-            continue
-        globs = cast(Any, module)._get_dtype_plan(dtype)
-        if globs:
-            pattern = re.compile("|".join(glob.replace("*", ".*") for glob in globs))  # searched for, as there
-            names.update(join_names(prefix, name) for name in params_of(module) if pattern.search(name))
-    return names
-
-
-def tie_weights(root: nn.Module) -> None:
-    """Let transformers' models inside `root` tie their weights: ``accelerate.init_empty_weights`` unties some."""
-    for module in modules_inside(root):
-        if is_transformers_model(module):
-            cast(Any, module).tie_weights()
-
-
-def initialise(model: nn.Module) -> None:
-    """Let the transformers model `model` initialise itself. Tied names get the values of their partners."""
-    tied: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-    for module in modules_inside(model):
-        for each in (module, *(param for param in module._parameters.values() if param is not None)):
-            vars(each).pop("_is_hf_initialized", None)  # the mark of an earlier initialisation, on meta too
-        for name in getattr(module, "all_tied_weights_keys", None) or () if is_transformers_model(module) else ():
-            owner, _, key = name.rpartition(".")
-            params = module.get_submodule(owner)._parameters
-            if (param := params.get(key)) is not None:
-                tied.append((params, key, param))
-    try:
-        for params, key, param in tied:
-            params[key] = nn.Parameter(torch.empty_like(param, device="meta"))
-        cast(Any, model).initialize_weights()
-    finally:
-        for params, key, param in tied:
-            params[key] = param
-
-
-def adapters_in(module: nn.Module) -> list[str]:
-    """Names of the modules that PEFT has added inside a layer."""
-    if "base_layer" not in module._modules or not is_of("peft", module):
-        return []
-    return [name for name in module._modules if name != "base_layer"]
-
-
-def is_of(library: str, module: nn.Module) -> bool:
-    """Whether `module` is of a class that `library` defines, or of a subclass."""
-    return any(each.__module__.partition(".")[0] == library for each in type(module).__mro__)
-
-
-def drop_tied_names(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:
-    """The names `save_pretrained` leaves out (transformers/modeling_utils.py, `remove_tied_weights_from_state_dict`).
-
-    Args:
-        model: says in `_tied_weights_keys` which names are copies of others.
-        tied: groups of names; each group names one parameter.
-
-    Returns:
-        In each group, the names that are declared as copies, but never all names. Names that are tied without being
-        declared are kept: `from_pretrained` would not tie them again, so each needs its values.
-    """
-    patterns = [
-        join_names(prefix, key)
-        for prefix, module in model.named_modules()
-        for key in getattr(module, "_tied_weights_keys", None) or ()
-    ]
-    dropped: set[str] = set()
-    for names in tied:
-        declared = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
-        dropped.update(declared if len(declared) < len(names) else declared[:-1])
-    return dropped
-
-
-def ignored_on_save(model: nn.Module) -> set[str]:
+def _ignored_on_save(model: nn.Module) -> set[str]:
     """Names that the model's class does not save."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-
-
-def ignored_on_load(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """Names among `names` that the model's class ignores if the files have them and the model does not."""
-    adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
-    if callable(adjust) and is_transformers_model(model):
-        told = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
-        adjust(told)
-        return set(names).difference(told.unexpected_keys)
-    return set()
-
-
-def rearrange_for_saving(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with names, shapes and order as `save_pretrained` stores them.
-
-    Args:
-        model: the model; its own tensors are not touched.
-        tensors: meta tensors in state dict order, unsharded shapes.
-
-    Raises:
-        CheckpointError: transformers cannot do it.
-    """
-    try:
-        loading = importlib.import_module("transformers.core_model_loading")
-        return dict(loading.revert_weight_conversion(_Unsharded(model, tensors), dict(tensors)))
-    except Exception as error:  # any error means that the layout on disk is not known
-        name = type(model).__name__
-        raise CheckpointError(f"transformers cannot convert the weights of {name} for saving: {error}") from error
-
-
-class ForLoading(NamedTuple):
-    """How transformers makes the model's tensors from those in files.
-
-    Attributes:
-        made: by the model's name.
-        failed: by the model's name, why it cannot be made from the files' tensors.
-        used: names of the files' tensors that are needed.
-    """
-
-    made: dict[str, torch.Tensor]
-    failed: dict[str, str]
-    used: set[str]
-
-
-def rearrange_for_loading(
-    model: nn.Module, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
-) -> ForLoading:
-    """Make the model's tensors from those in files, as ``from_pretrained`` does.
-
-    Follows ``convert_and_load_state_dict_in_model`` in transformers/core_model_loading.py, without loading.
-
-    Args:
-        model: the model; its own tensors are not touched.
-        stored: meta tensors by the names in the files.
-        wanted: meta tensors of the model's names and shapes.
-
-    Raises:
-        CheckpointError: transformers does not say how.
-    """
-    try:
-        loading = importlib.import_module("transformers.core_model_loading")
-        mapping = importlib.import_module("transformers.conversion_mapping")
-        transforms = mapping.get_model_conversion_mapping(model)
-        steps, used = _steps_of(loading, transforms, model, stored, wanted)
-    except Exception as error:  # any error means that nobody knows what the files hold
-        raise CheckpointError(
-            f"transformers cannot say what these files are for {type(model).__name__}: {error}"
-        ) from error
-    made: dict[str, torch.Tensor] = {}
-    failed: dict[str, str] = {}
-    for name, step in steps.items():
-        try:
-            results = step.convert(name, model=_Unsharded(model, wanted), config=cast(Any, model).config)
-        except Exception as error:  # of a part that the files do not have, for example
-            failed[name] = f"transformers: {error}"
-        else:
-            for target, tensors in results.items():
-                if target in wanted:
-                    made[target] = tensors[0] if isinstance(tensors, list) else tensors
-    return ForLoading(made, failed, used)
 
 
 def _steps_of(
@@ -270,25 +276,6 @@ def _steps_of(
         step.add_tensor(name, key, pattern, stored[key])
         used.add(key)
     return steps, used
-
-
-def write_config(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
-    """Write what `save_pretrained` writes beside the weights: config, generation config, code of custom models.
-
-    Args:
-        model: a transformers model.
-        directory: the destination.
-        dtype: of the model on disk, for the config; None leaves what the config says.
-    """
-    config = copy.deepcopy(model.config)
-    if dtype is not None:
-        config.dtype = str(dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__]
-    if model.is_remote_code():
-        importlib.import_module("transformers.dynamic_module_utils").custom_object_save(model, directory, config=config)
-    config.save_pretrained(directory)
-    if model.can_generate() and getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(directory)
 
 
 class _Unsharded:

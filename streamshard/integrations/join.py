@@ -18,34 +18,41 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.comm.flight_recorder import RecordKind
 from streamshard.core.edge import run_empty_backward
-from streamshard.core.engine import Engine, Inputs
+from streamshard.core.engine import Inputs
 from streamshard.core.forward import begin_forward
+from streamshard.core.module_state import engine_of
+from streamshard.core.optimizer_hooks import params_in
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.planning.structure import params_of
 
 
 class _Row(NamedTuple):
-    """A rank's message when a pass is announced. A rank with inputs describes its own pass.
+    """A rank's message when a pass is announced.
 
     Attributes:
         acts: its steps and clipping since the last training pass was announced, e.g. ``AdamW.step(lr=0.1, ...)``.
         issued: a hash of the collectives that it has issued.
-        has_inputs: it still has inputs.
         can_repeat: it was given ``repeat=``.
-        has_grad: its pass is a training pass.
-        is_synced: it is not inside ``no_sync()``.
-        casts: its weights may have changed since the last pass, so they are cast again.
+        casts: its weights may have changed since the last pass. Then all ranks cast their weights again.
+        begins: its own pass; None: it has no inputs.
     """
 
     acts: list[str]
     issued: int
-    has_inputs: bool
     can_repeat: bool
-    has_grad: bool = False
-    is_synced: bool = False
-    casts: bool = False
+    casts: bool
+    begins: _Pass | None
+
+
+class _Pass(NamedTuple):
+    """A pass: whether it is a training pass, and whether it is inside ``no_sync()``."""
+
+    gradients: bool
+    no_sync: bool
+
+    def __str__(self) -> str:
+        return f"gradients={self.gradients}, no_sync={self.no_sync}"
 
 
 class UnevenInputs(Inputs):
@@ -53,27 +60,24 @@ class UnevenInputs(Inputs):
 
     Args:
         model: the root, made by `StreamShard`.
-        engine: its engine.
         repeat: a rank without inputs calls it after each synchronised backward of the others. None: evaluation only.
         divides_by_all: gradients are means over all ranks, with zeros from ranks without inputs. False: over the ranks
             with inputs.
     """
 
-    def __init__(
-        self, model: nn.Module, engine: Engine, repeat: Callable[[], object] | None, divides_by_all: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, repeat: Callable[[], object] | None, divides_by_all: bool) -> None:
         self._model = model
-        self._engine = engine
+        self._engine = engine_of(model)
         self._repeat = repeat
         self._divides_by_all = divides_by_all
         self._params = set(params_of(model).values())
         self._acts: list[str] | None = None  # see `_Row`; None: there was no training pass
         self._is_complete = False  # the last training pass was synchronised: no other one adds to its gradients
-        self._has_run_out = False
         self._shadows = False  # a pass of others is under way, which this rank has announced already
         self._handle = register_optimizer_step_pre_hook(self._on_step)
+        self._engine.set_inputs(self)
 
-    # -- what the engine and others tell ------------------------------------------------------------------------------
+    # -- what the engine and optimizers tell --------------------------------------------------------------------------
 
     def before_pass(self) -> None:
         """Announce a pass of this rank's own to the others.
@@ -82,16 +86,9 @@ class UnevenInputs(Inputs):
             ConfigError, ShardingError: on all ranks; see `_announce`.
         """
         config: Any = self._model._join_config
-        if self._shadows or not config.enable:
-            return
-        engine = self._engine
-        Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
-        own = self._row(True)
-        self._announce(
-            own._replace(
-                has_grad=torch.is_grad_enabled(), is_synced=engine.is_synced, casts=not engine.are_weights_current
-            )
-        )
+        if not self._shadows and config.enable:
+            Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
+            self._announce(_Pass(torch.is_grad_enabled(), not self._engine.is_synced))
 
     def on_clipping(self, max_norm: object, norm_type: float) -> None:
         """See `Inputs`."""
@@ -99,7 +96,7 @@ class UnevenInputs(Inputs):
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """A global hook: an optimizer is about to step."""
-        if not self._params.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
+        if not self._params.isdisjoint(params_in(optimizer.param_groups)):
             for group in optimizer.param_groups:
                 settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 self._note(f"{type(optimizer).__name__}.step", settings)
@@ -113,24 +110,29 @@ class UnevenInputs(Inputs):
     def shadow(self) -> None:
         """Join one pass of the other ranks, and the steps that follow it.
 
+        Gradients of a complete step are cleared, as a rank with inputs does before its next pass.
+
         Raises:
             ConfigError, ShardingError: on all ranks; see `_announce`.
         """
         engine = self._engine
-        self._has_run_out = True
-        self._clear()
-        announced = self._announce(self._row(False))
-        engine.match(is_synced=announced.is_synced, are_weights_current=not announced.casts)
-        self._shadows = True
+        if self._is_complete:
+            self._model.zero_grad()
         try:
-            with torch.set_grad_enabled(announced.has_grad):
+            announced = self._announce(None)
+            engine.set_synced(not announced.no_sync)
+            self._shadows = True
+            with torch.set_grad_enabled(announced.gradients):
                 forward = begin_forward(engine, frozenset(range(len(engine.units))), is_whole_model=True)
                 graph = forward.finish(None)
             if graph is not None:
                 run_empty_backward(engine, graph)
-                if announced.is_synced:
-                    assert self._repeat is not None
+                if self._repeat is not None and not announced.no_sync:
                     self._repeat()
+                    self._model.zero_grad()
+        except BaseException:
+            self.leave()  # the traceback may keep the hook alive
+            raise
         finally:
             self._shadows = False
             engine.set_synced(True)
@@ -141,15 +143,11 @@ class UnevenInputs(Inputs):
         Raises:
             ShardingError: on all ranks: what ranks did after the last backward differs.
         """
-        _compare(self._engine.ranks.gather_objects(self._row(False)))
-        self._engine.buffers.sync(self.buffer_source)  # a rank that was among the last
-        if self._has_run_out:
-            self._clear()
-
-    def _clear(self) -> None:
-        """Clear the gradients of the last step, as a rank with inputs does before its next pass."""
-        if self._is_complete:
-            self._model.zero_grad()
+        try:
+            _compare(self._engine.ranks.gather_objects(self._row(None)))
+            self._engine.buffers.sync(self.buffer_source)  # a rank that was among the last
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """Restore the state before the context, unless another context has begun. A second call does nothing."""
@@ -160,28 +158,30 @@ class UnevenInputs(Inputs):
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
 
-    def _row(self, has_inputs: bool) -> _Row:
-        return _Row(self._acts or [], self._engine.ranks.recorder.log.digest, has_inputs, self._repeat is not None)
+    def _row(self, begins: _Pass | None) -> _Row:
+        engine = self._engine
+        issued, casts = engine.ranks.recorder.log.digest, not engine.are_weights_current
+        return _Row(self._acts or [], issued, self._repeat is not None, casts, begins)
 
-    def _announce(self, own: _Row) -> _Row:
+    def _announce(self, own: _Pass | None) -> _Pass:
         """Exchange what the next pass is like. Ranks with inputs decide.
 
         Raises:
             ConfigError: the pass is a training pass, and a rank has no ``repeat=``.
             ShardingError: the last step, or this pass, differs between ranks.
         """
-        self._engine.ranks.recorder.log.add(RecordKind.END_OF_STEP)
-        rows: list[_Row] = self._engine.ranks.gather_objects(own)
-        active = [rank for rank, row in enumerate(rows) if row.has_inputs]
-        announced = rows[active[0]]
-        _check(rows, active)
-        if announced.has_grad:
+        rows: list[_Row] = self._engine.ranks.gather_objects(self._row(own))
+        passes = {rank: row.begins for rank, row in enumerate(rows) if row.begins is not None}
+        announced = _agreed(rows, passes)
+        if announced.gradients:
             _compare(rows)
             self._acts = []
-            self._is_complete = announced.is_synced
-        self.grad_scale = 1.0 if self._divides_by_all else len(rows) / len(active)
-        self.buffer_source = active[-1]  # a rank that has inputs now, the same one as under DDP
-        return announced._replace(casts=any(row.casts for row in rows))
+            self._is_complete = not announced.no_sync
+        if any(row.casts for row in rows):
+            self._engine.expire_weights()
+        self.grad_scale = 1.0 if self._divides_by_all else len(rows) / len(passes)
+        self.buffer_source = max(passes)  # a rank that has inputs now, the same one as under DDP
+        return announced
 
 
 def _compare(rows: list[_Row]) -> None:
@@ -197,23 +197,24 @@ def _compare(rows: list[_Row]) -> None:
             )
 
 
-def _check(rows: list[_Row], active: list[int]) -> None:
-    announced = rows[active[0]]
-    for rank in active:
-        if (rows[rank].has_grad, rows[rank].is_synced) != (announced.has_grad, announced.is_synced):
+def _agreed(rows: list[_Row], passes: dict[int, _Pass]) -> _Pass:
+    """The pass that all ranks with inputs begin. Raises on all ranks if they begin different ones."""
+    first, announced = next(iter(passes.items()))
+    for rank, begins in passes.items():
+        if begins != announced:
             raise ShardingError(
-                f"uneven inputs (Join): rank {active[0]} begins a pass with gradients={announced.has_grad}, "
-                f"no_sync={not announced.is_synced}, rank {rank} one with gradients={rows[rank].has_grad}, "
-                f"no_sync={not rows[rank].is_synced}: ranks that have inputs have to make the same passes"
+                f"uneven inputs (Join): rank {first} begins a pass with {announced}, rank {rank} one with {begins}: "
+                "ranks that have inputs have to make the same passes"
             )
     for rank, row in enumerate(rows):
-        if announced.has_grad and not row.can_repeat:
+        if announced.gradients and not row.can_repeat:
             raise ConfigError(
                 f"uneven inputs (Join): a training pass, and rank {rank} has no repeat=, which says what to do after "
                 "the others' backwards: Join([model], repeat=optimizer.step), or a function of all that ends a step, "
                 "such as lambda: (model.clip_grad_norm_(1.0), optimizer.step()). Evaluation needs none, under "
                 "torch.no_grad()"
             )
+    return announced
 
 
 def _text(value: Any) -> str:
@@ -224,29 +225,16 @@ def _text(value: Any) -> str:
 
 
 class UnevenHook(JoinHook):
-    """The hook that ``Join`` calls. Uneven inputs are allowed while this object lives.
+    """The hook that ``Join`` calls. Inputs may be uneven while this object lives. Arguments: see `UnevenInputs`."""
 
-    Args:
-        inputs: put into the engine.
-        engine: of the model.
-    """
-
-    def __init__(self, inputs: UnevenInputs, engine: Engine) -> None:
-        self._inputs = inputs
-        engine.set_inputs(inputs)
-        weakref.finalize(self, inputs.leave)  # Join says nothing when an exception ends it, and drops its hooks
+    def __init__(self, model: nn.Module, repeat: Callable[[], object] | None, divides_by_all: bool) -> None:
+        self._inputs = UnevenInputs(model, repeat, divides_by_all)
+        weakref.finalize(self, self._inputs.leave)  # Join says nothing when an exception ends it, and drops its hooks
 
     def main_hook(self) -> None:
         """Shadow one pass of the other ranks, while this rank has no inputs."""
-        try:
-            self._inputs.shadow()
-        except BaseException:
-            self._inputs.leave()  # the traceback may keep this alive
-            raise
+        self._inputs.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out."""
-        try:
-            self._inputs.finish()
-        finally:
-            self._inputs.leave()
+        self._inputs.finish()

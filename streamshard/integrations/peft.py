@@ -13,7 +13,6 @@ import importlib
 import inspect
 import os
 import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,24 +20,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import raise_if, run_on_all_ranks
 from streamshard.core.engine import Engine
-from streamshard.core.module_state import ShardedModule, engine_at_rest, not_a_layer, watched_class
+from streamshard.core.module_state import (
+    ShardedModule,
+    change_class,
+    engine_at_rest,
+    handle_of,
+    not_a_layer,
+    original_class,
+    watched_class,
+)
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import gather_full, under_params
 from streamshard.guards.sharded_tensor import is_piece
-from streamshard.integrations.huggingface import is_diffusers_model, is_of, is_transformers_model
+from streamshard.integrations.huggingface import (
+    HuggingFace,
+    is_diffusers_model,
+    is_of,
+    is_peft_model,
+    is_transformers_model,
+)
 from streamshard.planning.structure import modules_inside
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Whether `model` is a PeftModel."""
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(model, peft.PeftModel)
+from streamshard.torch_private import is_traced
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -50,22 +59,28 @@ class _Inside(ShardedModule):
     """Comes before the class of a library's model that lies inside a layer."""
 
 
-def adapt_methods(model: nn.Module) -> None:
-    """Replace methods that need full weights, on classes that StreamShard makes for the model's modules.
+class _Conventions(HuggingFace):
+    """Adds the methods of this module to models of Hugging Face's libraries."""
 
-    Modules inside layers have their libraries' own classes until now. These get a class of StreamShard's too, so that
-    its methods refuse.
-    """
-    for module in modules_inside(model):
-        if methods := _methods_of(module, is_root=module is model):
-            if not isinstance(module, ShardedModule):
-                object.__setattr__(module, "__class__", watched_class(type(module), _Inside))
-            for name, method in methods.items():
-                setattr(type(module), name, method)
+    def replace_methods(self, root: nn.Module) -> None:
+        """Replace methods that need full weights, on classes that StreamShard makes for the model's modules.
+
+        Modules inside layers have their libraries' own classes until now. These get a class of StreamShard's too, so
+        that its methods refuse.
+        """
+        for module in modules_inside(root):
+            if methods := _methods_of(module, is_root=module is root):
+                if not isinstance(module, ShardedModule):
+                    change_class(module, watched_class(type(module), _Inside))
+                for name, method in methods.items():
+                    setattr(type(module), name, method)
+
+
+CONVENTIONS = _Conventions()
 
 
 def _methods_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
-    """By name, the methods that replace those of `module`'s own class."""
+    """By name, the methods and properties that replace those of `module`'s own class."""
     methods: dict[str, Any] = {}
     if is_of("peft", module) and hasattr(module, "merge_and_unload"):
         methods["merge_and_unload"] = _refuse_merge
@@ -75,6 +90,9 @@ def _methods_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
         methods["push_to_hub"] = _push
     elif is_transformers_model(module) or is_diffusers_model(module) or (is_root and is_peft_model(module)):
         methods.update(save_pretrained=_save_pretrained, push_to_hub=_push)
+    if is_transformers_model(module) and hasattr(module, "generate"):
+        # transformers asks the model so whether `generate` has to go on until all ranks have finished.
+        methods["_is_fsdp_managed_module"] = ShardedModule._is_fsdp_managed_module.getter(_generates_together)
     return methods
 
 
@@ -118,12 +136,11 @@ def plain_classes(model: nn.Module) -> Iterator[None]:
     kinds = [(module, type(module)) for module in modules_inside(model) if isinstance(module, ShardedModule)]
     try:
         for module, kind in kinds:
-            plain = next(each for each in kind.__mro__ if not issubclass(each, ShardedModule))
-            object.__setattr__(module, "__class__", plain)
+            change_class(module, original_class(kind))
         yield
     finally:
         for module, kind in kinds:
-            object.__setattr__(module, "__class__", kind)
+            change_class(module, kind)
 
 
 def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
@@ -146,6 +163,14 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
 
 
 # -- methods of models --------------------------------------------------------------------------------------------
+
+
+def _generates_together(self: Any) -> bool:
+    """Whether all ranks of the default group, by which transformers waits, have shards of the model."""
+    handle = handle_of(self)
+    if handle is None or is_traced():  # torch.compile would look for FSDP's attributes
+        return False
+    return dist.is_initialized() and handle.engine.ranks.total_size == dist.get_world_size() > 1
 
 
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:

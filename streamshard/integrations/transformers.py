@@ -61,6 +61,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             support; in `train`, a callback does.
     """
 
+    accelerator: Any
     is_fsdp_enabled: bool  # Trainer's
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     callback_handler: Any
@@ -69,14 +70,16 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         self._sharding_options = dict(streamshard or {})
         self._staging: Path | None = None  # what Trainer takes for the run's directory while it saves a checkpoint
         super().__init__(*args, **kwargs)
+        if self.optimizer_cls_and_kwargs is not None:
+            self.optimizer_cls_and_kwargs = _for_pieces(*self.optimizer_cls_and_kwargs)
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer does, then change the class of Trainer's accelerator to `StreamShardAccelerator`."""
+        """As Trainer does, then make a `StreamShardAccelerator` of Trainer's accelerator."""
         _refuse(self.args)
         super().create_accelerator_and_postprocess()
-        StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
+        self.accelerator = StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer does. Refuses callbacks that copy the model, before anything is loaded."""
@@ -107,28 +110,13 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             model = self._wrap_model(model, training=False)
         return super().compute_ref_log_probs(model, inputs)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def get_optimizer_cls_and_kwargs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """As Trainer does. A class that is not elementwise runs in a `WholeParameterOptimizer`.
 
         Raises:
             ConfigError: the optimizer that the training arguments name does not work with sharded parameters.
         """
-        given = self.optimizer_cls_and_kwargs
-        if self.optimizer is not None:
-            return super().create_optimizer(*args, **kwargs)
-        kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        is_class = isinstance(kind, type) and issubclass(kind, Optimizer)  # else it makes one
-        if is_class and not issubclass(kind, WholeParameterOptimizer) and not is_elementwise_class(kind):
-            if options.get("optim_bits") == 8:  # its moments of embeddings have 32 bits, by their modules
-                raise ConfigError(
-                    f"{kind.__name__} with 8-bit moments steps whole parameters: take the 32-bit one, or adamw_8bit"
-                )
-            kind, options = WholeParameterOptimizer, {**options, "optimizer_class": kind}
-        self.optimizer_cls_and_kwargs = kind, options
-        try:
-            return super().create_optimizer(*args, **kwargs)
-        finally:
-            self.optimizer_cls_and_kwargs = given
+        return _for_pieces(*super().get_optimizer_cls_and_kwargs(*args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer does. sentence-transformers lets all ranks run an evaluator if FSDP shards the model."""
@@ -325,6 +313,21 @@ def _refuse(args: Any) -> None:
             f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `torchrun --nproc-per-node "
             f"{args.n_gpu}` starts them"
         )
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _for_pieces(kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class and options of an optimizer that steps sharded parameters as `kind` with `options` steps full ones."""
+    is_class = isinstance(kind, type) and issubclass(kind, Optimizer)  # else it makes one
+    if not is_class or issubclass(kind, WholeParameterOptimizer) or is_elementwise_class(kind):
+        return kind, options
+    if options.get("optim_bits") == 8:  # its moments of embeddings have 32 bits, by their modules
+        raise ConfigError(
+            f"{kind.__name__} with 8-bit moments steps whole parameters: take the 32-bit one, or adamw_8bit"
+        )
+    return WholeParameterOptimizer, {**options, "optimizer_class": kind}
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,53 +53,44 @@ def update_parameters(
         raise ConfigError("avg_fn and multi_avg_fn: wanted one of them at most")
     averaged = engine_at_rest(not_a_layer(averaged_model), "update_parameters", accepts_empty=n_averaged == 0)
     engine_at_rest(not_a_layer(model), "update_parameters")
-    buffers = _pairs("buffer", averaged_model.named_buffers(), model.named_buffers())
-    params = _pairs("parameter", params_of(averaged_model).items(), params_of(model).items())
+    buffers = _pairs("buffer", dict(averaged_model.named_buffers()), dict(model.named_buffers()))
+    params = _pairs("parameter", params_of(averaged_model), params_of(model))
     with torch.no_grad():
-        averages = [*params, *(pair for pair in buffers if use_buffers and pair[0].is_floating_point())]
-        if n_averaged == 0:
-            averages = []
-        done = {id(mine) for mine, _ in averages}
-        for mine, theirs in (*params, *buffers):
-            if id(mine) not in done:
-                mine.copy_(theirs)
-        for dtype in dict.fromkeys(mine.dtype for mine, _ in averages):
-            alike = [pair for pair in averages if pair[0].dtype is dtype]
-            if avg_fn is not None:
-                for mine, theirs in alike:
+        alike: dict[torch.dtype, list[_Pair]] = {}
+        for pairs, is_averaged in ((params, n_averaged > 0), (buffers, n_averaged > 0 and use_buffers)):
+            for mine, theirs in pairs:
+                if not is_averaged or not mine.is_floating_point():
+                    mine.copy_(theirs)
+                elif avg_fn is not None:
                     mine.copy_(avg_fn(mine, theirs, n_averaged))
-                continue
-            mean = multi_avg_fn or get_swa_multi_avg_fn()
-            mean([mine for mine, _ in alike], [theirs for _, theirs in alike], n_averaged)
+                else:
+                    alike.setdefault(mine.dtype, []).append((mine, theirs))
+        mean = multi_avg_fn or get_swa_multi_avg_fn()
+        for pairs in alike.values():
+            mean([mine for mine, _ in pairs], [theirs for _, theirs in pairs], n_averaged)
     averaged.fill(list(averaged.empty))
     averaged.buffers.expect_changes()
 
 
-def _pairs(
-    kind: str, averaged: Iterable[tuple[str, torch.Tensor]], current: Iterable[tuple[str, torch.Tensor]]
-) -> list[_Pair]:
+def _pairs(kind: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[_Pair]:
     """The tensors of both models, by name.
 
     Raises:
         ShardingError: they do not fit together. All ranks get the same error.
     """
-    mine, theirs = dict(averaged), dict(current)
     if odd := next((name for name in (*mine, *theirs) if name not in mine or name not in theirs), None):
         who = "the model" if odd in theirs else "the averaged model"
         raise ShardingError(f"update_parameters: {who} alone has the {kind} {odd!r}: wanted two models of one class")
     for name, tensor in mine.items():
         other = theirs[name]
-        found, wanted = ((tuple(each.shape), each.dtype) for each in (tensor, other))
-        if found != wanted:
-            raise ShardingError(
-                f"update_parameters: the {kind} {name!r} is {found} in the averaged model, and {wanted} in the model: "
-                "wanted equal shapes and dtypes"
-            )
         pieces = piece_of(tensor), piece_of(other)
-        if pieces[0] is not None and pieces[1] is not None and not pieces[0].is_like(pieces[1]):
+        is_cut_alike = pieces[0] is None or pieces[1] is None or pieces[0].is_like(pieces[1])
+        found, wanted = (f"{tuple(each.shape)} {each.dtype}" for each in (tensor, other))
+        if found != wanted or not is_cut_alike:
             raise ShardingError(
-                f"update_parameters: the {kind} {name!r} is cut at other places in the averaged model ({pieces[0]}) "
-                f"than in the model ({pieces[1]}): shard both with the same settings on the same ranks. If some "
-                "parameters of the model are frozen, freeze these and no others in the averaged model"
+                f"update_parameters: the {kind} {name!r} has another shape or dtype, or is cut at other places, in the "
+                f"averaged model ({found}, {pieces[0] or 'whole'}) than in the model ({wanted}, "
+                f"{pieces[1] or 'whole'}): shard two models of one class with the same settings on the same ranks, and "
+                "freeze the same parameters in both"
             )
     return [(tensor.detach(), theirs[name].detach()) for name, tensor in mine.items()]

@@ -19,7 +19,6 @@ parameters have gradients. On a device the host reads the result before the next
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import AllToAll
-from streamshard.core.slots import Ledger
+from streamshard.errors import RankMismatchError
 from streamshard.guards.sharded_parameter import data_of
 from streamshard.guards.sharded_tensor import Piece
 from streamshard.planning.memory import Category
@@ -60,19 +59,21 @@ _Grads = Mapping[int, "torch.Tensor | None"]  # by ids of WholeParams, this rank
 
 
 class Rounds:
-    """The exchanges of one optimizer. Owns its buffers, which the model's ledger counts, and their fences.
+    """The exchanges of one optimizer. Owns its fences, and its buffers, which the model's ledger counts.
 
     Args:
         rounds: the parameters of each round; at least one round.
         ranks: the shard group.
-        ledger: allocates the buffers; they are freed with this object.
     """
 
-    def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Communicator, ledger: Ledger) -> None:
+    def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Communicator) -> None:
         self._ranks = ranks
+        self._ledger_of = rounds[0][0].piece.ledger_of
+        self._buffers: list[torch.Tensor] = []
         numels = [max(each) for each in zip(*map(_buffer_numels, rounds), strict=True)]
-        buffers = [ledger.allocate(Category.OPTIMIZER_ROUNDS, numel, torch.float32) for numel in numels]
-        self._rounds = [_Round(params, ranks, buffers) for params in rounds]
+        ledger = self._ledger_of()
+        self._buffers = [ledger.allocate(Category.OPTIMIZER_ROUNDS, numel, torch.float32) for numel in numels]
+        self._rounds = [_Round(params, ranks, self._buffers) for params in rounds]
 
         streams, compute, comm = ranks.streams, StreamName.COMPUTE, ranks.stream
         self._packed = Fence(streams, Rule.SHARDS_WRITTEN, compute, "pieces for owners", comm)
@@ -82,23 +83,30 @@ class Rounds:
         device = ranks.streams.device
         self._digests = torch.zeros(2, device=device)
         self._largest = torch.zeros(2, pin_memory=device.type != "cpu")  # over ranks
+        self._had_grads: dict[str, bool] = {}  # by name, of the last step until it was checked
         self._event: Any = None  # on a device: `_largest` is on the host
-        weakref.finalize(self, _free, weakref.ref(ledger), buffers).atexit = False
+
+    def __del__(self) -> None:
+        if (ledger := self._ledger_of()) is not None:
+            ledger.free(self._buffers)
 
     def run(self, meanwhile: Callable[[], None], step_round: Callable[[int], None]) -> None:
-        """One step of all rounds, inside ``torch.no_grad()``. `grads_differ` tells afterwards whether ranks disagreed.
-
-        On a CPU nothing is stepped if ranks have gradients for different parameters.
+        """One step of all rounds, inside ``torch.no_grad()``.
 
         Args:
             meanwhile: called while the first round travels; does not raise.
             step_round: called when a round's weights and gradients have arrived; steps the parameters that this rank
                 owns. Does not raise.
+
+        Raises:
+            RankMismatchError: see `check`; on a CPU of this step, before anything is stepped, on a device of the last.
         """
+        self.check()
         grads = {id(each): _flat_grad(each) for own in self._rounds for each in own.params}
-        self._compare(hash(tuple(grad is not None for grad in grads.values())) % _DIGEST_RANGE)
-        if not self._ranks.streams.has_streams and self.grads_differ():
-            return
+        self._had_grads = {each.piece.name: grads[id(each)] is not None for own in self._rounds for each in own.params}
+        self._compare(hash(tuple(self._had_grads.values())) % _DIGEST_RANGE)
+        if not self._ranks.streams.has_streams:
+            self.check()
         with self._ranks.guard("an exchange of parameters with their owners"):
             self._send(self._rounds[0], grads)
             meanwhile()
@@ -111,6 +119,25 @@ class Rounds:
                     self._finish(self._rounds[number - 1], grads)
                 self._send_back(own)
             self._finish(self._rounds[-1], grads)
+
+    def check(self) -> None:
+        """Raise on all ranks if they had gradients for different parameters in the last step. Collective only then.
+
+        Raises:
+            RankMismatchError: names the first such parameter.
+        """
+        had_grads, self._had_grads = self._had_grads, {}
+        if not had_grads or not self.grads_differ():
+            return
+        by_rank = self._ranks.gather_objects(list(had_grads.values()), with_replicas=False)
+        for name, *found in zip(had_grads, *by_rank, strict=True):
+            if len(set(found)) > 1:
+                # On a device the host does not read other ranks' numbers before it steps.
+                outcome = "load a checkpoint" if self._ranks.streams.has_streams else "nothing was stepped"
+                raise RankMismatchError(
+                    f"parameter {name!r} had a gradient on ranks {[rank for rank, had in enumerate(found) if had]} "
+                    f"only: {outcome}. Set grad = None on all ranks or on none"
+                )
 
     def grads_differ(self) -> bool:
         """Whether ranks disagreed in the last step. On a device the host waits until that step has begun."""
@@ -267,8 +294,3 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if pairs:
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(targets, sources)
-
-
-def _free(ledger_of: weakref.ref[Ledger], buffers: Sequence[torch.Tensor]) -> None:
-    if (ledger := ledger_of()) is not None:
-        ledger.free(buffers)

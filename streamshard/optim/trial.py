@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +34,6 @@ _LR = 1e-3  # in the place of 0, with which a schedule may begin
 # Relative to the norm of a parameter's change. Rounding errors of bf16 are 0.001, and published optimizers that do not
 # step each parameter by itself differ by 0.08 and more.
 _TOLERANCE = 0.01
-
-
-_Step = Callable[[int], list[Optimizer]]  # takes the step's number, returns the optimizers
-
-
-class _Way(Enum):
-    """How parameters are stepped in a trial."""
-
-    TOGETHER = auto()  # as plain PyTorch: one optimizer, one group
-    ON_OWNERS = auto()
-    MOVED = auto()  # on owners, which exchange a parameter and its state half-way, as after a checkpoint
 
 
 def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,12 +94,12 @@ def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
     options = options_of(group)
     if options.get("lr") == 0:
         options["lr"] = options["lr"] + _LR
-    trials = {}
+    trials = []
     try:
-        # Each way has the same random numbers. Compiled functions run as they are written: nothing is compiled.
-        for way in _Way:
+        # Both have the same random numbers. Compiled functions run as they are written: nothing is compiled.
+        for has_owners in (False, True):
             with torch.random.fork_rng(**forked), torch.compiler.set_stance("force_eager"):
-                trials[way] = _try(made, options, shapes, device, way)
+                trials.append(_try(made, options, shapes, device, has_owners))
     except ConfigError:
         raise
     except Exception as error:
@@ -120,23 +108,18 @@ def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
             f"raised {type(error).__name__}: {error}. WholeParameterOptimizer runs optimizers that step without a "
             "closure, and parameters of any shape"
         ) from error
-    together, owned, moved = trials.values()
+    together, owned = trials
     option = _differing_option([*together.groups, *owned.groups])
     if option is not None or not _are_near(together.changes, owned.changes):
         why = "" if option is None else f", which it keeps as {option!r} of their group"
         raise ConfigError(
             f"{name} with these options changes a parameter by what the other parameters are (a norm or learning rate "
-            f"of all of them{why}), by random numbers, by the values that parameters have when it is made, or keeps "
-            "the memory of a gradient or parameter without clone(). So each rank would step the parameters that "
-            "it owns differently from plain PyTorch. WholeParameterOptimizer runs optimizers that step each "
-            "parameter by itself; for a norm over all gradients use model.clip_grad_norm_"
-        )
-    if not _are_near(owned.changes, moved.changes):
-        raise ConfigError(
-            f"{name} steps differently after its state has moved to another optimizer of this class: it keeps "
-            "something in attributes, or state of several parameters together, so a checkpoint would continue with "
-            "other numbers. WholeParameterOptimizer runs optimizers that keep state[param] of each parameter, and "
-            "numbers in their groups"
+            f"of all of them{why}), by random numbers, or by the values that parameters have when it is made; or it "
+            "keeps the memory of a gradient or parameter without clone(), or keeps something in attributes, or state "
+            "of several parameters together. So each rank would step the parameters that it owns differently from "
+            "plain PyTorch, or a checkpoint would continue with other numbers. WholeParameterOptimizer runs optimizers "
+            "that step each parameter by itself, keep state[param] of each, and numbers in their groups; for a norm "
+            "over all gradients use model.clip_grad_norm_"
         )
     group_state, other_state, *_ = together.states
     tensors = {key: value for key, value in group_state.items() if isinstance(value, torch.Tensor)}
@@ -180,82 +163,55 @@ class _Trial(NamedTuple):
 
 
 def _try(
-    made: GroupClass, options: dict[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device, way: _Way
+    made: GroupClass, options: dict[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device, has_owners: bool
 ) -> _Trial:
-    """Step parameters of these shapes with large and small gradients, which have a common direction over steps."""
+    """Step parameters of these shapes with large and small gradients, which have a common direction over steps.
+
+    One optimizer steps all parameters as plain PyTorch does, or two owners have an optimizer each, made before
+    parameters have values. The last owner steps first, so that random numbers differ. After each step the memory of
+    gradients and parameters is overwritten, so that an optimizer that keeps it gives other results. Half-way a
+    parameter and its state move to the first owner, as after a checkpoint.
+    """
     generator = torch.Generator().manual_seed(0)
     starts, directions = ([torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2))
     params = [nn.Parameter(start.clone()) for start in starts]
+    wholes = {param: nn.Parameter(stand_in(param)) for param in params} if has_owners else {}
     group = {**options, "params": params}
     _, made = try_constructor(made.kind, made.options, [{**made.given, "params": params}])  # for its initial state
-    step = _together(made, group) if way is _Way.TOGETHER else _on_owners(made, group, moves=way is _Way.MOVED)
+
+    def make(*parts: list[nn.Parameter]) -> list[InnerOptimizer]:
+        targets = [{param: wholes.get(param, param) for param in part} for part in parts]
+        return [InnerOptimizer(made, 0, group, own, is_together=not has_owners) for own in targets]
+
+    inners = make(params[:1], params[1:]) if has_owners else make(params)
     for number in range(_STEPS):
-        for index, (param, direction) in enumerate(zip(params, directions, strict=True)):
-            scale = 10.0 ** ((3 * index + 2 * number) % 7 - 4)  # norms over all parameters differ from step to step
-            param.grad = scale * (direction + torch.randn(param.shape, generator=generator).to(device))
-        optimizers = step(number)
-    groups = [each for optimizer in optimizers for each in optimizer.param_groups]
-    state = {param: values for optimizer in optimizers for param, values in optimizer.state.items()}
-    states = [state.get(param, {}) for each in groups for param in each["params"]]
-    return _Trial([param.detach() - start for param, start in zip(params, starts, strict=True)], groups, states)
-
-
-def _together(made: GroupClass, group: dict[str, Any]) -> _Step:
-    """Steps as plain PyTorch does."""
-    optimizer: Optimizer = made.kind([{**options_of(made.given), "params": group["params"]}], **made.options)
-    optimizer.param_groups[0].update(options_of(group))
-
-    def step(_: int) -> list[Optimizer]:
-        with _RefusesCollectives(made.kind):
-            optimizer.step()
-        return [optimizer]
-
-    return step
-
-
-def _on_owners(made: GroupClass, group: dict[str, Any], *, moves: bool) -> _Step:
-    """Steps as two owners do, whose optimizers are made before parameters have values.
-
-    The last owner steps first, so that random numbers differ. After each step the memory of gradients and parameters is
-    overwritten, so that an optimizer that keeps it gives other results.
-
-    Args:
-        made, group: of the parameters.
-        moves: half-way one more parameter belongs to the first owner.
-    """
-    params: list[nn.Parameter] = group["params"]
-    wholes = {param: nn.Parameter(stand_in(param)) for param in params}
-
-    def owners(cut: int) -> list[InnerOptimizer]:
-        parts = (params[:cut], params[cut:])
-        return [InnerOptimizer(made, 0, group, {param: wholes[param] for param in part}) for part in parts]
-
-    inners = owners(1)
-
-    def step(number: int) -> list[Optimizer]:
-        nonlocal inners
-        if moves and number == _STEPS // 2:
+        if has_owners and number == _STEPS // 2:
             state: dict[Any, Any] = defaultdict(dict)
             for inner in inners:
                 inner.link(state)
-            inners = owners(2)
+            inners = make(params[:2], params[2:])
             for inner in inners:
                 inner.load(state, is_loaded=False)
+        for index, (param, direction) in enumerate(zip(params, directions, strict=True)):
+            scale = 10.0 ** ((3 * index + 2 * number) % 7 - 4)  # norms over all parameters differ from step to step
+            param.grad = scale * (direction + torch.randn(param.shape, generator=generator).to(device))
         for param, whole in wholes.items():
             whole.data, whole.grad = param.data.clone(), param.grad
-        for inner in inners:
-            inner.take_options()
-        for inner in reversed(inners):
-            inner.step()
+        with _RefusesCollectives(made.kind):
+            for inner in inners:
+                inner.take_options()
+            for inner in reversed(inners):
+                inner.step()
         inners[0].give_options()
         for param, whole in wholes.items():
             param.data.copy_(whole.data)
             for memory in (whole.data, whole.grad):
                 memory.fill_(torch.nan)  # type: ignore[union-attr]  # made above
             whole.data, whole.grad = stand_in(param), None
-        return [inner.optimizer for inner in inners]
-
-    return step
+    groups = [each for inner in inners for each in inner.optimizer.param_groups]
+    found = {param: values for inner in inners for param, values in inner.optimizer.state.items()}
+    states = [found.get(param, {}) for each in groups for param in each["params"]]
+    return _Trial([param.detach() - start for param, start in zip(params, starts, strict=True)], groups, states)
 
 
 class _RefusesCollectives(TorchDispatchMode):

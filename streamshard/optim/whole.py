@@ -16,10 +16,10 @@ from streamshard.core.optimizer_hooks import PiecesOfState, is_elementwise_class
 from streamshard.errors import ConfigError
 from streamshard.guards.sharded_parameter import refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
-from streamshard.optim.inner import GroupClass, InnerOptimizers, options_of
-from streamshard.optim.rounds import WholeParam, stand_in
+from streamshard.optim.inner import GroupClass, InnerOptimizer, options_of
+from streamshard.optim.rounds import Rounds, WholeParam, stand_in
 from streamshard.optim.trial import constructor_options, try_constructor, try_steps
-from streamshard.planning.owners import assign_owners
+from streamshard.planning.owners import assign_owners, plan_rounds
 from streamshard.torch_private import untraced
 
 _CLASS = "optimizer_class"  # what a group may name
@@ -69,32 +69,67 @@ class WholeParameterOptimizer(Optimizer):
         self._classes: list[GroupClass] = []  # of each group
         self._owners: dict[nn.Parameter, int] = {}
         self._loads: list[float] = []  # by rank, the cost of what it owns
-        self._bound: InnerOptimizers | None = None
+        # What follows is for the parameters as they were at the last `_bind`.
+        self._trained: list[tuple[int, bool]] | None = None  # ids, and whether gradients are required
+        self._sharded: set[int] = set()  # ids
+        self._wholes: list[WholeParam] = []
+        self._rounds: Rounds | None = None  # None: no rank owns anything that trains
+        self._in_place: list[InnerOptimizer] = []
+        self._by_round: list[list[InnerOptimizer]] = []
+        self._error: Exception | None = None  # in the step that runs now
         super().__init__(params, {})
 
+    # -- the optimizers inside --------------------------------------------------------------------------------------
+
     @property
-    def bound(self) -> InnerOptimizers:
-        """The optimizers inside, for the parameters as they are now."""
-        if self._bound is None or not self._bound.is_current():
-            if self._bound is not None:
-                self._bound.check_last_step()
+    def _inners(self) -> list[InnerOptimizer]:
+        """All optimizers inside: one for each group, for pieces and plain parameters; one for each group and round."""
+        return [*self._in_place, *(inner for inners in self._by_round for inner in inners)]
+
+    def _bind_if_changed(self) -> None:
+        """Make the optimizers inside, if parameters or their ``requires_grad`` have changed, or some were sharded."""
+        params = params_in(self.param_groups)
+        is_same = self._trained == [(id(param), param.requires_grad) for param in params]
+        if not is_same or any(id(param) not in self._sharded and piece_of(param) is not None for param in params):
+            if self._rounds is not None:
+                self._rounds.check()
             self._bind(is_loaded=False)
-        assert self._bound is not None
-        return self._bound
 
     def _bind(self, *, is_loaded: bool) -> None:
-        wholes = self._choose_owners()
-        for each in wholes:
+        params = params_in(self.param_groups)
+        self._sharded = {id(param) for param in params if piece_of(param) is not None}
+        self._wholes = self._choose_owners()
+        for each in self._wholes:
             if each.whole is None:
                 self.state.pop(each.param, None)
-        self._bound = InnerOptimizers(self.param_groups, self._classes, wholes, self._round_numel)
-        for inner in self._bound.all:
+        elsewhere = {each.param for each in self._wholes}
+        self._in_place = self._make_inners({param: param for param in params if param not in elsewhere})
+        self._rounds, self._by_round = None, []
+        if trained := [each for each in self._wholes if each.param.requires_grad]:
+            costs, owners = [each.cost for each in trained], [each.owner for each in trained]
+            numels = [each.piece.place.numel for each in trained]
+            planned = plan_rounds(costs, numels, owners, self._round_numel)
+            rounds = [[trained[index] for index in each] for each in planned]
+            self._rounds = Rounds(rounds, trained[0].piece.ranks)
+            self._by_round = [
+                self._make_inners({each.param: each.whole for each in own if each.whole is not None}) for own in rounds
+            ]
+        for inner in self._inners:
             inner.load(self.state, is_loaded=is_loaded)
-        self._link(self._bound)
+        self._trained = [(id(param), param.requires_grad) for param in params]  # last: the next call repeats an error
+        self._link()
 
-    def _link(self, bound: InnerOptimizers) -> None:
+    def _make_inners(self, targets: Mapping[nn.Parameter, nn.Parameter]) -> list[InnerOptimizer]:
+        """An optimizer for each group that has some of the parameters in `targets`. See `InnerOptimizer`."""
+        found = []
+        for number, (group, made) in enumerate(zip(self.param_groups, self._classes, strict=True)):
+            if own := {param: targets[param] for param in group["params"] if param in targets}:
+                found.append(InnerOptimizer(made, number, group, own))
+        return found
+
+    def _link(self) -> None:
         """Put the inner optimizers' state into `state`: the same objects, keyed by the user's parameters."""
-        for inner in bound.all:
+        for inner in self._inners:
             inner.link(self.state)
 
     # -- groups -----------------------------------------------------------------------------------------------------
@@ -152,9 +187,28 @@ class WholeParameterOptimizer(Optimizer):
 
     def _step(self) -> None:
         refuse_unreduced(params_in(self.param_groups), "an optimizer's step")
-        bound = self.bound
-        bound.step()
-        self._link(bound)
+        self._bind_if_changed()
+        inners = self._inners
+        for inner in inners:
+            inner.take_options()
+        if self._rounds is None:
+            self._step_inners(self._in_place)
+        else:
+            step_round = self._step_inners
+            self._rounds.run(lambda: step_round(self._in_place), lambda number: step_round(self._by_round[number]))
+        for inner in {inner.number: inner for inner in sorted(inners, key=lambda inner: inner.had_grads)}.values():
+            inner.give_options()
+        self._link()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _step_inners(self, inners: list[InnerOptimizer]) -> None:
+        try:
+            for inner in inners if self._error is None else ():
+                inner.step()
+        except Exception as error:  # raised when the exchanges are over: the other ranks take part in them
+            self._error = error
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -167,11 +221,15 @@ class WholeParameterOptimizer(Optimizer):
 
     def owners(self) -> Mapping[int, int]:
         """By the id of a parameter, the rank that steps the full parameter."""
-        return self.bound.owners
+        self._bind_if_changed()
+        if self._sharded:
+            return {id(each.param): each.owner for each in self._wholes}
+        return {id(param): 0 for param in self._stepped_whole()}  # one rank, or the model is not sharded yet
 
     def in_place(self) -> list[Optimizer]:
         """The inner optimizers that step pieces, or plain parameters, in place."""
-        return [inner.optimizer for inner in self.bound.in_place]
+        self._bind_if_changed()
+        return [inner.optimizer for inner in self._in_place]
 
     @property
     def described_class(self) -> str:
@@ -185,10 +243,12 @@ class WholeParameterOptimizer(Optimizer):
         Raises:
             RankMismatchError: ranks had gradients for different parameters in the last step.
         """
-        bound = self.bound
-        bound.check_last_step()
-        self._link(bound)
-        options = bound.options_of_wholes()
+        self._bind_if_changed()
+        if self._rounds is not None:
+            self._rounds.check()
+        self._link()
+        numbers = {inner.number for inners in self._by_round for inner in inners}  # of groups in which it owns some
+        options = {number: options_of(self.param_groups[number]) for number in sorted(numbers)}
         shared = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
         for their_options, theirs in reversed(ranks.gather_objects((options, shared))):
             for number, values in their_options.items():
@@ -202,10 +262,10 @@ class WholeParameterOptimizer(Optimizer):
         Raises:
             ConfigError: an inner optimizer's state dict has other entries than state and groups.
         """
-        bound = self.bound
-        for inner in bound.all:
+        self._bind_if_changed()
+        for inner in self._inners:
             inner.refuse_extras()
-        self._link(bound)
+        self._link()
         state = super().state_dict()
         return PiecesOfState(state) if self._owners else state
 
@@ -250,15 +310,14 @@ class WholeParameterOptimizer(Optimizer):
         groups = zip(self._classes, state_dict["param_groups"], strict=False)  # torch compares the groups
         return [(group["params"], key) for made, group in groups for key in made.stacked]
 
+    def _stepped_whole(self) -> list[nn.Parameter]:
+        """The parameters of groups whose class needs full tensors."""
+        groups = zip(self.param_groups, self._classes, strict=True)
+        return params_in(group for group, made in groups if not is_elementwise_class(made.kind))
+
     def _choose_owners(self) -> list[WholeParam]:
-        """The sharded parameters (or slices of them) that are stepped as full tensors, with their owners."""
-        found = [
-            (param, piece)
-            for made, group in zip(self._classes, self.param_groups, strict=True)
-            if not is_elementwise_class(made.kind)
-            for param in group["params"]
-            if (piece := piece_of(param)) is not None
-        ]
+        """The sharded parameters that are stepped as full tensors, with their owners."""
+        found = [(param, piece) for param in self._stepped_whole() if (piece := piece_of(param)) is not None]
         if not found:
             return []
         ranks = found[0][1].ranks

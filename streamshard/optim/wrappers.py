@@ -7,6 +7,7 @@ an optimizer's ``load_state_dict`` replaces these objects.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from streamshard.device import on_device
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
 
 _INNER_NAMES = ("param_groups", "state", "defaults")  # what other code assigns to an optimizer as well
+_LOCK = "_streamshard_step_lock"  # in the model's __dict__: all its DistributedOptimizers share it
 _COUNTER = "step"  # in state dicts, as PostLocalSGDOptimizer has it
 
 
@@ -114,6 +116,9 @@ class DistributedOptimizer(WrappedOptimizer):
     Args:
         optimizer: of the model's parameters or some of them, on every rank.
         model: made by `StreamShard`.
+
+    Attributes:
+        lock: held by the thread that steps. All DistributedOptimizers of a model share it.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
@@ -123,6 +128,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 "DistributedOptimizer around LocalSGD: where a step fails on one rank the others would wait for its "
                 "part of an average. Put it inside: LocalSGD(DistributedOptimizer(optimizer, model), model, ...)"
             )
+        self.lock: threading.RLock = model.__dict__.setdefault(_LOCK, threading.RLock())
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step on this rank, then wait for the other ranks' hosts (one vote). No device waits.
@@ -140,7 +146,7 @@ class DistributedOptimizer(WrappedOptimizer):
             CommunicationError: a rank has died, or did not step.
         """
         ranks = self.engine.ranks
-        with self.engine.step_lock, on_device(self.engine.streams.device):
+        with self.lock, on_device(self.engine.streams.device):
             result, error = None, None
             try:
                 result = super().step(*args, **kwargs)

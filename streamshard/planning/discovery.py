@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from streamshard.conventions import conventions
 from streamshard.errors import UnitError, warn_user
 from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of
 
@@ -323,8 +324,8 @@ def _find_large(
 ) -> list[nn.Module]:
     """Each large module outside of the layers: above all embedding and head.
 
-    A module is large if it holds half as many parameters as the largest layer. A transformers model's input and output
-    embeddings always are. A module with tied parameters stays in the root unit.
+    A module is large if it holds half as many parameters as the largest layer. Input and output embeddings always are
+    large. A module with tied parameters stays in the root unit.
 
     Args:
         root: the model.
@@ -332,7 +333,7 @@ def _find_large(
         at_least: the least number of parameters of a large module.
     """
     enough = dict.fromkeys(modules_inside(root), _LARGE * max(map(_numel, layers)))
-    for embeddings in _embeddings(root):
+    for embeddings in conventions().embeddings(root):
         for module in modules_inside(embeddings):  # adapters beside the weights are small
             enough[module] = min(enough[module], _LARGE * _numel(embeddings))
     users = Counter(param for module in modules_inside(root) for param in module._parameters.values())
@@ -354,20 +355,9 @@ def _find_large(
 
 
 def embedding_params(root: nn.Module) -> set[nn.Parameter]:
-    """The weights of embedding modules, and of a transformers model's input and output embeddings."""
+    """The weights of embedding modules, and of the input and output embeddings that the model's library knows."""
     tables = [module for module in modules_inside(root) if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    return {param for module in (*tables, *_embeddings(root)) for param in params_of(module).values()}
-
-
-def _embeddings(root: nn.Module) -> Iterator[nn.Module]:
-    """The input and output embeddings of a transformers model."""
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            module = getattr(root, name)()
-        except (AttributeError, NotImplementedError):  # another kind of model; one that has none
-            continue
-        if isinstance(module, nn.Module):
-            yield module
+    return {param for module in (*tables, *conventions().embeddings(root)) for param in params_of(module).values()}
 
 
 def _own_numel(module: nn.Module) -> int:

@@ -226,9 +226,9 @@ def _warnings() -> Iterator[queue.Queue[str]]:
         log.removeHandler(handler)
 
 
-def _end_of_step(model: Any, context: RankContext) -> None:
+def _backward_and_note(model: Any, context: RankContext) -> None:
     model(vector_batch(0, context.rank)).sum().backward()
-    engine_inside(model).ranks.recorder.log.add(RecordKind.END_OF_STEP)
+    engine_inside(model).ranks.recorder.log.add(RecordKind.BROADCAST)
 
 
 _OPERATIONS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -251,12 +251,12 @@ def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
     apart = dist.new_group()
     with _warnings() as heard:
         model = _model(over)
-        _end_of_step(model, context)
+        _backward_and_note(model, context)
         if context.rank == 0:
             thread = threading.Thread(target=call, args=(model,))
             thread.start()
             warning = heard.get(timeout=60)
-            while "ended its step" not in warning:  # rank 1 has not shown its log yet
+            while "a tensor of rank 0" not in warning:  # rank 1 has not shown its log yet
                 warning = heard.get(timeout=60)
             dist.barrier(apart)
             thread.join(60)
@@ -289,11 +289,11 @@ def test_an_idle_rank_on_a_device_reports_ranks_that_have_issued_less(context: R
     with _warnings() as told:
         ranks = RankGroup(_world(), has_streams=True)
         ranks.recorder.names = ("the root unit",)
-        ranks.recorder.log.add(RecordKind.END_OF_STEP)
+        ranks.recorder.log.add(RecordKind.BROADCAST)
         if context.rank == 0:
             ranks.recorder.log.add(RecordKind.REDUCE, 0)
             story = told.get(timeout=60)
-            while "ended its step" not in story:
+            while "a tensor of rank 0" not in story:
                 story = told.get(timeout=60)
             assert "(last: it reduces the gradients of 'the root unit'): rank 1 has not come" in story
             dist.barrier()
@@ -316,12 +316,12 @@ def _times_out(context: RankContext) -> None:
     apart = dist.new_group(timeout=datetime.timedelta(seconds=60))
     with mock.patch.multiple(recorder, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1, _LOGS_WITHIN_S=0.3):
         model = _model("sockets")
-        _end_of_step(model, context)
+        _backward_and_note(model, context)
         if context.rank == 0:
             with pytest.raises(CommunicationError) as caught:
                 next(model.parameters()).norm()
             assert re.match("a sum over all ranks failed on rank 0 of 2: .*rank 1 has not come", str(caught.value))
-            assert "ended its step" in str(caught.value)
+            assert "a tensor of rank 0" in str(caught.value)
         dist.barrier(apart)  # where rank 1 is meanwhile
 
 

@@ -54,11 +54,14 @@ def test_options_that_contradict_each_other_are_refused(
 
 
 @on_ranks(1, 2)
-def test_the_dtype_of_a_half_precision_model_is_kept(context: RankContext) -> None:
+def test_parameters_compute_in_their_own_dtypes_without_mixed_precision(context: RankContext) -> None:
     with launched(context):
         accelerator = StreamShardAccelerator()
-        assert engine_of(accelerator.prepare(make_model().bfloat16())).precision.param_dtype is torch.bfloat16
-        assert engine_of(accelerator.prepare(make_model())).precision.param_dtype is torch.float32
+        for dtype in (torch.bfloat16, torch.float32):
+            engine = engine_of(accelerator.prepare(make_model().to(dtype)))
+            assert {view.dtype for unit in engine.units for view in (param.unsharded for param in unit.params)} == {
+                dtype
+            }
 
 
 @on_ranks(2)

@@ -96,7 +96,8 @@ def _steps_in_threads_equal_serial_ones(context: RankContext, is_locked: bool) -
     hesitant = Hesitant(threaded.parameters(), 100 if is_locked else 100_000)
     optimizers = [DistributedOptimizer(hesitant, threaded) for _ in range(2)]
     if not is_locked:
-        optimizers[0].engine.step_lock = contextlib.nullcontext()  # type: ignore[assignment]
+        for each in optimizers:
+            each.lock = contextlib.nullcontext()  # type: ignore[assignment]
     start = threading.Barrier(THREADS)
 
     def step(number: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamshard.integrations import huggingface
+from streamshard.conventions import conventions
 from streamshard.planning.discovery import embedding_params, find_groups
 from streamshard.planning.structure import params_of, tie_on_meta
 from tests.models import Layer
@@ -64,7 +64,7 @@ def test_every_large_list_of_a_transformers_model_is_found(name: str) -> None:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers'
         model = kind(kind.config_class())
-        huggingface.tie_weights(model)
+        conventions().tie_weights(model)
     tie_on_meta(model)
     units, groups = find_groups(model, None)
     found = [type(unit.modules[0]).__name__ + "*" * unit.is_resident for unit in units]

@@ -20,6 +20,7 @@ from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
 from streamshard.inspect import engine_inside
+from tests import families
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, let_dynamo_look, only_sharded, stack_step
@@ -137,14 +138,10 @@ def test_compiled_autograd_is_refused_when_a_forward_begins(context: RankContext
 @on_ranks(2)
 def test_dynamo_takes_no_module_for_one_of_fsdp(context: RankContext) -> None:
     """It would not compile it. torch 2.15 looks without asking the module."""
-
-    class Generating(Stack):
-        def generate(self) -> None:
-            pass
-
-    model: Any = StreamShard(Generating(), precision=FP32)
-    assert model._is_fsdp_managed_module  # transformers asks so
-    for module in model.modules():
+    generating: Any = StreamShard(families.llama(num_hidden_layers=2), precision=FP32)
+    assert generating._is_fsdp_managed_module  # transformers asks so
+    model: Any = StreamShard(Stack(), precision=FP32)
+    for module in (*generating.modules(), *model.modules()):
         assert not inspect.getattr_static(module, "_is_fsdp_managed_module", False)
     explained = torch._dynamo.explain(model.layers[1])(vector_batch(0, 0))
     assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained

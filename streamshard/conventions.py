@@ -1,0 +1,108 @@
+"""What StreamShard asks about the conventions of a model's library. The answers here are plain PyTorch's.
+
+The conventions of Hugging Face's libraries are in `streamshard.integrations`. `conventions` imports that package by its
+name, and only if this process has imported one of these libraries. So a plain PyTorch process never loads it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+_LIBRARIES = ("transformers", "diffusers", "peft", "sentence_transformers")
+_THEIR_MODULE = "streamshard.integrations.peft"
+
+
+class ForLoading(NamedTuple):
+    """How a library makes the model's tensors from the tensors in files.
+
+    Attributes:
+        made: by the model's name.
+        failed: by the model's name, why it cannot be made from the files' tensors.
+        used: names of the files' tensors that are needed, or may be there.
+        optional: names of the model's tensors that the files need not have.
+    """
+
+    made: dict[str, torch.Tensor]
+    failed: dict[str, str]
+    used: set[str]
+    optional: set[str]
+
+
+class Conventions:
+    """How a library ties, initialises, names and stores weights. A library overrides the calls that differ.
+
+    `root` and `model` are whole models; modules of a library's class may lie inside.
+    """
+
+    # -- sharding -----------------------------------------------------------------------------------------------------
+
+    def tie_weights(self, root: nn.Module) -> None:
+        """Tie the weights of a model on the meta device again."""
+
+    def kept_in_fp32(self, root: nn.Module, dtype: torch.dtype | None) -> set[str]:
+        """Names of parameters that compute in fp32 when the model computes in `dtype`."""
+        return set()
+
+    def embeddings(self, root: nn.Module) -> Iterable[nn.Module]:
+        """The input and output embeddings, as far as the library can tell."""
+        return ()
+
+    def replace_methods(self, root: nn.Module) -> None:
+        """Replace methods of modules that need full weights, after `root` was sharded."""
+
+    # -- initialisation -----------------------------------------------------------------------------------------------
+
+    def initialise(self, module: nn.Module) -> bool:
+        """Let `module` initialise itself and all modules inside. Returns False if the library has no way to do so."""
+        return False
+
+    def refuse_initialisation(self, model: nn.Module, empty: Collection[str]) -> None:
+        """Raise if the library would initialise a parameter named in `empty` with wrong values."""
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def file_stem(self, model: nn.Module) -> str:
+        """How the names of files of weights begin."""
+        return "model"
+
+    def left_out(self, model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:
+        """Names that files do not have; in `tied`, each group of names is one tensor."""
+        return {name for group in tied for name in group[1:]}
+
+    def rearrange_for_saving(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The tensors with names, shapes and order as in files, from meta tensors of the model's names and shapes.
+
+        Raises:
+            CheckpointError: the library loads no such files.
+        """
+        return tensors
+
+    def rearrange_for_loading(
+        self, model: nn.Module, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+    ) -> ForLoading:
+        """The model's tensors made from the tensors in files.
+
+        Args:
+            model: its own tensors are not touched.
+            stored: meta tensors by the names in the files.
+            wanted: meta tensors of the model's names and shapes.
+        """
+        return ForLoading({name: stored[name] for name in stored if name in wanted}, {}, set(wanted), set())
+
+    def write_config(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> None:
+        """Write the files beside the weights, for weights of `dtype`; None leaves the dtype of the config."""
+
+
+def conventions() -> Conventions:
+    """The conventions of the libraries that this process has imported."""
+    if not any(library in sys.modules for library in _LIBRARIES):
+        return Conventions()
+    found: Conventions = importlib.import_module(_THEIR_MODULE).CONVENTIONS
+    return found
