@@ -19,10 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Rule
-from streamshard.inspect import engine_inside
 from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
 from tests.ranks import RankContext
-from tests.reference import Call, adamw, full_weights, lm_step, seed, stack_step
+from tests.reference import Call, adamw, engine_inside, full_weights, lm_step, seed, stack_step
 
 BF16 = Precision(param_dtype=torch.bfloat16)
 PRECISIONS = {

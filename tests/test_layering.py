@@ -1,4 +1,4 @@
-"""One module names torch's private functions. Scripts find the package."""
+"""One module names torch's private functions. `StreamShard` loads the core alone. Scripts find the package."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ PRIVATE = re.compile(
     r"\btorch(\.\w+)*\._(?!foreach_|_version__)\w+|\bdistributed_c10d import|\bdist\._\w+|\._get_backend\b"
 )
 
+LOADED_YET = "integrations", "checkpoint", "full"  # `build` still imports integrations, and these the others
+
 
 def test_only_one_module_uses_private_functions_of_torch() -> None:
     found = [
@@ -29,6 +31,46 @@ def test_only_one_module_uses_private_functions_of_torch() -> None:
         if PRIVATE.search(line)
     ]
     assert found == []
+
+
+def test_the_class_loads_the_core_alone() -> None:
+    """No instrument, checkpoint, optimizer, integration or transport, and none of the libraries that these need."""
+    code = "import sys; from streamshard import StreamShard; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    modules = done.stdout.split()
+    loaded = {name.removeprefix("streamshard.") for name in modules if name.startswith("streamshard.")}
+    loaded = {name for name in loaded if not name.startswith(LOADED_YET)}
+    outside = (
+        "tools",
+        "checkpoint",
+        "optim",
+        "integrations",
+        "functions",
+        "full",
+        "initialise",
+        "comm.nccl",
+        "comm.gloo",
+    )
+    assert [name for name in sorted(loaded) if name.startswith(outside)] == []
+    libraries = "transformers", "peft", "accelerate", "matplotlib"
+    assert [name for name in libraries if name in modules] == []
+    assert len(loaded) <= 45
+
+
+def test_each_public_name_is_found_in_its_module() -> None:
+    """By its own name, by a star, and in ``dir``; a type checker finds the same ones, as ``name as name``."""
+    code = """
+import streamshard
+assert streamshard.optim.WholeParameterOptimizer and not hasattr(streamshard, "nothing")
+names = {}
+exec("from streamshard import *", names)
+for name in streamshard.__all__:
+    print(name, getattr(streamshard, name) is names[name], name in dir(streamshard))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [f"{name} True True" for name in streamshard.__all__]
+    typed = re.findall(r"\b(\w+) as \1\b", (PACKAGE / "__init__.py").read_text())
+    assert sorted({*typed} - {"checkpoint", "errors", "optim"}) == streamshard.__all__
 
 
 def test_a_script_beside_an_editable_clone_finds_the_package(tmp_path: Path) -> None:

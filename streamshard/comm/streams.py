@@ -127,7 +127,7 @@ class StepEvent(enum.Enum):
     REDUCTION_ENDS = enum.auto()
     """The reduction is issued."""
     OPTIMIZER_BEGINS = enum.auto()
-    """Any optimizer of the process is about to step. Only `streamshard.inspect.trace` reports this."""
+    """Any optimizer of the process is about to step. Only `streamshard.tools.trace` reports this."""
     OPTIMIZER_ENDS = enum.auto()
     """It has stepped."""
 

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 
 from streamshard import DistributedOptimizer, StreamShard
 from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
-from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
-from streamshard.inspect.races import detect_races
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.optim.rounds import Rounds
 from streamshard.planning.memory import Category
+from streamshard.tools.adversary import make_adversarial
+from streamshard.tools.races import detect_races
 from tests.models import DIM, Layer
 from tests.optim.muon import muon_in_fp32
 from tests.ranks import RankContext, on_ranks
@@ -31,6 +30,7 @@ from tests.reference import (
     Tolerance,
     assert_same,
     assert_trains_like_plain,
+    engine_inside,
     full_weights,
     sharded_model,
     stack_step,

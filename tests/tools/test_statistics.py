@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from streamshard import StreamShard, step_statistics
-from streamshard.inspect import engine_inside
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
+from tests.reference import engine_inside
 
 
 @on_ranks(1, 2)

@@ -1,6 +1,6 @@
 """A race detector: finds accesses of two streams to the same bytes that no fence orders.
 
-    from streamshard.inspect.races import detect_races
+    from streamshard.tools.races import detect_races
 
     with detect_races(model):              # raises RaceError at the end if not
         model(batch).loss.backward()
@@ -35,8 +35,8 @@ from torch import nn
 
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
 from streamshard.core.engine import Engine
+from streamshard.core.module_state import engine_of
 from streamshard.errors import RaceError
-from streamshard.inspect import engine_inside
 from streamshard.nested import tensors_in
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, OpOverload, TorchDispatchMode
@@ -106,7 +106,7 @@ def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[Ra
     Raises:
         RaceError: there were races.
     """
-    detector = RaceDetector(engine_inside(model))
+    detector = RaceDetector(engine_of(model))
     with detector.engine.streams.observed_by(detector), _Watch(detector):
         yield detector
     if raise_at_exit and detector.found:

@@ -8,12 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName
 from streamshard.errors import RaceError
-from streamshard.inspect import engine_inside
-from streamshard.inspect.races import Race, RaceDetector, detect_races
 from streamshard.planning.memory import Category
+from streamshard.tools.races import Race, RaceDetector, detect_races
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32
+from tests.reference import FP32, engine_inside
 from tests.scenarios import BF16, dropping, sharded, train
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}

@@ -15,7 +15,7 @@ import torch
 
 import streamshard
 from streamshard import save_checkpoint
-from streamshard.__main__ import main
+from streamshard.tools.command import main
 from tests.checkpoint.crafted import rewrite
 from tests.checkpoint.runs import start, steps
 from tests.ranks import RankContext, RankPool

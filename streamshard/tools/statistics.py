@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streamshard.inspect.trace import trace
+from streamshard.tools.trace import trace
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Statistics:
         grad_norm: as given; None if it was not.
         loss_scale: of the next step; None without a scaler.
         step_s: seconds since the last reading.
-        compute_s: seconds of the model's computation, see `streamshard.inspect.timeline.Trace.summary`.
+        compute_s: seconds of the model's computation, see `streamshard.tools.timeline.Trace.summary`.
         exposed_all_gather_s: seconds in which compute waited for weights.
         exposed_reduction_s: seconds in which compute waited for reductions of gradients.
     """

@@ -20,16 +20,16 @@ import torch
 from torch import nn
 
 from streamshard.build import Checked, check_model, plan_engine
-from streamshard.comm.communicator import PlannedRanks
+from streamshard.comm.planned_ranks import PlannedRanks
 from streamshard.config import SlotCount, parse_bytes
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
-from streamshard.inspect.activations import estimate_activations
-from streamshard.inspect.memory import report_memory
 from streamshard.integrations import huggingface
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.program import gathers_of_step
 from streamshard.planning.structure import list_of
+from streamshard.tools.activations import estimate_activations
+from streamshard.tools.memory import report_memory
 
 _DOUBLINGS = 10  # so often the number of ranks is doubled at most, until the model fits
 
