@@ -199,9 +199,10 @@ class SimulatedDevice:
 @contextlib.contextmanager
 def simulated_device() -> Iterator[SimulatedDevice]:
     """The CPU has streams inside; models that are sharded there keep them."""
-    device = SimulatedDevice()
+    device, real = SimulatedDevice(), devices.get_device_module
     with (
-        mock.patch.dict(devices.stand_ins, {"cpu": device}),
+        mock.patch.object(devices, "get_device_module", lambda kind: device if kind == "cpu" else real(kind)),
+        mock.patch.object(devices, "WITHOUT_STREAMS", ("meta",)),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
         mock.patch("streamshard.comm.streams.raw_stream_of", lambda _: lambda index: id(device.current_stream(CPU))),
     ):

@@ -36,6 +36,7 @@ from tests.reference import (
     stack_step,
     train_stack,
 )
+from tests.scenarios import without_waits
 from tests.simulated import CPU, checking_streams, late, simulated_device
 
 NEAR = Tolerance(1e-4, 1e-5)  # ranks sum gradients in another order than one process
@@ -194,11 +195,9 @@ def test_each_wait_of_a_round_is_needed(context: RankContext, what: str) -> None
         optimizer = _muon_and_adamw(model)
         with checking_streams(device) as streams, streams.of(model):
             train_stack(model, optimizer, context, steps=1)
-        engine = engine_inside(model)
-        engine.streams.dropped_rules = frozenset({what})
-        with detect_races(model, raise_at_exit=False) as detector:
+        streams = engine_inside(model).streams
+        with without_waits(streams, what), detect_races(model, raise_at_exit=False) as detector:
             train_stack(model, optimizer, context, steps=1)
-        engine.streams.dropped_rules = frozenset()
     assert any(race.category is Category.OPTIMIZER_ROUNDS for race in detector.found)
 
 

@@ -195,7 +195,7 @@ def test_gpus_are_listed_with_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
         can_device_access_peer=lambda one, other: other < 2,
         nccl=types.SimpleNamespace(version=lambda: (2, 27, 5)),
     )
-    monkeypatch.setitem(devices.stand_ins, "cuda", module)
+    monkeypatch.setattr(devices, "get_device_module", lambda kind: module)
     monkeypatch.setattr(doctor, "matmul_tflops", lambda device, dtype: 1.0)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
