@@ -111,7 +111,7 @@ _SET_UP = {
     """,
     "docs/guide/replicas.md": "from streamshard import StreamShard",
     "docs/guide/slow_step.md": """
-        import dataclasses, types
+        import types
         from transformers import TrainingArguments
         from streamshard import StreamShard
         from streamshard.integrations.transformers import StreamShardTrainer

@@ -3,95 +3,57 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from streamshard.tools.trace import trace
 
-
-@dataclass(frozen=True)
-class Statistics:
-    """One training step of this rank. ``dataclasses.asdict`` makes a dict of numbers.
-
-    Attributes:
-        step: its number, from 1: how often it was read.
-        skipped_steps: how many steps the loss scaler has skipped so far, because gradients had overflowed.
-        grad_norm: as given; None if it was not.
-        loss_scale: of the next step; None without a scaler.
-        step_s: seconds since the last reading.
-        compute_s: seconds of the model's computation, see `streamshard.tools.timeline.Trace.summary`.
-        exposed_all_gather_s: seconds in which compute waited for weights.
-        exposed_reduction_s: seconds in which compute waited for reductions of gradients.
-    """
-
-    step: int
-    skipped_steps: int
-    grad_norm: float | None
-    loss_scale: float | None
-    step_s: float
-    compute_s: float
-    exposed_all_gather_s: float
-    exposed_reduction_s: float
-
-
-class StepReader:
-    """Measures from one reading to the next. Made by `step_statistics`."""
-
-    def __init__(self, model: nn.Module, scaler: Any) -> None:
-        self._model, self._scaler = model, scaler
-        self._step = self._skipped = 0
-        self._scale = None if scaler is None else scaler.get_scale()
-        self._begin()
-
-    def _begin(self) -> None:
-        self.running = contextlib.ExitStack()
-        self._trace = self.running.enter_context(trace(self._model))
-
-    def read(self, grad_norm: Tensor | float | None = None) -> Statistics:
-        """The step since the last reading. Call it once per step, behind ``optimizer.step()`` and ``scaler.update()``.
-
-        Not collective. On an accelerator the host waits for the device.
-
-        Args:
-            grad_norm: what ``model.clip_grad_norm_`` has returned, to be among the figures.
-        """
-        self.running.close()
-        times, before = self._trace.summary(), self._scale
-        if self._scaler is not None:
-            self._scale = self._scaler.get_scale()
-        self._step += 1
-        self._skipped += before is not None and self._scale < before  # only an overflow makes the scale smaller
-        self._begin()
-        return Statistics(
-            *(self._step, self._skipped, None if grad_norm is None else float(grad_norm), self._scale),
-            *(times[name] for name in ("step_s", "compute_s", "exposed_all_gather_s", "exposed_reduction_s")),
-        )
+Read = Callable[..., dict[str, float]]
 
 
 @contextlib.contextmanager
-def step_statistics(model: nn.Module, scaler: Any = None) -> Iterator[StepReader]:
+def step_statistics(model: nn.Module, scaler: Any = None) -> Iterator[Read]:
     """Measure each training step inside the context, on this rank.
 
-        with streamshard.step_statistics(model) as statistics:
+        with streamshard.step_statistics(model) as read:
             for batch in loader:
                 model(batch).backward()
                 norm = model.clip_grad_norm_(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                tracker.log(dataclasses.asdict(statistics.read(norm)))
+                tracker.log(read(grad_norm=norm))
 
     Args:
         model: made by `StreamShard`.
         scaler: a ``torch.amp.GradScaler``, if there is one.
 
+    Yields:
+        A function that returns the figures since its last call: the seconds of `Trace.summary`, ``step``, the number of
+        the call, and the numbers that are given to it. With a scaler also ``loss_scale``, that of the next step, and
+        ``skipped_steps``: how many steps the scaler has skipped so far, because gradients had overflowed. Call it once
+        per step, behind ``optimizer.step()`` and ``scaler.update()``. Not collective. On an accelerator the host waits
+        for the device.
+
     Raises:
         ShardingError: `model` is not sharded.
     """
-    reader = StepReader(model, scaler)
-    try:
-        yield reader
-    finally:
-        reader.running.close()
+    step = skipped = 0
+    scale = None if scaler is None else scaler.get_scale()
+    with contextlib.ExitStack() as running:
+        found = running.enter_context(trace(model))
+
+        def read(**given: Tensor | float) -> dict[str, float]:
+            nonlocal found, scale, skipped, step
+            running.close()
+            step += 1
+            figures = {"step": step, **found.summary(), **{name: float(value) for name, value in given.items()}}
+            if scaler is not None:
+                before, scale = scale, scaler.get_scale()
+                skipped += scale < before  # only an overflow makes the scale smaller
+                figures |= {"loss_scale": scale, "skipped_steps": skipped}
+            found = running.enter_context(trace(model))
+            return figures
+
+        yield read
