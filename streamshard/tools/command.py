@@ -227,20 +227,14 @@ def _list(found: Survey) -> None:
 
 def _describe(manifest: Manifest) -> list[tuple[str, str]]:
     """Rows (name, content), one for each part of a checkpoint."""
-    from streamshard.checkpoint.json_codec import name_of, references
-
     rows = [
         ("number", str(manifest.number)),
         ("saved", f"{_saved_at(manifest)} by streamshard {manifest.versions['streamshard']}"),
         ("ranks", str(manifest.world_size)),
         ("size", f"{_total_bytes(manifest)} in {len(manifest.files)} file(s)"),
     ]
-    models, optimizers = manifest.state["models"], manifest.state["optimizers"]
-    used = {name: {f"{name}/{source}" for source in saved["names"].values()} for name, saved in models.items()}
-    used |= {name: {*references(saved)} for name, saved in optimizers.items()}
-    for name, saved in (*models.items(), *optimizers.items()):
-        dtypes = ", ".join(sorted({name_of(manifest.tensors[each].dtype) for each in used[name]}))
-        rows.append((name, f"{saved['class'] or 'of unknown class'}, {len(used[name])} tensors ({dtypes})"))
+    for name, saved in (*manifest.state["models"].items(), *manifest.state["optimizers"].items()):
+        rows.append((name, saved["class"] or "of unknown class"))
     for name, trees in manifest.state["trees"].items():
         differs = "" if len(trees) == 1 else f"differs between {len(trees)} ranks; "
         shown = differs + json.dumps(trees[0], ensure_ascii=False)

@@ -48,8 +48,7 @@ class Access(NamedTuple):
     Attributes:
         stream: whose.
         is_write: or a read.
-        what: the operation or collective.
-        unit: whose data it is about; None where that is not known.
+        what: the operation, or the collective and its unit.
         start, stop: the bytes, counted from the start of the buffer.
         time: of its stream's clock.
     """
@@ -57,14 +56,12 @@ class Access(NamedTuple):
     stream: StreamName
     is_write: bool
     what: str
-    unit: str | None
     start: int
     stop: int
     time: int
 
     def __str__(self) -> str:
-        owner = "" if self.unit is None else f" of {_quoted(self.unit)}"
-        return f"{self.what}{owner} {'writes' if self.is_write else 'reads'} on the {self.stream.value} stream"
+        return f"{self.what} {'writes' if self.is_write else 'reads'} on the {self.stream.value} stream"
 
 
 class Race(NamedTuple):
@@ -115,14 +112,12 @@ def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[Ra
 
 
 class _Buffer(NamedTuple):
-    """A watched range of memory. ``slot`` is what names the unit that is in it, ``unit`` its owner if it has one."""
+    """A watched range of memory."""
 
     address: int
     n_bytes: int
     category: Category
     name: str
-    unit: str | None
-    slot: Any
 
 
 class RaceDetector(Observer):
@@ -175,35 +170,28 @@ class RaceDetector(Observer):
         writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer`."""
-        names = self.engine.ranks.recorder.names
-        unit = names[tag] if tag is not None and tag < len(names) else None
+        names, what = self.engine.ranks.recorder.names, collective.value
+        if tag is not None and tag < len(names):
+            what += f" of {_quoted(names[tag])}"
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                index = self._find(tensor)
-                if index is not None:
-                    start, stop = _bytes_of(tensor, self._buffers[index].address)
-                    owner = unit or self._buffers[index].unit
-                    self._add(index, stream, start, stop, is_write, collective.value, owner)
+                self._add(stream, tensor, is_write, what)
 
     def on_operation(self, tensor: torch.Tensor, *, write: bool, what: str) -> None:
         """An operation seen by the dispatch mode. Those of other streams are parts of collectives, declared as such."""
-        index = self._find(tensor)
-        if index is None or self.engine.streams.current is not StreamName.COMPUTE:
-            return
-        buffer = self._buffers[index]
-        start, stop = _bytes_of(tensor, buffer.address)
-        content = buffer.slot.content if buffer.slot is not None else None
-        owner = buffer.unit if content is None else self.engine.units[content].name
-        self._add(index, StreamName.COMPUTE, start, stop, write, what, owner)
+        if self.engine.streams.current is StreamName.COMPUTE:
+            self._add(StreamName.COMPUTE, tensor, write, what)
 
     # -- happens before ---------------------------------------------------------------------------------------------
 
-    def _add(
-        self, index: int, stream: StreamName, start: int, stop: int, write: bool, what: str, unit: str | None
-    ) -> None:
+    def _add(self, stream: StreamName, tensor: torch.Tensor, write: bool, what: str) -> None:
+        index = self._find(tensor)
+        if index is None:
+            return
         self.accesses += 1
         clock = self._clocks[stream]
-        access = Access(stream, write, what, unit, start, stop, clock[stream])
+        start, stop = _bytes_of(tensor, self._buffers[index].address)
+        access = Access(stream, write, what, start, stop, clock[stream])
         for other, history in self._history[index].items():
             if other is stream:
                 continue
@@ -219,7 +207,7 @@ class RaceDetector(Observer):
 
     def _report(self, index: int, first: Access, second: Access) -> None:
         buffer = self._buffers[index]
-        key = (index, first[:4], second[:4])
+        key = (index, first[:3], second[:3])
         if key not in self._seen:
             self._seen.add(key)
             start, stop = max(first.start, second.start), min(first.stop, second.stop)
@@ -243,11 +231,11 @@ class RaceDetector(Observer):
     def _watch_buffers(self) -> None:
         """Look at the ledger, again when an optimizer has allocated buffers, or main grads have left their slot."""
         known = {each.address: history for each, history in zip(self._buffers, self._history, strict=True)}
-        owners = _describe(self.engine)
+        names = _describe(self.engine)
         buffers = []
         for category, tensor in self.engine.ledger.buffers:
-            name, unit, slot = owners.get(tensor.data_ptr(), (category.value, None, None))
-            buffers.append(_Buffer(tensor.data_ptr(), tensor.nbytes, category, name, unit, slot))
+            address = tensor.data_ptr()
+            buffers.append(_Buffer(address, tensor.nbytes, category, names.get(address, category.value)))
         buffers.sort(key=_address)
         self._history = [known.get(each.address, {stream: {} for stream in self._clocks}) for each in buffers]
         self._buffers = buffers
@@ -268,21 +256,21 @@ def _bytes_of(tensor: torch.Tensor, base: int) -> tuple[int, int]:
     return start, start + extent * tensor.element_size()
 
 
-def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
-    """By address: a buffer's name, the unit it belongs to, and the slot object that knows whose data it holds."""
-    owners: dict[int, tuple[str, str | None, Any]] = {}
+def _describe(engine: Engine) -> dict[int, str]:
+    """By address, a buffer's name."""
+    names: dict[int, str] = {}
     for unit in engine.units:
         weights, slot = unit.weight_slot, unit.grad_slot
-        owners.setdefault(weights.buffer.data_ptr(), (weights.arrived.what, None, weights))
-        for buffer, what in ((slot.buffer, ""), (slot.scratch.buffer, "scratch of ")):
-            owners.setdefault(buffer.data_ptr(), (what + slot.drained.what, None, slot))
+        names.setdefault(weights.buffer.data_ptr(), weights.arrived.what)
+        names.setdefault(slot.buffer.data_ptr(), slot.drained.what)
+        names.setdefault(slot.scratch.buffer.data_ptr(), f"scratch of {slot.drained.what}")
         own = [(Category.MAIN_GRADS, flat.main_grads) for flat in unit.flat_params if flat.kind.trains]
         for flat_param in unit.flat_params:
             kept_as = Category.MAIN_WEIGHTS if flat_param.kind.trains else Category.FROZEN_WEIGHTS
             own += [(kept_as, flat_param.main), (Category.ALL_GATHER_INPUTS, flat_param.gather_input)]
         for category, tensor in own:
-            owners.setdefault(tensor.data_ptr(), (f"{category.value} of {_quoted(unit.name)}", unit.name, None))
-    return owners
+            names.setdefault(tensor.data_ptr(), f"{category.value} of {_quoted(unit.name)}")
+    return names
 
 
 def _missing_rule(category: Category, first: Access) -> Rule | None:

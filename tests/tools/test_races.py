@@ -103,7 +103,7 @@ def test_a_race_names_buffer_bytes_operations_and_units(context: RankContext) ->
     numel = 16 * 16 + 16
     assert (race.start, race.stop) in {(0, 1024), (1024, 4 * numel)}  # weight or bias of the layer
     assert str(race) == (
-        f"grad slot 0, bytes {race.start} to {race.stop}: aten._foreach_copy_.default of 'layers.0' writes on the "
+        f"grad slot 0, bytes {race.start} to {race.stop}: aten._foreach_copy_.default writes on the "
         "compute stream, then reduce_scatter of 'layers.0' reads on the comm stream; missing: rule 4 (GRADS_WRITTEN)"
     )
 
