@@ -25,17 +25,7 @@ if TYPE_CHECKING:
 _ABOUT = "Plan the memory of a training run, check the machine, inspect and convert checkpoints. Needs no GPU."
 _SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
-_EXAMPLES = """\
-examples:
-  streamshard plan llama/config.json --ranks 8         bytes per rank from ZeRO-3 to ZeRO-1
-  streamshard doctor                                   check this machine: versions, devices, environment
-  streamshard inspect runs/llama                       list the checkpoints
-  streamshard inspect runs/llama/checkpoint-1000       describe one, read and verify its files
-  streamshard convert runs/llama llama-dcp --to dcp    for FSDP2: dcp.load
-  streamshard convert fsdp2-run runs/llama --from dcp  for load_checkpoint
-
-Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage.
-"""
+_EXIT_CODES = "Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,8 +56,7 @@ def _say(text: object, stream: TextIO | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("streamshard", description=_ABOUT, epilog=_EXAMPLES, formatter_class=form)
+    parser = argparse.ArgumentParser("streamshard", description=_ABOUT, epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 

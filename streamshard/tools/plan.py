@@ -195,11 +195,14 @@ def plan(
     if "mesh" in given:
         raise ConfigError("mesh: a plan is of the ranks that share one replica of the model, world_size says how many")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
-    built = model if isinstance(model, nn.Module) else _on_meta(model)
+    with torch.device("meta"):
+        built = model if isinstance(model, nn.Module) else model()
     checked = check_model(built, units, resident, given)
-    activations, room = _activations_of(model, units, checked, batch, seq), budget_bytes
-    if room is not None and activations is not None:
-        room -= activations[1]
+    activations, room = None, budget_bytes
+    if batch is not None or seq is not None:
+        dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
+        activations = estimate_activations(model, units, dtype, batch, seq)
+        room = None if room is None else room - activations[1]
 
     def stage(name: str, weights: SlotCount, grads: SlotCount = 2, ranks: int = world_size) -> Stage:
         return _plan_stage(checked, PlannedRanks(ranks, transport), name, weights, grads)
@@ -225,29 +228,6 @@ def plan(
         *(type(built).__name__, numel, world_size, transport, planned_units, stages, activations),
         *(budget_bytes, fitting, fits_on_ranks),
     )
-
-
-def _activations_of(
-    model: nn.Module | Callable[[], nn.Module],
-    units: UnitsArgument,
-    checked: Checked,
-    batch: int | None,
-    seq: int | None,
-) -> tuple[int, int] | None:
-    """`Plan.activation_bytes`."""
-    if batch is None and seq is None:
-        return None
-    if batch is None or seq is None:
-        raise ConfigError("batch and seq estimate activations together: one is missing")
-    if isinstance(model, nn.Module):
-        raise ConfigError("batch and seq need a function that builds the model: its forward runs on fake tensors")
-    dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
-    return estimate_activations(model, units, dtype, batch, seq)
-
-
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
 
 
 def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotCount, grads: SlotCount) -> Stage:

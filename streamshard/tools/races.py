@@ -17,9 +17,9 @@ happens before whatever another stream does once it knows of t. Two accesses of 
 at least one of them a write, of which neither happens before the other, are a race (the vector clocks of Fidge and
 Mattern, as race detectors like ThreadSanitizer use them).
 
-What computes is seen by a dispatch mode, backward and optimizer included. What other streams do is declared by the
-transport when it is issued: a collective may run any time from then until something waits for it, so on the CPU, where
-its last part runs in whatever call waits first, it still counts from where it was issued, as on CUDA.
+A dispatch mode sees what computes, backward and optimizer included. Transports declare collectives when they issue
+them. A collective may run at any time until something waits for it. So it counts from where it was issued, on the CPU
+too, where the first wait runs its last part.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class StepTracer(Observer):
         self._recorder = _Recorder(engine, first)
         self._step = 0
         self._is_due = False  # a backward has ended since the last step
-        self._running, self._recording = contextlib.ExitStack(), contextlib.ExitStack()
+        self._running = contextlib.ExitStack()
         self._running.enter_context(engine.streams.observed_by(self))
         self._running.enter_context(_hearing_optimizers(self))
         if first == 1:
@@ -97,14 +97,13 @@ class StepTracer(Observer):
         if self._step == self._first - 1:
             self._begin()
         elif self._step == self._last:
-            self._recording.close()
             self._recorder.finish()
             atexit.unregister(self._warn)
             self._write(self._recorder.trace)
 
     def _begin(self) -> None:
         self._recorder.begin()
-        self._recording.enter_context(self._recorder.streams.observed_by(self._recorder))
+        self._running.enter_context(self._recorder.streams.observed_by(self._recorder))
 
     def _warn(self) -> None:
         why = "no trace was written: the run ended after step %d, before the last of trace_steps=(%d, %d)"
@@ -157,7 +156,7 @@ _ENDS = {
 class _Recorder(Observer):
     """Stamps the beginning and the end of what it observes: seconds of the host, or events of the device, its own.
 
-    `begin` and `finish` are called once each.
+    `begin` and `finish` are called once each. Events after `finish` change nothing.
 
     Args:
         engine: see `trace`. The recorder does not keep it.
