@@ -1,4 +1,4 @@
-"""The class `StreamShard`. `build` shards the model, `engine` runs a step; methods import what only they need."""
+"""The class `StreamShard`. Methods import what only they need; ``StreamShard(model)`` imports `build`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.build import accept_model, shard_model
 from streamshard.config import TRACE_STEPS, Precision, SlotCount
 from streamshard.core.edge import Watched
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of
 from streamshard.errors import ShardingError
-from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.layout import LocalRange
 from streamshard.planning.structure import leave_inference_mode, leave_meta_device, params_of
 
 if TYPE_CHECKING:
     from streamshard.integrations.join import UnevenHook
+    from streamshard.planning.discovery import ResidentArgument, UnitsArgument
     from streamshard.tools.memory import MemoryReport
 
 
@@ -78,6 +77,7 @@ class StreamShard(Watched):
     def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
         if cls is not StreamShard:
             return cast(StreamShard, super().__new__(cls, *args, **kwargs))
+        from streamshard.build import accept_model, shard_model
         from streamshard.tools.memory import explaining_out_of_memory, log_summary
 
         with leave_inference_mode(), leave_meta_device():
