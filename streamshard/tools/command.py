@@ -251,7 +251,3 @@ def _convert(arguments: argparse.Namespace) -> None:
     _say(f"{arguments.directory} -> {path}")
     if left_out:
         _say(f"left out: {', '.join(left_out)}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -256,8 +256,8 @@ def _measure(report: Report, device: torch.device, make: Callable[[], Layer] | N
     layer = None if make is None else run_on_all_ranks(ranks, "run a layer", make)
     sizes = [(numel, numel) for numel in _UNIT_NUMELS] if layer is None else layer.sizes
     report.collectives, report.layer = measure(ranks, sizes, layer, precision)
-    is_of = isinstance(ranks.transport, SharedMemoryTransport), isinstance(ranks.transport, PairwiseTransport)
-    report.transport = "shared-memory" if is_of[0] else "sockets" if is_of[1] else "nccl"
+    names = {SharedMemoryTransport: "shared-memory", PairwiseTransport: "sockets"}
+    report.transport = names.get(type(ranks.transport), "nccl")
     what = f"{ranks.world_size} ranks on {report.machines} machine(s), over {report.transport}"
     report.findings.append(Finding("ok", what))
     for each in report.collectives:

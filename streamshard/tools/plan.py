@@ -234,11 +234,11 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
     settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
     engine = plan_engine(checked._replace(settings=settings), ranks)
     report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
-    is_alone, slot_of = ranks.world_size == 1, engine.plan.weights
-    gathered = [
-        flat for unit in gathers_of_step(slot_of) for flat in units[unit] if flat.layout.params and not is_alone
-    ]
-    reduced = [flat for unit in units for flat in unit if flat.kind.trains and not is_alone]
+    slot_of = engine.plan.weights
+    gathered = [flat for unit in gathers_of_step(slot_of) for flat in units[unit] if flat.layout.params]
+    reduced = [flat for unit in units for flat in unit if flat.kind.trains]
+    if ranks.world_size == 1:
+        gathered = reduced = []
     at_turn = {slot: unit for unit, slot in enumerate(slot_of)}.values()  # what forward leaves in each slot
     least = [flat for unit in units for flat in unit]
     least += [flat for number, unit in enumerate(units) if number not in at_turn for flat in unit]

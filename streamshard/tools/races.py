@@ -112,12 +112,13 @@ def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[Ra
 
 
 class _Buffer(NamedTuple):
-    """A watched range of memory."""
+    """A watched range of memory, and by stream the latest access to each range until all other streams know of it."""
 
     address: int
     n_bytes: int
     category: Category
     name: str
+    history: dict[StreamName, dict[tuple[int, int, bool], Access]]
 
 
 class RaceDetector(Observer):
@@ -144,8 +145,6 @@ class RaceDetector(Observer):
         self._snapshots: dict[Fence, dict[StreamName, int]] = {}
         self._seen: set[tuple[object, ...]] = set()
         self._buffers: list[_Buffer] = []
-        # Per buffer and stream: the latest access to each range, until all other streams know of it.
-        self._history: list[dict[StreamName, dict[tuple[int, int, bool], Access]]] = []
 
     # -- what the engine declares -----------------------------------------------------------------------------------
 
@@ -185,14 +184,14 @@ class RaceDetector(Observer):
     # -- happens before ---------------------------------------------------------------------------------------------
 
     def _add(self, stream: StreamName, tensor: torch.Tensor, write: bool, what: str) -> None:
-        index = self._find(tensor)
-        if index is None:
+        buffer = self._find(tensor)
+        if buffer is None:
             return
         self.accesses += 1
         clock = self._clocks[stream]
-        start, stop = _bytes_of(tensor, self._buffers[index].address)
+        start, stop = _bytes_of(tensor, buffer.address)
         access = Access(stream, write, what, start, stop, clock[stream])
-        for other, history in self._history[index].items():
+        for other, history in buffer.history.items():
             if other is stream:
                 continue
             known = min(known_to[other] for who, known_to in self._clocks.items() if who is not other)
@@ -202,12 +201,11 @@ class RaceDetector(Observer):
                 elif earlier.time <= clock[other]:
                     continue
                 elif earlier.start < stop and start < earlier.stop and (write or earlier.is_write):
-                    self._report(index, earlier, access)
-        self._history[index][stream][start, stop, write] = access
+                    self._report(buffer, earlier, access)
+        buffer.history[stream][start, stop, write] = access
 
-    def _report(self, index: int, first: Access, second: Access) -> None:
-        buffer = self._buffers[index]
-        key = (index, first[:3], second[:3])
+    def _report(self, buffer: _Buffer, first: Access, second: Access) -> None:
+        key = (buffer.address, first[:3], second[:3])
         if key not in self._seen:
             self._seen.add(key)
             start, stop = max(first.start, second.start), min(first.stop, second.stop)
@@ -216,29 +214,24 @@ class RaceDetector(Observer):
 
     # -- which bytes ------------------------------------------------------------------------------------------------
 
-    def _find(self, tensor: torch.Tensor) -> int | None:
+    def _find(self, tensor: torch.Tensor) -> _Buffer | None:
         """The watched buffer that `tensor` lies in."""
         if len(self._buffers) != len(self.engine.ledger.buffers):
             self._watch_buffers()
-        if tensor.numel() == 0:
-            return None
         address = tensor.data_ptr()
         index = bisect.bisect_right(self._buffers, address, key=_address) - 1
-        if index < 0 or address >= self._buffers[index].address + self._buffers[index].n_bytes:
-            return None
-        return index
+        found = self._buffers[index] if index >= 0 and tensor.numel() else None
+        return found if found is not None and address < found.address + found.n_bytes else None
 
     def _watch_buffers(self) -> None:
         """Look at the ledger, again when an optimizer has allocated buffers, or main grads have left their slot."""
-        known = {each.address: history for each, history in zip(self._buffers, self._history, strict=True)}
-        names = _describe(self.engine)
-        buffers = []
+        known, names = {each.address: each.history for each in self._buffers}, _describe(self.engine)
+        self._buffers = []
         for category, tensor in self.engine.ledger.buffers:
             address = tensor.data_ptr()
-            buffers.append(_Buffer(address, tensor.nbytes, category, names.get(address, category.value)))
-        buffers.sort(key=_address)
-        self._history = [known.get(each.address, {stream: {} for stream in self._clocks}) for each in buffers]
-        self._buffers = buffers
+            history = known.get(address, {stream: {} for stream in self._clocks})
+            self._buffers.append(_Buffer(address, tensor.nbytes, category, names.get(address, category.value), history))
+        self._buffers.sort(key=_address)
 
 
 def _quoted(unit: str) -> str:
@@ -264,12 +257,11 @@ def _describe(engine: Engine) -> dict[int, str]:
         names.setdefault(weights.buffer.data_ptr(), weights.arrived.what)
         names.setdefault(slot.buffer.data_ptr(), slot.drained.what)
         names.setdefault(slot.scratch.buffer.data_ptr(), f"scratch of {slot.drained.what}")
-        own = [(Category.MAIN_GRADS, flat.main_grads) for flat in unit.flat_params if flat.kind.trains]
-        for flat_param in unit.flat_params:
-            kept_as = Category.MAIN_WEIGHTS if flat_param.kind.trains else Category.FROZEN_WEIGHTS
-            own += [(kept_as, flat_param.main), (Category.ALL_GATHER_INPUTS, flat_param.gather_input)]
-        for category, tensor in own:
-            names.setdefault(tensor.data_ptr(), f"{category.value} of {_quoted(unit.name)}")
+        for flat in unit.flat_params:
+            kept_as = Category.MAIN_WEIGHTS if flat.kind.trains else Category.FROZEN_WEIGHTS
+            own = {kept_as: flat.main, Category.ALL_GATHER_INPUTS: flat.gather_input}
+            for category, tensor in {Category.MAIN_GRADS: flat.main_grads, **own}.items():
+                names.setdefault(tensor.data_ptr(), f"{category.value} of {_quoted(unit.name)}")
     return names
 
 
