@@ -364,13 +364,13 @@ def _cpu_model() -> str:
 def environment(device: torch.device) -> dict[str, Any]:
     """Where and from what this result comes: command, commit, versions, device.
 
-    A copy of the files alone, without git, says by ``STREAMSHARD_COMMIT`` which commit it is of.
+    A copy of the files alone, without git, says by ``BENCHMARK_COMMIT`` which commit it is of.
     """
     changed = said("git", "status", "--porcelain", "--", "streamshard", "benchmarks/*.py")
     return {
         "command": shlex.join(["python", *(os.path.relpath(part, REPOSITORY) for part in sys.argv[:1]), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": said("git", "rev-parse", "--verify", "--quiet", "HEAD") or os.environ.get("STREAMSHARD_COMMIT"),
+        "commit": said("git", "rev-parse", "--verify", "--quiet", "HEAD") or os.environ.get("BENCHMARK_COMMIT"),
         "uncommitted_changes": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "torch": torch.__version__,

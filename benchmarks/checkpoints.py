@@ -59,11 +59,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ["STREAMSHARD_BENCHMARK"] = tempfile.mkdtemp(dir=arguments.directory)
+        os.environ["BENCHMARK_DIRECTORY"] = tempfile.mkdtemp(dir=arguments.directory)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         os.execv(sys.executable, [*launcher, str(arguments.ranks), *sys.argv])
     torch.set_num_threads(1)
-    root = Path(os.environ["STREAMSHARD_BENCHMARK"])
+    root = Path(os.environ["BENCHMARK_DIRECTORY"])
     dist.init_process_group("gloo")
     try:
         _compare(arguments, root)

@@ -136,9 +136,9 @@ def _tests(name: str, scratch: Path, limit_s: float, *, ranks: int, needs: str |
         limit_s=limit_s,
         environment={
             **_environment(),
-            "STREAMSHARD_TEST_GROUP_TIMEOUT_S": str(TEST_TIMEOUT_S),
-            "STREAMSHARD_TEST_RUN_TIMEOUT_S": str(TEST_TIMEOUT_S),
-            "STREAMSHARD_TEST_WARNINGS": "default",
+            "TEST_GROUP_TIMEOUT_S": str(TEST_TIMEOUT_S),
+            "TEST_RUN_TIMEOUT_S": str(TEST_TIMEOUT_S),
+            "TEST_WARNINGS": "default",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # who asks for a GPU before ranks are forked does not start CUDA
         },
         found=found,
@@ -169,7 +169,7 @@ def _rehearsed(jobs: list[Job]) -> list[Job]:
     for job in jobs:
         command, more = list(job.command), {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         if job.found.suffix == ".jsonl":
-            more["STREAMSHARD_TEST_PLAYED_GPU"] = "cuda" if is_played else "1"
+            more["TEST_PLAYED_GPU"] = "cuda" if is_played else "1"
         else:
             command.append("--rehearse")
             if is_played:

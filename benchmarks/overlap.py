@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from _measure import RESULTS, Clock, environment, summary, write_json
 from _models import LLAMAS, llama, next_token_loss
+from _picture import draw
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from streamshard import Precision, StreamShard, trace
@@ -94,7 +95,7 @@ def main() -> None:
     result["trace"] = traced.summary()
     write_json(result, arguments.output)
     if arguments.picture is not None:
-        traced.save_picture(arguments.picture)
+        draw(traced, arguments.picture)
     result["profile"] = _hidden(_kernels(step, device, arguments.profile))
     write_json(result, arguments.output)
     print({name: result[name] for name in ("trace", "profile")})

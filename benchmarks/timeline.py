@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from _measure import environment, launch, own_device, write_json
 from _models import Preset, Transformer, next_token_loss
+from _picture import draw
 
 from streamshard import Precision, StreamShard, trace
 
@@ -83,7 +84,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         if arguments.json is not None:
             fastest.save_json(arguments.json)
         if arguments.picture is not None:
-            fastest.save_picture(arguments.picture)
+            draw(fastest, arguments.picture)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """StreamShard: sharded data-parallel training for PyTorch by layer streaming.
 
-`streamshard.api` lists the public names. They are imported when the first one is used: torch takes seconds to
-import, and ``streamshard --help`` does not need it.
+Each public name is imported when it is first used. So ``from streamshard import StreamShard`` loads the core alone, and
+``streamshard --help`` does without torch, which takes seconds to import.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,20 +9,65 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"  # the packaging reads it here
 
 if TYPE_CHECKING:
-    from streamshard.api import *  # noqa: F403
+    from streamshard import checkpoint as checkpoint
+    from streamshard import errors as errors
+    from streamshard import optim as optim
+    from streamshard.api import StreamShard as StreamShard
+    from streamshard.checkpoint.find import latest as latest
+    from streamshard.checkpoint.restore import Loaded as Loaded
+    from streamshard.checkpoint.restore import load_checkpoint as load_checkpoint
+    from streamshard.checkpoint.save import Saving as Saving
+    from streamshard.checkpoint.save import save_checkpoint as save_checkpoint
+    from streamshard.config import Precision as Precision
+    from streamshard.core.edge import register_forward_method as register_forward_method
+    from streamshard.errors import CheckpointError as CheckpointError
+    from streamshard.errors import CommunicationError as CommunicationError
+    from streamshard.errors import ConfigError as ConfigError
+    from streamshard.errors import OptimizerError as OptimizerError
+    from streamshard.errors import RankMismatchError as RankMismatchError
+    from streamshard.errors import ShardingError as ShardingError
+    from streamshard.errors import StreamShardError as StreamShardError
+    from streamshard.errors import UnitError as UnitError
+    from streamshard.functions import export_safetensors as export_safetensors
+    from streamshard.functions import full_optimizer_state_dict as full_optimizer_state_dict
+    from streamshard.functions import init_weights as init_weights
+    from streamshard.functions import load_optimizer_state_dict as load_optimizer_state_dict
+    from streamshard.functions import load_safetensors as load_safetensors
+    from streamshard.optim.wrappers import DistributedOptimizer as DistributedOptimizer
+    from streamshard.optim.wrappers import LocalSGD as LocalSGD
+    from streamshard.tools.plan import plan as plan
+    from streamshard.tools.statistics import step_statistics as step_statistics
+    from streamshard.tools.trace import trace as trace
 else:
+    import importlib
+
+    _NAMES = {
+        "api": "StreamShard",
+        "checkpoint.find": "latest",
+        "checkpoint.restore": "Loaded load_checkpoint",
+        "checkpoint.save": "Saving save_checkpoint",
+        "config": "Precision",
+        "core.edge": "register_forward_method",
+        "errors": "CheckpointError CommunicationError ConfigError OptimizerError RankMismatchError ShardingError"
+        " StreamShardError UnitError",
+        "functions": "export_safetensors full_optimizer_state_dict init_weights load_optimizer_state_dict"
+        " load_safetensors",
+        "optim.wrappers": "DistributedOptimizer LocalSGD",
+        "tools.plan": "plan",
+        "tools.statistics": "step_statistics",
+        "tools.trace": "trace",
+    }
+    _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+    __all__ = sorted(_MODULE_OF)
 
     def __getattr__(name: str) -> Any:
-        """Import all public names, and with them the submodules, such as ``streamshard.optim``."""
-        if name == "__all__" or not name.startswith("__"):
-            import streamshard.api as api
-
-            globals().update({each: getattr(api, each) for each in api.__all__}, __all__=api.__all__)
-            if name in globals():
-                return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        """Import the module of the public name `name`, or the package of this name, such as ``streamshard.optim``."""
+        if name in ("checkpoint", "errors", "optim"):
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return globals().setdefault(name, found)  # found without this function from now on
 
     def __dir__() -> list[str]:
-        import streamshard.api as api
-
-        return sorted({*globals(), *api.__all__})
+        return sorted({*globals(), *__all__})

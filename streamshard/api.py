@@ -1,81 +1,28 @@
-"""The class `StreamShard`, the functions users call, and the list of public names.
-
-`build` shards the model, `engine` runs a step. The package imports this module when a public name is first used.
-"""
+"""The class `StreamShard`. Methods import what only they need; ``StreamShard(model)`` imports `build`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from streamshard.build import shard_model
-from streamshard.checkpoint.export import export_shards
-from streamshard.checkpoint.find import latest
-from streamshard.checkpoint.load import Difference, load_shards
-from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
-from streamshard.checkpoint.restore import Loaded, load_checkpoint
-from streamshard.checkpoint.save import Saving, save_checkpoint
-from streamshard.config import TRACE_STEPS, Precision, SlotCount, parse_path
-from streamshard.core.edge import Watched, register_forward_method
-from streamshard.core.module_state import engine_at_rest, engine_of, handle_of, not_a_layer
-from streamshard.errors import (
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    OptimizerError,
-    RankMismatchError,
-    ShardingError,
-    StreamShardError,
-    UnitError,
-)
-from streamshard.full import clip_grads, gather_state_dict, summon
-from streamshard.initialise import compute_buffers, initialise
-from streamshard.inspect.memory import MemoryReport, report_memory, summarise
-from streamshard.inspect.statistics import step_statistics
-from streamshard.inspect.trace import trace
-from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD, engine_of_both
-from streamshard.planning.discovery import ResidentArgument, UnitsArgument
+from streamshard.config import TRACE_STEPS, Precision, SlotCount
+from streamshard.core.edge import Watched
+from streamshard.core.module_state import engine_at_rest, engine_of, handle_of
+from streamshard.errors import ShardingError
 from streamshard.planning.layout import LocalRange
 from streamshard.planning.structure import leave_inference_mode, leave_meta_device, params_of
-from streamshard.preview import plan
 
-__all__ = [
-    "CheckpointError",
-    "CommunicationError",
-    "ConfigError",
-    "DistributedOptimizer",
-    "Loaded",
-    "LocalSGD",
-    "OptimizerError",
-    "Precision",
-    "RankMismatchError",
-    "Saving",
-    "ShardingError",
-    "StreamShard",
-    "StreamShardError",
-    "UnitError",
-    "export_safetensors",
-    "full_optimizer_state_dict",
-    "init_weights",
-    "latest",
-    "load_checkpoint",
-    "load_optimizer_state_dict",
-    "load_safetensors",
-    "plan",
-    "register_forward_method",
-    "save_checkpoint",
-    "step_statistics",
-    "trace",
-]
+if TYPE_CHECKING:
+    from streamshard.planning.discovery import ResidentArgument, UnitsArgument
+    from streamshard.tools.memory import MemoryReport
 
 
 class StreamShard(Watched):
@@ -118,8 +65,8 @@ class StreamShard(Watched):
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
         trace: a directory for a trace of some steps (see `streamshard.trace`), made if it is not there. Each rank
-            writes ``trace-rank0.json`` (its number) for Perfetto; the first rank writes ``summary.txt``,
-            ``summary.json`` and ``trace.png``. None: nothing is measured. A frozen model has no trace.
+            writes ``trace-rank0.json`` (its number) for Perfetto; the first rank writes ``summary.txt`` too. None:
+            nothing is measured. A frozen model has no trace.
         trace_steps: the first and the last optimizer step to trace, both included; 1 is the first step. The first
             optimizer that steps behind a backward ends a step.
 
@@ -128,10 +75,23 @@ class StreamShard(Watched):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
-        if cls is StreamShard:
-            with leave_inference_mode(), leave_meta_device():
-                return cast(StreamShard, shard_model(StreamShard, *args, **kwargs))
-        return cast(StreamShard, super().__new__(cls, *args, **kwargs))
+        if cls is not StreamShard:
+            return cast(StreamShard, super().__new__(cls, *args, **kwargs))
+        from streamshard.build import accept_model, shard_model
+        from streamshard.tools.memory import explaining_out_of_memory, log_summary
+
+        with leave_inference_mode(), leave_meta_device():
+            accepted = accept_model(*args, **kwargs)
+            with explaining_out_of_memory(accepted):
+                engine = shard_model(StreamShard, accepted)
+        settings = accepted.checked.settings
+        if settings.trace is not None and any(flat.kind.trains for unit in engine.units for flat in unit.flat_params):
+            from streamshard.tools.trace import StepTracer
+
+            StepTracer(engine, settings.trace, *settings.trace_steps)
+        if engine.ranks.is_first:
+            log_summary(engine, accepted.module)
+        return cast(StreamShard, accepted.module)
 
     def __init__(
         self,
@@ -196,6 +156,8 @@ class StreamShard(Watched):
         Returns:
             The norm before scaling, [] fp32, equal on all ranks.
         """
+        from streamshard.full import clip_grads
+
         engine = engine_at_rest(self, "clip_grad_norm_")
         return clip_grads(engine, params_of(self).values(), max_norm, norm_type)
 
@@ -215,7 +177,7 @@ class StreamShard(Watched):
                 default), or over the ranks with inputs (False).
             **others: ignored; ``Join`` passes all its keyword arguments to every joinable.
         """
-        from streamshard.integrations.join import UnevenHook  # only here: few models need it
+        from streamshard.integrations.join import UnevenHook
 
         return UnevenHook(self, repeat, divide_by_initial_world_size)
 
@@ -247,6 +209,8 @@ class StreamShard(Watched):
                 change of values with ``writeback=False``.
             RankMismatchError: ranks have made different changes.
         """
+        from streamshard.full import summon
+
         engine = engine_at_rest(self, "summon_full_params")
         with leave_inference_mode(), summon(engine, writeback=writeback):
             yield
@@ -260,6 +224,8 @@ class StreamShard(Watched):
         Args:
             rank0_only: other ranks get an empty dict.
         """
+        from streamshard.full import gather_state_dict
+
         engine = engine_at_rest(self, "full_state_dict")
         return gather_state_dict(engine, self, rank0_only=rank0_only)
 
@@ -273,9 +239,13 @@ class StreamShard(Watched):
 
     def memory_report(self) -> MemoryReport:
         """Bytes that the engine holds on this rank by category, beside the formula. Printable."""
+        from streamshard.tools.memory import report_memory
+
         return report_memory(engine_of(self))
 
     def __repr__(self) -> str:
+        from streamshard.tools.memory import summarise
+
         # As extra_repr() would have it, which is the user's own.
         lines = super().__repr__().split("\n")
         if (handle := handle_of(self)) is not None:
@@ -303,133 +273,3 @@ class StreamShard(Watched):
             "load_optimizer_state_dict, or export_safetensors and load_safetensors. accelerate's "
             "load_checkpoint_in_model calls it: use load_safetensors(model, directory) in its place"
         )
-
-
-def export_safetensors(
-    model: nn.Module,
-    directory: str | os.PathLike[str],
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = "5GB",
-) -> list[str]:
-    """Write the weights in the Hugging Face layout, all ranks at once. Call it on every rank, with the same arguments.
-
-    Every rank writes its own bytes of each file, chunk by chunk (8 MiB); nothing is all-gathered. Tensors are equal,
-    byte for byte, to those that `save_pretrained` of the same weights writes. For transformers models the config is
-    saved too. An export over an earlier one is safe: at every moment, and after a kill, readers find the old weights or
-    the new ones, complete.
-
-    A PeftModel, or a model with ``add_adapter``, raises: ``model.save_pretrained(directory)`` writes its adapters.
-
-    Args:
-        model: a model made by `StreamShard`.
-        directory: on storage that all ranks share; made if it is not there.
-        dtype: dtype of floating-point weights in the files, such as ``torch.bfloat16`` or ``"bfloat16"``. None: each
-            parameter's dtype before sharding.
-        max_shard_size: the largest size of a file, such as ``"500MB"``; more weights are split over several files.
-
-    Returns:
-        The names of the safetensors files and of their index.
-
-    Raises:
-        ConfigError: `dtype` or `max_shard_size` cannot be read.
-        CheckpointError: on every rank: the files cannot be written, the model's class stores its weights as other
-            values than ranges of its parameters, or a module inside it has adapters.
-    """
-    directory = parse_path("directory", directory)
-    engine = engine_at_rest(not_a_layer(model), "export_safetensors")
-    return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
-
-
-def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> Difference:
-    """Load an export, or any safetensors directory in the Hugging Face layout. Call it on every rank.
-
-    A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). The files must have exactly the
-    names of the model's parameters and persistent buffers. For transformers' models tensors are converted as by
-    ``from_pretrained``: renamed, merged or split, with or without the base model's prefix. Of several tied names one is
-    enough; if the files have more, the first in the model's order is loaded.
-
-    If the model was sharded on the meta device, its own initialisation computes buffers that no file has, such as
-    rotary tables, as in `init_weights`.
-
-    All ranks check each file before a weight changes. If storage fails afterwards, some weights are new and some are
-    old, and the error says so.
-
-    Args:
-        model: a model made by `StreamShard`.
-        directory: holds ``model.safetensors``, or numbered files and their index, or links to them (a snapshot of the
-            hub). Every rank must be able to read it, or a copy of it.
-        strict: False: load the tensors that fit. Other parameters keep their values, or stay empty.
-
-    Returns:
-        The names that are ``missing``, ``unexpected`` or ``mismatched``; none if `strict`.
-
-    Raises:
-        CheckpointError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the
-            file that cannot be read or is damaged, or the rank that sees other files.
-    """
-    directory = parse_path("directory", directory)
-    engine = engine_at_rest(not_a_layer(model), "load_safetensors", accepts_empty=True)
-    with leave_inference_mode(), leave_meta_device():
-        difference, loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
-        engine.fill(loaded)
-        compute_buffers(engine, model)
-    return difference
-
-
-def init_weights(
-    model: nn.Module, init: Callable[[nn.Module], object] | None = None, *, seed: int | None = None
-) -> None:
-    """Fill empty parameters and buffers by the model's own initialisation. Call it on every rank.
-
-    A tensor is empty if it was on the meta device when the model was sharded, and was not loaded since. Other tensors
-    keep their values. The initialisation runs once for each unit. In each run the unit's weights are full tensors; all
-    other weights are on the meta device, where writing does nothing and reading raises. The weights have the model's
-    own distribution and are equal on any number of ranks. Other `units` give other random numbers.
-
-    Args:
-        model: made by `StreamShard`.
-        init: called in each run with each module, children first, as by ``model.apply(init)``. None: calls
-            ``initialize_weights`` of transformers' models, ``init_weights()`` of modules that have it without arguments
-            (it must initialise all modules inside), and ``reset_parameters`` of other modules.
-        seed: seed of torch's random numbers; None: ``torch.initial_seed()``. Rank 0's seed counts.
-
-    Raises:
-        ShardingError: names a module whose ``init_weights`` or ``_init_weights`` takes arguments, parameters and
-            buffers that nothing fills, or a parameter that the initialisation has replaced. Then all stay empty.
-    """
-    engine = engine_at_rest(not_a_layer(model), "init_weights", accepts_empty=True)
-    with leave_inference_mode(), leave_meta_device():
-        initialise(engine, model, init, seed)
-
-
-def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
-    """The full state of `optimizer`, as for the unsharded model, in CPU memory. Call it on every rank.
-
-    Args:
-        model: a model made by `StreamShard`.
-        optimizer: an optimizer of the model's parameters, or some of them: elementwise, or a `WholeParameterOptimizer`.
-        rank0_only: other ranks get an empty dict.
-
-    Returns:
-        The format of ``Optimizer.state_dict()``, which plain torch and ZeroRedundancyOptimizer load:
-        ``{"state": {number: {name: value}}, "param_groups": [..]}``.
-
-    Raises:
-        ConfigError, ShardingError, RankMismatchError: on every rank; names the state that cannot be combined.
-    """
-    return gather_state(engine_of_both(optimizer, model), optimizer, rank0_only)
-
-
-def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
-    """Load a full optimizer state, made on any number of ranks or without sharding. Call it on every rank.
-
-    Args:
-        model: a model made by `StreamShard`.
-        optimizer: has the class of the optimizer that the state is from, and the same parameters in the same order.
-        state_dict: from `full_optimizer_state_dict`, plain torch, or ZeroRedundancyOptimizer after
-            ``consolidate_state_dict``. Rank 0's counts; other ranks may pass None.
-
-    Raises:
-        ConfigError, ShardingError: on every rank, before anything is changed; names the first parameter that is wrong.
-    """
-    scatter_state(engine_of_both(optimizer, model), optimizer, state_dict)

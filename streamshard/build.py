@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.comm.communicator import Communicator, PlannedRanks
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.objects import refuse_together
 from streamshard.comm.streams import StreamName, Streams
@@ -31,15 +32,7 @@ from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import module_of, training_device, warn_if_untested
-from streamshard.errors import RankMismatchError, ShardingError, StreamShardError, log, warn_user
-from streamshard.inspect.memory import (
-    explain_out_of_memory,
-    is_out_of_memory,
-    report_if_out_of_memory,
-    report_memory,
-    summarise,
-)
-from streamshard.inspect.trace import StepTracer, make_directory
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError, warn_user
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
 from streamshard.planning.flat_params import ByteRange, FlatParamKind, UnitLayout, kind_of, plan_units
 from streamshard.planning.memory import (
@@ -84,34 +77,46 @@ class Checked(NamedTuple):
     on_meta: list[str]
 
 
-def shard_model(
-    base: type,
+class Accepted(NamedTuple):
+    """A model that all its ranks have accepted, and these ranks, connected."""
+
+    module: nn.Module
+    checked: Checked
+    ranks: Communicator
+    replicas: Replicas | None
+
+
+def accept_model(
     module: nn.Module,
     units: UnitsArgument = None,
     *,
     resident: ResidentArgument = (),
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     **given: Any,
-) -> nn.Module:
-    """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`.
+) -> Accepted:
+    """Check `module` on every rank, then connect the ranks. Arguments and errors: see `StreamShard`.
 
     Args:
-        base, module, units, resident, mesh: see there.
+        module, units, resident, mesh: see there.
         **given: the user's other arguments, fields of `Settings`.
     """
     refuse_transforms()  # before meeting other ranks: a transform also wraps the tensors of collectives
     who = None if mesh is None else groups_of(mesh)
     try:
         checked = check_model(module, units, resident, given)
-        if checked.settings.trace is not None:
-            make_directory(checked.settings.trace)
+        _make_directory(checked.settings.trace)
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
         device = training_device(checked.here, group, None if who is None else who.device_type)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
-    ranks, replicas = _connect(who, device)
+    return Accepted(module, checked, *_connect(who, device))
+
+
+def shard_model(base: type, accepted: Accepted) -> Engine:
+    """Shard the model in place and let its class derive from `base`. Collective. Errors: see `StreamShard`."""
+    module, checked, ranks, replicas = accepted
     try:
         _check_ranks_agree(ranks, module, checked)
         empty = _agree_on_empty(ranks, checked.on_meta)
@@ -126,25 +131,14 @@ def shard_model(
         raise
     except BaseException as error:  # of this rank alone, such as out of memory
         ranks.fail(f"StreamShard(model) ended with {type(error).__name__}: {error}")
-        if is_out_of_memory(error):
-            planned = PlannedRanks(ranks.world_size, "nccl" if ranks.streams.has_streams else "sockets")
-            log.error("%s", explain_out_of_memory(plan_engine(checked, planned), "would hold"))
         raise
-    report_if_out_of_memory(engine)
     attach(base, module, checked.found, engine, checked.in_fp32)
     conventions().replace_methods(module)
     watch_optimizers()
     without_elements = {shard.name for shard in engine.param_shards if not shard.layout.numel}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
-    settings = checked.settings
-    if settings.trace is not None and any(flat.kind.trains for unit in engine.units for flat in unit.flat_params):
-        StepTracer(engine, settings.trace, *settings.trace_steps)
-    if ranks.is_first:
-        held = report_memory(engine).total_bytes / 2**30
-        backend = dist.get_backend_config(ranks.users_group)
-        log.info("%s; %s; %.2f GiB per rank; %s", *summarise(engine, module), held, backend)
-    return module
+    return engine
 
 
 def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None, take: TakeWeights) -> Engine:
@@ -174,8 +168,8 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
     return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions)
 
 
-def plan_engine(checked: Checked, ranks: PlannedRanks) -> Engine:
-    """The engine that the model would have. Its buffers are on the meta device."""
+def plan_engine(checked: Checked, ranks: Communicator) -> Engine:
+    """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device."""
     return make_engine(checked, ranks, None, lambda unit, flat_params: None)
 
 
@@ -208,7 +202,7 @@ def check_model(
 ) -> Checked:
     """Check everything that needs no other rank. Ties again what ``init_empty_weights`` has untied.
 
-    Args and errors: see `shard_model`.
+    Args and errors: see `accept_model`.
     """
     _check_module(module)
     if all(param.is_meta for param in params_of(module).values()):
@@ -229,6 +223,15 @@ def check_model(
     in_fp32 = find_fp32(module, settings.precision, conventions().kept_in_fp32(module, dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
     return Checked(settings, here, found, parts, in_fp32, on_meta)
+
+
+def _make_directory(trace: str | os.PathLike[str] | None) -> None:
+    """Make the directory `trace` now: a run of hours should not find out at its end that there is none."""
+    try:
+        if trace is not None:
+            Path(trace).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trace={str(trace)!r}: wanted a directory that can be made: {error}") from error
 
 
 def _check_module(module: nn.Module) -> None:

@@ -144,7 +144,7 @@ def check_environment() -> None:
         ConfigError: names the variable. Settings are arguments of `streamshard.StreamShard`.
     """
     for name in os.environ:
-        if name.startswith("STREAMSHARD_") and not name.startswith(_VARIABLES):
+        if name.startswith("STREAMSHARD_") and name != SHARED_MEMORY:
             raise ConfigError(
                 f"environment variable {name}: StreamShard reads only {SHARED_MEMORY}. Settings are arguments of "
                 "StreamShard(model, ...)"
@@ -152,8 +152,6 @@ def check_environment() -> None:
 
 
 SHARED_MEMORY = "STREAMSHARD_SHARED_MEMORY"  # "0": ranks of one machine do not read each other's memory
-# Those behind the first are read by tests and benchmarks of the repository.
-_VARIABLES = (SHARED_MEMORY, "STREAMSHARD_TEST_", "STREAMSHARD_BENCHMARK", "STREAMSHARD_COMMIT")
 
 
 def _is_name_or_class(entry: object) -> bool:

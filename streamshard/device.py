@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import get_device_module
 
 from streamshard.errors import warn_user
 from streamshard.torch_private import backend_of, current_raw_stream
 
 TRIED = ("cpu", "cuda")  # cuda is ROCm's name too
 
-stand_ins: dict[str, Any] = {}
-"""Replacements of torch's module, by device type: with one, tests give the CPU streams."""
+WITHOUT_STREAMS = ("cpu", "meta")  # on the CPU the calling thread runs kernels, on meta nothing does
 
 
 def module_of(device: torch.device) -> Any:
     """torch's module for `device`, such as ``torch.cuda``: streams, events and memory."""
-    return stand_ins.get(device.type) or torch.get_device_module(device.type)
+    return get_device_module(device.type)
 
 
 def raw_stream_of(device: torch.device) -> Callable[[int], int] | None:
     """A function from a device's index to the address of its current stream; None: `device` has no such function."""
-    return current_raw_stream if device.type == "cuda" and device.type not in stand_ins else None
+    return current_raw_stream if device.type == "cuda" else None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -39,8 +39,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether kernels run asynchronously, in streams. On the CPU the calling thread runs them, on meta nothing does."""
-    return device.type not in ("cpu", "meta") or device.type in stand_ins
+    """Whether kernels run asynchronously, in streams."""
+    return device.type not in WITHOUT_STREAMS
 
 
 def serves(group: dist.ProcessGroup, kind: str) -> bool:
@@ -69,7 +69,7 @@ def training_device(params: torch.device, group: dist.ProcessGroup | None, wante
     kind = accelerator()
     if kind not in TRIED or kind == "cpu" or wanted == "cpu":
         return params
-    module = torch.get_device_module(kind)
+    module = get_device_module(kind)
     if group is not None and not serves(group, kind):
         warn_user(
             f"the model trains on the CPU while {module.device_count()} {kind} devices are there: its process group "

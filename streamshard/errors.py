@@ -94,7 +94,7 @@ class StateError(StreamShardError):
 
 
 class RaceError(StreamShardError):
-    """Two streams access the same bytes and no fence orders them: a bug here, found by `streamshard.inspect.races`."""
+    """Two streams access the same bytes and no fence orders them: a bug here, found by `streamshard.tools.races`."""
 
 
 _PACKAGE = os.path.dirname(__file__)

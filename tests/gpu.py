@@ -2,12 +2,12 @@
 
 By environment variables, because ranks are other processes:
 
-- ``STREAMSHARD_TEST_PLAYED_GPU=1``: the CPU plays the GPU (`tests.simulated`), with gloo's collectives. Shows that the
+- ``TEST_PLAYED_GPU=1``: the CPU plays the GPU (`tests.simulated`), with gloo's collectives. Shows that the
   tests themselves are right where there is no GPU.
-- ``STREAMSHARD_TEST_PLAYED_GPU=cuda``: tensors are on a device "cuda:0" that the CPU plays (`tests.played_cuda`), which
+- ``TEST_PLAYED_GPU=cuda``: tensors are on a device "cuda:0" that the CPU plays (`tests.played_cuda`), which
   has to be compiled. Shows that nothing takes one device for the other.
-- ``STREAMSHARD_TEST_ADVERSARY=1``: every model's collectives are slow, and spoil what must not be looked at meanwhile.
-- ``STREAMSHARD_TEST_SANITIZER=1``: torch's CUDA sanitizer follows streams and events, and raises at a race. It is
+- ``TEST_ADVERSARY=1``: every model's collectives are slow, and spoil what must not be looked at meanwhile.
+- ``TEST_SANITIZER=1``: torch's CUDA sanitizer follows streams and events, and raises at a race. It is
   switched on here and not by ``TORCH_CUDA_SANITIZER``, which would start CUDA in the process that ranks are forked of.
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-IS_PLAYED = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "1"
-IS_PLAYED_CUDA = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "cuda"
+IS_PLAYED = os.environ.get("TEST_PLAYED_GPU") == "1"
+IS_PLAYED_CUDA = os.environ.get("TEST_PLAYED_GPU") == "cuda"
 
 _until_exit = contextlib.ExitStack()
 
@@ -59,11 +59,11 @@ def enter_gpu() -> torch.device:
             play(devices=2)
         torch.cuda.init()  # a mesh that finds a device nobody has used chooses one itself, and warns
         torch.cuda.set_device(device)
-        if os.environ.get("STREAMSHARD_TEST_SANITIZER") == "1":
+        if os.environ.get("TEST_SANITIZER") == "1":
             from torch.cuda._sanitizer import enable_cuda_sanitizer
 
             enable_cuda_sanitizer()
-    if os.environ.get("STREAMSHARD_TEST_ADVERSARY") == "1":
+    if os.environ.get("TEST_ADVERSARY") == "1":
         _let_collectives_be_late()
     return device
 
@@ -71,7 +71,7 @@ def enter_gpu() -> torch.device:
 def _let_collectives_be_late() -> None:
     """Make collectives slow in all models that are sharded from now on."""
     from streamshard import build
-    from streamshard.inspect.adversary import AdversarialTransport
+    from streamshard.tools.adversary import AdversarialTransport
 
     class LateRanks(build.Communicator):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -29,8 +29,8 @@ TIMEOUT_S = 150.0  # of all tests of one mutant; one that hangs is caught
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",  # which would be taken for that of the next change, of the same size and second
-    "STREAMSHARD_TEST_GROUP_TIMEOUT_S": "15",
-    "STREAMSHARD_TEST_RUN_TIMEOUT_S": "25",
+    "TEST_GROUP_TIMEOUT_S": "15",
+    "TEST_RUN_TIMEOUT_S": "25",
 }
 
 
@@ -289,7 +289,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),
     ],
-    "inspect/adversary": [
+    "tools/adversary": [
         ("AdversarialTransport._start", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
     ],
     "full": [
@@ -332,7 +332,7 @@ def _try(mutant: Mutant, root: Path) -> tuple[str, str]:
 
 
 def _run_tests(arguments: list[str], root: Path) -> tuple[str, str]:
-    played = {"STREAMSHARD_TEST_PLAYED_GPU": "cuda"} if "tests/test_gpu.py" in arguments else {}
+    played = {"TEST_PLAYED_GPU": "cuda"} if "tests/test_gpu.py" in arguments else {}
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments],
         cwd=root,

@@ -67,10 +67,10 @@ PRELOADED_ON_CPUS = {
     "tests.integrations.trainers": "transformers.trainer",
 }
 PRELOADED_LAST = ["tests.fork_origin"]
-GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
-RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
+GROUP_TIMEOUT_S = float(os.environ.get("TEST_GROUP_TIMEOUT_S", "60"))
+RUN_TIMEOUT_S = float(os.environ.get("TEST_RUN_TIMEOUT_S", "90"))
 # "default": shown. For a first run with other versions, or on another machine: what they warn of is not what is tested.
-WARNINGS = os.environ.get("STREAMSHARD_TEST_WARNINGS", "error")
+WARNINGS = os.environ.get("TEST_WARNINGS", "error")
 GRACE_S = 3.0  # how long the other ranks may go on once one has failed
 
 # Warnings of other people's code that no test can avoid: (message, category).

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.core.engine import Engine
+from streamshard.core.module_state import engine_of as engine_inside
 from streamshard.full import gather_whole
-from streamshard.inspect import engine_inside
 from tests.models import Stack, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext
 

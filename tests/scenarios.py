@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
-from streamshard.comm.streams import Rule
-from streamshard.inspect import engine_inside
+from streamshard.comm.streams import Fence, Rule, Streams
 from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
 from tests.ranks import RankContext
-from tests.reference import Call, adamw, full_weights, lm_step, seed, stack_step
+from tests.reference import Call, adamw, engine_inside, full_weights, lm_step, seed, stack_step
 
 BF16 = Precision(param_dtype=torch.bfloat16)
 PRECISIONS = {
@@ -344,19 +344,26 @@ def reference(context: RankContext, scenario: str, precision: Precision) -> dict
 
 
 @contextlib.contextmanager
-def dropping(model: nn.Module, *waits: Rule | str) -> Iterator[None]:
-    """Leave out waits: of rules, or of fences by what they guard.
+def without_waits(streams: Streams, *waits: Rule | str) -> Iterator[None]:
+    """Leave out waits: of rules, or of fences by what they guard."""
+    wait = Fence.wait
 
-    Args:
-        model: a sharded model.
-        *waits: which.
-    """
-    engine = engine_inside(model)
-    engine.streams.dropped_rules = frozenset(waits)
-    try:
+    def wait_for_others(fence: Fence, stream: Any = None) -> None:
+        if fence._streams is not streams or not {fence.rule, fence.what} & {*waits}:
+            wait(fence, stream)
+
+    with mock.patch.object(Fence, "wait", wait_for_others):
         yield
+
+
+@contextlib.contextmanager
+def dropping(model: nn.Module, *waits: Rule | str) -> Iterator[None]:
+    """Leave out waits of `model`, and clean up at the end. See `without_waits`."""
+    engine = engine_inside(model)
+    try:
+        with without_waits(engine.streams, *waits):
+            yield
     finally:
-        engine.streams.dropped_rules = frozenset()
         engine.recover()
         for unit in engine.units:  # nothing may be under way when its buffers go
             unit.weight_slot.arrived.complete()

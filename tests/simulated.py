@@ -8,14 +8,14 @@
 Tensors lie in the CPU's memory, and what computes runs at once in the calling thread, as it does there. Collectives are
 early (at once) or late: a stream holds back what was put on it until another one waits for an event behind it. A wait
 that is left out is then seen as NaN or as old numbers. What compute does is never late, so that a missing wait *for* it
-(rules 2 and 4) is what `streamshard.inspect.races` is for, and `checking_streams`:
+(rules 2 and 4) is what `streamshard.tools.races` is for, and `checking_streams`:
 
     with simulated_device() as device, checking_streams(device) as streams:
         model = StreamShard(build())          # collectives are early
         with streams.of(model):
             train(model)                      # raises at the end if operations are on a stream that is not theirs
 
-`streamshard.inspect.races` looks at fences, whatever stream their events are on. `checking_streams` looks at events.
+`streamshard.tools.races` looks at fences, whatever stream their events are on. `checking_streams` looks at events.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from streamshard.comm.streams import Collective, Observer, StreamName, Work
 from streamshard.core import edge
 from streamshard.core.backward import Backward
 from streamshard.guards.sharded_parameter import grad_of
-from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import AdversarialTransport
-from streamshard.inspect.races import _bytes_of, _touched
 from streamshard.nested import tensors_in
+from streamshard.tools.adversary import AdversarialTransport
+from streamshard.tools.races import _bytes_of, _touched
 from streamshard.torch_private import AsTensors
+from tests.reference import engine_inside
 
 CPU = torch.device("cpu")
 
@@ -199,9 +199,10 @@ class SimulatedDevice:
 @contextlib.contextmanager
 def simulated_device() -> Iterator[SimulatedDevice]:
     """The CPU has streams inside; models that are sharded there keep them."""
-    device = SimulatedDevice()
+    device, real = SimulatedDevice(), devices.get_device_module
     with (
-        mock.patch.dict(devices.stand_ins, {"cpu": device}),
+        mock.patch.object(devices, "get_device_module", lambda kind: device if kind == "cpu" else real(kind)),
+        mock.patch.object(devices, "WITHOUT_STREAMS", ("meta",)),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
         mock.patch("streamshard.comm.streams.raw_stream_of", lambda _: lambda index: id(device.current_stream(CPU))),
     ):

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from benchmarks.__main__ import Benchmark, main
+from benchmarks._picture import draw
 from benchmarks._report import render
+from streamshard.comm.streams import StreamName
+from streamshard.tools.timeline import FOR_WEIGHTS, Span, Trace
 from tests.launched import ROOT
 
 STEP_TIME = ROOT / "benchmarks" / "results" / "step_time-cpu-8x512-256.json"
@@ -74,6 +78,24 @@ def test_a_report_has_medians_intervals_peers_and_what_is_missing(tmp_path: Path
     missing = {"gpu": "needs GPU", "slow": "out of time", "broken": "failed: exit code 1", "late": "3 s were left"}
     assert page.splitlines()[-4:] == [f"- {name} is missing or not complete: {why}" for name, why in missing.items()]
     assert (tmp_path / "step_time.png").exists()
+
+
+def test_the_picture_of_a_trace_has_rows_labels_and_a_legend_in_plain_words(tmp_path: Path) -> None:
+    """An SVG names its texts in comments. A short span has no label."""
+    trace = Trace(0, "rank 0 of 2 on cpu", ["the root unit", "blocks.7", "blocks.8"], total_us=1000.0)
+    trace.spans = [
+        Span(StreamName.COMM, "all_gather", 1, "all_gather blocks.7", 0.0, 300.0, 64),
+        Span(StreamName.COMPUTE, FOR_WEIGHTS, None, "wait for weights: weight slot 0", 100.0, 300.0),
+        Span(StreamName.COMM, "all_gather", 2, "all_gather blocks.8", 200.0, 500.0, 64),  # beside the other one
+        Span(StreamName.COMPUTE, "forward", 1, "forward blocks.7", 300.0, 800.0),
+        Span(StreamName.COMPUTE, "forward", 2, "forward blocks.8", 800.0, 800.1),
+    ]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(trace, tmp_path / "step.svg")
+    drawn = (tmp_path / "step.svg").read_text()
+    for words in ("compute", "all-gather", "computes forward", "waits for weights"):
+        assert f">{words}<" in drawn
+    assert (drawn.count(">7<"), drawn.count(">8<")) == (2, 1)
 
 
 def test_a_run_on_a_gpu_is_one_table_and_one_picture(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ConfigError, ShardingError, StreamShard
+from streamshard import device as devices
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import host_group_of
 from streamshard.comm.objects import refuse_together
@@ -30,7 +31,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """A machine with four GPUs, as far as one can ask of it."""
     module = types.SimpleNamespace(device_count=lambda: 4, current_device=lambda: 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(devices, "get_device_module", lambda kind: module)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return module
 

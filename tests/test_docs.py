@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.run import get_args_parser
 
 import streamshard
-from streamshard.__main__ import _parser
+from streamshard.tools.command import _parser
 from tests import families
 from tests.integrations.accelerating import launched
 from tests.launched import ROOT
@@ -111,7 +111,7 @@ _SET_UP = {
     """,
     "docs/guide/replicas.md": "from streamshard import StreamShard",
     "docs/guide/slow_step.md": """
-        import dataclasses, types
+        import types
         from transformers import TrainingArguments
         from streamshard import StreamShard
         from streamshard.integrations.transformers import StreamShardTrainer

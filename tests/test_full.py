@@ -17,12 +17,11 @@ from streamshard.core.engine import Engine
 from streamshard.core.params import Param
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
 from streamshard.full import gather_full
-from streamshard.inspect import engine_inside
 from streamshard.integrations import peft
 from streamshard.integrations.peft import save_on_first
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, stack_step
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, engine_inside, stack_step
 
 
 @on_ranks(1, 2)

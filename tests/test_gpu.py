@@ -29,9 +29,8 @@ from streamshard import (
     trace,
 )
 from streamshard.comm.streams import StreamName
-from streamshard.inspect import engine_inside
-from streamshard.inspect.memory import explain_out_of_memory
 from streamshard.optim import WholeParameterOptimizer
+from streamshard.tools.memory import explain_out_of_memory
 from tests.gpu import IS_PLAYED
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -43,6 +42,7 @@ from tests.reference import (
     adamw,
     assert_same,
     assert_trains_like_plain,
+    engine_inside,
     full_weights,
     let_dynamo_look,
 )

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard.core.engine import Inputs
-from streamshard.inspect import engine_inside
 from tests.models import NormStack, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -28,6 +27,7 @@ from tests.reference import (
     adamw,
     assert_same,
     built,
+    engine_inside,
     full_weights,
     lm_step,
     sgd,

@@ -19,9 +19,8 @@ from streamshard import ConfigError, Precision, StreamShard
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective
-from streamshard.inspect import engine_inside
 from tests.models import Stack
-from tests.reference import heard_collectives
+from tests.reference import engine_inside, heard_collectives
 from tests.scenarios import BF16
 from tests.simulated import simulated_device
 

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from typing_extensions import assert_type
 
+import streamshard
 from streamshard import StreamShard
+from streamshard.checkpoint.load import Difference
+from streamshard.tools.plan import Plan
 
 
 class Model(nn.Module):
@@ -35,3 +38,9 @@ def one_name(model: Model) -> None:
     sharded = StreamShard(model, precision="bf16")
     assert_type(sharded, StreamShard)
     assert_type(sharded.generate(sharded.depth), Any)
+
+
+def names_of_the_package(model: Model) -> None:
+    """Names that are imported when they are used have their types too."""
+    assert_type(streamshard.plan(model, 8), Plan)
+    assert_type(streamshard.load_safetensors(model, "directory"), Difference)

@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import host_group_of
-from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.objects import Guard
-from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.comm.transport import AloneTransport, Peers, Transport
 from streamshard.device import serves
@@ -61,11 +58,22 @@ class Communicator(Peers):
         self.stream = stream
         self.rank = group.rank()
         _alive_ones.add(self)
-        kind = NcclTransport if has_streams else PairwiseTransport
-        self.transport = AloneTransport(self) if self.world_size == 1 else kind(self)
+        self.transport = self._own_transport()
         if self.world_size > 1:
             with self.guard("the first meeting of a process group's ranks"):
                 self.transport.meet()
+
+    def _own_transport(self) -> Transport:
+        """The transport for the device of `streams`. No other one is imported."""
+        if self.world_size == 1:
+            return AloneTransport(self)
+        if self.streams.has_streams:
+            from streamshard.comm.nccl import NcclTransport
+
+            return NcclTransport(self)
+        from streamshard.comm.gloo import PairwiseTransport
+
+        return PairwiseTransport(self)
 
     def share_memory(self, nbytes: int, units: int) -> None:
         """Switch to the shared-memory transport if all CPU ranks can map each other's memory. Collective.
@@ -75,6 +83,8 @@ class Communicator(Peers):
             units: the most reductions that can be under way.
         """
         if not self.streams.has_streams and self.world_size > 1:
+            from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
+
             buffers = share_memory(self, nbytes, units)
             if buffers is not None:
                 self.transport = SharedMemoryTransport(self, buffers)
@@ -117,50 +127,6 @@ class Communicator(Peers):
         self.transport.leave()
         super().close(users_too=users_too)
 
-
-class PlannedRanks(Communicator):
-    """Ranks that do not exist, for a plan. This is rank 0, whose buffers are on the meta device.
-
-    Args:
-        world_size: how many.
-        transport: the name of what would connect them, one of `TRANSPORTS`.
-
-    Raises:
-        ConfigError: there is no such transport, or `world_size` is not positive.
-    """
-
-    def __init__(self, world_size: int, transport: str) -> None:
-        if not isinstance(world_size, int) or world_size < 1:
-            raise ConfigError(f"world_size={world_size!r}: wanted a positive number of ranks")
-        if transport not in TRANSPORTS:
-            raise ConfigError(f"transport={transport!r}: wanted one of {', '.join(TRANSPORTS)}")
-        Peers.__init__(self, world_size=world_size)
-        self.streams = Streams(torch.device("meta"))
-        self.stream = StreamName.COMM
-        self.rank = 0
-        self.transport = AloneTransport(self) if world_size == 1 else TRANSPORTS[transport](self)
-
-    def share_memory(self, nbytes: int, units: int) -> None:
-        """Nobody is there to share memory with."""
-
-
-class _PlannedSharedMemory(SharedMemoryTransport):
-    """Needs as much memory as `SharedMemoryTransport`, and maps none."""
-
-    def __init__(self, ranks: Peers) -> None:
-        Transport.__init__(self, ranks)
-
-    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """On the meta device."""
-        return Transport.allocate_visible(self, numel, dtype)
-
-
-TRANSPORTS: dict[str, type[NcclTransport | PairwiseTransport | _PlannedSharedMemory]] = {
-    "nccl": NcclTransport,
-    "sockets": PairwiseTransport,
-    "shared-memory": _PlannedSharedMemory,
-}
-"""What connects ranks: NCCL on GPUs, gloo's sockets between CPUs, shared memory between the CPU ranks of a machine."""
 
 _alive_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
 

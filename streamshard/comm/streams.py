@@ -127,7 +127,7 @@ class StepEvent(enum.Enum):
     REDUCTION_ENDS = enum.auto()
     """The reduction is issued."""
     OPTIMIZER_BEGINS = enum.auto()
-    """Any optimizer of the process is about to step. Only `streamshard.inspect.trace` reports this."""
+    """Any optimizer of the process is about to step. Only `streamshard.tools.trace` reports this."""
     OPTIMIZER_ENDS = enum.auto()
     """It has stepped."""
 
@@ -232,8 +232,7 @@ class Fence:
         Args:
             stream: the device's stream that waits; None: the current one.
         """
-        dropped = self._streams.dropped_rules
-        if not self._recorded or dropped and (self.rule in dropped or self.what in dropped):
+        if not self._recorded:
             return
         if self._event is not None:
             for observer in self._streams.observers:
@@ -285,15 +284,12 @@ class Streams:
     Attributes:
         module: torch's module for the device, such as ``torch.cuda``; None on the CPU.
         observers: the current observers; see `observed_by`.
-        dropped_rules: rules, or guarded objects of fences, whose waits are left out. For tests only: they show that
-            each wait is needed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module: Any = module_of(device) if has_streams(device) else None
         self.observers: tuple[Observer, ...] = ()
-        self.dropped_rules: frozenset[Rule | str] = frozenset()
         self.current = StreamName.COMPUTE
         self._raw = raw_stream_of(device)
         self._compute: tuple[Any, Any] = (None, None)  # the stream that was the current one last, behind its address

@@ -15,7 +15,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DynamoBackend, is_compiled_module
 from torch import nn
 
-from streamshard.api import StreamShard, export_safetensors
+from streamshard.api import StreamShard
 from streamshard.checkpoint.restore import load_checkpoint
 from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.groups import make_default_group
@@ -24,6 +24,7 @@ from streamshard.core.module_state import engine_of, handle_of
 from streamshard.device import accelerator as accelerator_kind
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
+from streamshard.functions import export_safetensors
 from streamshard.guards.sharded_tensor import is_piece
 from streamshard.nested import tensors_in
 

@@ -25,16 +25,16 @@ from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from streamshard.api import (
+from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.core.module_state import engine_of, handle_of
+from streamshard.core.optimizer_hooks import is_elementwise_class
+from streamshard.errors import ConfigError
+from streamshard.functions import (
     export_safetensors,
     full_optimizer_state_dict,
     load_optimizer_state_dict,
     load_safetensors,
 )
-from streamshard.comm.objects import RankGroup, run_on_all_ranks
-from streamshard.core.module_state import engine_of, handle_of
-from streamshard.core.optimizer_hooks import is_elementwise_class
-from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, refuse_pieces, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer

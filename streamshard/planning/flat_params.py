@@ -14,13 +14,15 @@ layers compute in fp32. If storage dtype and compute dtype are equal, the main w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from streamshard.config import Precision, ReductionMode
-from streamshard.planning.discovery import FoundParam
 from streamshard.planning.layout import FlatParamLayout, ParamLayout, plan_flat_param
+
+if TYPE_CHECKING:
+    from streamshard.planning.discovery import FoundParam
 
 
 class FlatParamKind(NamedTuple):

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
-from streamshard.__main__ import main
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.checkpoint.find import open_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.errors import CheckpointError, ConfigError
+from streamshard.tools.command import main
 from tests.checkpoint import runs
 from tests.checkpoint.crafted import write_dcp
 from tests.models import DIM, next_token_loss, token_batch

@@ -22,12 +22,11 @@ from streamshard.checkpoint import safetensors_file, save
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.export import export_shards
 from streamshard.errors import CheckpointError
-from streamshard.inspect import engine_inside
 from streamshard.planning.layout import LocalRange
 from tests.checkpoint.exporting import Plain, filled, names_in, sharded
 from tests.families import llama
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32
+from tests.reference import FP32, engine_inside
 
 # ------------------------------------------------------------------------------------------------ memory
 

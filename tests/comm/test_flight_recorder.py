@@ -27,10 +27,10 @@ from streamshard import StreamShard, export_safetensors, save_checkpoint
 from streamshard.comm.flight_recorder import FlightRecorder, Log, RecordKind, describe_difference
 from streamshard.comm.objects import RankGroup
 from streamshard.errors import CommunicationError, log
-from streamshard.inspect import engine_inside
 from tests.launched import Launched, run_script
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
+from tests.reference import engine_inside
 from tests.scenarios import BF16, RoutedStack, over_sockets
 
 TRANSPORTS = ["shared memory", "sockets"]

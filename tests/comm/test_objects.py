@@ -9,9 +9,9 @@ import pytest
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
-from streamshard.inspect import engine_inside
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
+from tests.reference import engine_inside
 
 
 class Unreadable:

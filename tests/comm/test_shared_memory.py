@@ -26,10 +26,9 @@ from streamshard.comm.shared_memory import Counter, Offer, SharedMemoryTransport
 from streamshard.comm.transport import Reduction
 from streamshard.config import ReductionMode
 from streamshard.errors import CommunicationError
-from streamshard.inspect import engine_inside
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, RankFailure, await_groups_of_before, on_ranks, open_pool
-from tests.reference import FP32
+from tests.reference import FP32, engine_inside
 from tests.scenarios import BF16, PRECISIONS, sharded, train
 
 

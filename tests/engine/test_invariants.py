@@ -21,9 +21,8 @@ from streamshard.core.engine import Engine
 from streamshard.core.params import GradState
 from streamshard.core.slots import SlotState, WeightSlot
 from streamshard.core.unit import Unit
-from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
-from streamshard.inspect.races import detect_races
+from streamshard.tools.adversary import make_adversarial
+from streamshard.tools.races import detect_races
 from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -32,6 +31,7 @@ from tests.reference import (
     Call,
     adamw,
     assert_same,
+    engine_inside,
     full_grads,
     heard_collectives,
     sharded_model,

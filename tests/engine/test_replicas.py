@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard import ConfigError, ShardingError, StreamShard, export_safetensors, full_optimizer_state_dict
 from streamshard.comm.streams import Rule
-from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
-from streamshard.inspect.races import detect_races
 from streamshard.planning.memory import Category
+from streamshard.tools.adversary import make_adversarial
+from streamshard.tools.races import detect_races
 from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -30,6 +29,7 @@ from tests.reference import (
     assert_same,
     assert_trains_like_ddp,
     assert_trains_like_plain,
+    engine_inside,
     full_grads,
     full_weights,
     lm_step,

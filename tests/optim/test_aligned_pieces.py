@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard import StreamShard
-from streamshard.inspect import engine_inside
 from streamshard.optim import elementwise
 from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -21,6 +20,7 @@ from tests.reference import (
     adamw,
     assert_same,
     assert_trains_like_plain,
+    engine_inside,
     full_weights,
     lm_step,
     piece_of,

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 
 from streamshard import DistributedOptimizer, StreamShard
 from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
-from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
-from streamshard.inspect.races import detect_races
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.optim.rounds import Rounds
 from streamshard.planning.memory import Category
+from streamshard.tools.adversary import make_adversarial
+from streamshard.tools.races import detect_races
 from tests.models import DIM, Layer
 from tests.optim.muon import muon_in_fp32
 from tests.ranks import RankContext, on_ranks
@@ -31,11 +30,13 @@ from tests.reference import (
     Tolerance,
     assert_same,
     assert_trains_like_plain,
+    engine_inside,
     full_weights,
     sharded_model,
     stack_step,
     train_stack,
 )
+from tests.scenarios import without_waits
 from tests.simulated import CPU, checking_streams, late, simulated_device
 
 NEAR = Tolerance(1e-4, 1e-5)  # ranks sum gradients in another order than one process
@@ -194,11 +195,9 @@ def test_each_wait_of_a_round_is_needed(context: RankContext, what: str) -> None
         optimizer = _muon_and_adamw(model)
         with checking_streams(device) as streams, streams.of(model):
             train_stack(model, optimizer, context, steps=1)
-        engine = engine_inside(model)
-        engine.streams.dropped_rules = frozenset({what})
-        with detect_races(model, raise_at_exit=False) as detector:
+        streams = engine_inside(model).streams
+        with without_waits(streams, what), detect_races(model, raise_at_exit=False) as detector:
             train_stack(model, optimizer, context, steps=1)
-        engine.streams.dropped_rules = frozenset()
     assert any(race.category is Category.OPTIMIZER_ROUNDS for race in detector.found)
 
 

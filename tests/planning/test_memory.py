@@ -14,12 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import Precision, StreamShard
-from streamshard.inspect import engine_inside
-from streamshard.inspect.memory import MemoryReport
 from streamshard.nested import tensors_in
+from streamshard.tools.memory import MemoryReport
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, lm_step, stack_step
+from tests.reference import FP32, Call, adamw, engine_inside, lm_step, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, RoutedStack, over_sockets, sharded, train
 
 

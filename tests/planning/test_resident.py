@@ -11,11 +11,10 @@ from torch import nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import UnitError
-from streamshard.inspect import engine_inside
 from streamshard.planning.discovery import find_groups
 from tests.models import DIM, Layer, Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import assert_trains_like_plain, stack_step
+from tests.reference import assert_trains_like_plain, engine_inside, stack_step
 
 
 class Wide(Stack):

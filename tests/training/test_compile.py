@@ -19,11 +19,20 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
-from streamshard.inspect import engine_inside
 from tests import families
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, let_dynamo_look, only_sharded, stack_step
+from tests.reference import (
+    FP32,
+    Call,
+    adamw,
+    assert_trains_like_plain,
+    case,
+    engine_inside,
+    let_dynamo_look,
+    only_sharded,
+    stack_step,
+)
 
 # Three layers, which take turns in two slots; each is compiled by itself.
 SMALL = (DIM,) * 4

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import StreamShard
 from streamshard.comm.streams import Observer, StepEvent
 from streamshard.errors import log
-from streamshard.inspect import engine_inside
 from tests.models import Stack, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, lm_step
+from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, engine_inside, lm_step
 
 
 class Trouble(Exception):

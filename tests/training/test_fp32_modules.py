@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from streamshard import ConfigError, Precision, StreamShard
 from streamshard.core import unit as unit_module
-from streamshard.inspect import engine_inside
 from tests import families
 from tests.models import DIM, NormStack, Stack, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, Tolerance, assert_same, built, full_grads, sharded_model, stack_step
+from tests.reference import Call, Tolerance, assert_same, built, engine_inside, full_grads, sharded_model, stack_step
 from tests.scenarios import BF16
 
 HALF = torch.bfloat16

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from streamshard import StreamShard
 from streamshard.comm.streams import Collective
 from streamshard.errors import ShardingError
-from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
-from streamshard.inspect.races import detect_races
+from streamshard.tools.adversary import make_adversarial
+from streamshard.tools.races import detect_races
 from tests.models import DIM, Adapter, Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -25,6 +24,7 @@ from tests.reference import (
     assert_same,
     assert_trains_like_plain,
     case,
+    engine_inside,
     full_weights,
     heard_collectives,
     lm_step,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
-from streamshard.inspect import engine_inside
 from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -26,6 +25,7 @@ from tests.reference import (
     case,
     counted_collectives,
     each_setting,
+    engine_inside,
     full_grads,
     full_weights,
     sgd,

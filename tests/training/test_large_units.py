@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.errors import CommunicationError
-from streamshard.inspect import engine_inside
 from tests.models import DIM, Block, Layer, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -23,6 +22,7 @@ from tests.reference import (
     assert_trains_like_plain,
     case,
     each_setting,
+    engine_inside,
 )
 
 VOCABULARY = 160  # rows of the embedding: 2560 elements, of which a block has 2224

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from streamshard import Precision
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.shared_memory import SharedMemoryTransport
-from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
-from streamshard.inspect.races import detect_races
+from streamshard.tools.adversary import make_adversarial
+from streamshard.tools.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -26,6 +25,7 @@ from tests.reference import (
     assert_same,
     assert_trains_like_plain,
     case,
+    engine_inside,
     full_weights,
 )
 from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, Scenario, over_sockets, reference, sharded, train

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamshard import StreamShard
-from streamshard.inspect import engine_inside
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, assert_trains_like_plain, case, lm_step, stack_step
+from tests.reference import Call, assert_trains_like_plain, case, engine_inside, lm_step, stack_step
 
 
 def _units(model: nn.Module) -> list[str]:

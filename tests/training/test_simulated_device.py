@@ -24,10 +24,9 @@ from streamshard.core import unit as unit_module
 from streamshard.core.reductions import Reductions
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.inspect import engine_inside
 from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, Tolerance, adamw, assert_same, full_weights, stack_step
+from tests.reference import EXACT, FP32, Call, Tolerance, adamw, assert_same, engine_inside, full_weights, stack_step
 from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, RoutedStack, dropping, reference, sharded, train
 from tests.simulated import (
     CPU,

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, RankMismatchError
-from streamshard.inspect import engine_inside
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -18,6 +17,7 @@ from tests.reference import (
     assert_trains_like_ddp,
     assert_trains_like_plain,
     counted_collectives,
+    engine_inside,
     stack_step,
 )
 from tests.scenarios import BF16, RoutedStack

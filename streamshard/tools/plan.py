@@ -20,15 +20,15 @@ import torch
 from torch import nn
 
 from streamshard.build import Checked, check_model, plan_engine
-from streamshard.comm.communicator import PlannedRanks
+from streamshard.comm.planned_ranks import PlannedRanks
 from streamshard.config import SlotCount, parse_bytes
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
-from streamshard.inspect.activations import estimate_activations
-from streamshard.inspect.memory import report_memory
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.program import gathers_of_step
 from streamshard.planning.structure import list_of
+from streamshard.tools.activations import estimate_activations
+from streamshard.tools.memory import report_memory
 
 _DOUBLINGS = 10  # so often the number of ranks is doubled at most, until the model fits
 
@@ -194,11 +194,14 @@ def plan(
     if "mesh" in given:
         raise ConfigError("mesh: a plan is of the ranks that share one replica of the model, world_size says how many")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
-    built = model if isinstance(model, nn.Module) else _on_meta(model)
+    with torch.device("meta"):
+        built = model if isinstance(model, nn.Module) else model()
     checked = check_model(built, units, resident, given)
-    activations, room = _activations_of(model, units, checked, batch, seq), budget_bytes
-    if room is not None and activations is not None:
-        room -= activations[1]
+    activations, room = None, budget_bytes
+    if batch is not None or seq is not None:
+        dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
+        activations = estimate_activations(model, units, dtype, batch, seq)
+        room = None if room is None else room - activations[1]
 
     def stage(name: str, weights: SlotCount, grads: SlotCount = 2, ranks: int = world_size) -> Stage:
         return _plan_stage(checked, PlannedRanks(ranks, transport), name, weights, grads)
@@ -226,38 +229,15 @@ def plan(
     )
 
 
-def _activations_of(
-    model: nn.Module | Callable[[], nn.Module],
-    units: UnitsArgument,
-    checked: Checked,
-    batch: int | None,
-    seq: int | None,
-) -> tuple[int, int] | None:
-    """`Plan.activation_bytes`."""
-    if batch is None and seq is None:
-        return None
-    if batch is None or seq is None:
-        raise ConfigError("batch and seq estimate activations together: one is missing")
-    if isinstance(model, nn.Module):
-        raise ConfigError("batch and seq need a function that builds the model: its forward runs on fake tensors")
-    dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
-    return estimate_activations(model, units, dtype, batch, seq)
-
-
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
-
-
 def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotCount, grads: SlotCount) -> Stage:
     settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
     engine = plan_engine(checked._replace(settings=settings), ranks)
     report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
-    is_alone, slot_of = ranks.world_size == 1, engine.plan.weights
-    gathered = [
-        flat for unit in gathers_of_step(slot_of) for flat in units[unit] if flat.layout.params and not is_alone
-    ]
-    reduced = [flat for unit in units for flat in unit if flat.kind.trains and not is_alone]
+    slot_of = engine.plan.weights
+    gathered = [flat for unit in gathers_of_step(slot_of) for flat in units[unit] if flat.layout.params]
+    reduced = [flat for unit in units for flat in unit if flat.kind.trains]
+    if ranks.world_size == 1:
+        gathered = reduced = []
     at_turn = {slot: unit for unit, slot in enumerate(slot_of)}.values()  # what forward leaves in each slot
     least = [flat for unit in units for flat in unit]
     least += [flat for number, unit in enumerate(units) if number not in at_turn for flat in unit]

@@ -1,6 +1,6 @@
 """A race detector: finds accesses of two streams to the same bytes that no fence orders.
 
-    from streamshard.inspect.races import detect_races
+    from streamshard.tools.races import detect_races
 
     with detect_races(model):              # raises RaceError at the end if not
         model(batch).loss.backward()
@@ -17,9 +17,9 @@ happens before whatever another stream does once it knows of t. Two accesses of 
 at least one of them a write, of which neither happens before the other, are a race (the vector clocks of Fidge and
 Mattern, as race detectors like ThreadSanitizer use them).
 
-What computes is seen by a dispatch mode, backward and optimizer included. What other streams do is declared by the
-transport when it is issued: a collective may run any time from then until something waits for it, so on the CPU, where
-its last part runs in whatever call waits first, it still counts from where it was issued, as on CUDA.
+A dispatch mode sees what computes, backward and optimizer included. Transports declare collectives when they issue
+them. A collective may run at any time until something waits for it. So it counts from where it was issued, on the CPU
+too, where the first wait runs its last part.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch import nn
 
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
 from streamshard.core.engine import Engine
+from streamshard.core.module_state import engine_of
 from streamshard.errors import RaceError
-from streamshard.inspect import engine_inside
 from streamshard.nested import tensors_in
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, OpOverload, TorchDispatchMode
@@ -48,8 +48,7 @@ class Access(NamedTuple):
     Attributes:
         stream: whose.
         is_write: or a read.
-        what: the operation or collective.
-        unit: whose data it is about; None where that is not known.
+        what: the operation, or the collective and its unit.
         start, stop: the bytes, counted from the start of the buffer.
         time: of its stream's clock.
     """
@@ -57,14 +56,12 @@ class Access(NamedTuple):
     stream: StreamName
     is_write: bool
     what: str
-    unit: str | None
     start: int
     stop: int
     time: int
 
     def __str__(self) -> str:
-        owner = "" if self.unit is None else f" of {_quoted(self.unit)}"
-        return f"{self.what}{owner} {'writes' if self.is_write else 'reads'} on the {self.stream.value} stream"
+        return f"{self.what} {'writes' if self.is_write else 'reads'} on the {self.stream.value} stream"
 
 
 class Race(NamedTuple):
@@ -106,7 +103,7 @@ def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[Ra
     Raises:
         RaceError: there were races.
     """
-    detector = RaceDetector(engine_inside(model))
+    detector = RaceDetector(engine_of(model))
     with detector.engine.streams.observed_by(detector), _Watch(detector):
         yield detector
     if raise_at_exit and detector.found:
@@ -115,14 +112,13 @@ def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[Ra
 
 
 class _Buffer(NamedTuple):
-    """A watched range of memory. ``slot`` is what names the unit that is in it, ``unit`` its owner if it has one."""
+    """A watched range of memory, and by stream the latest access to each range until all other streams know of it."""
 
     address: int
     n_bytes: int
     category: Category
     name: str
-    unit: str | None
-    slot: Any
+    history: dict[StreamName, dict[tuple[int, int, bool], Access]]
 
 
 class RaceDetector(Observer):
@@ -149,8 +145,6 @@ class RaceDetector(Observer):
         self._snapshots: dict[Fence, dict[StreamName, int]] = {}
         self._seen: set[tuple[object, ...]] = set()
         self._buffers: list[_Buffer] = []
-        # Per buffer and stream: the latest access to each range, until all other streams know of it.
-        self._history: list[dict[StreamName, dict[tuple[int, int, bool], Access]]] = []
 
     # -- what the engine declares -----------------------------------------------------------------------------------
 
@@ -175,36 +169,29 @@ class RaceDetector(Observer):
         writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer`."""
-        names = self.engine.ranks.recorder.names
-        unit = names[tag] if tag is not None and tag < len(names) else None
+        names, what = self.engine.ranks.recorder.names, collective.value
+        if tag is not None and tag < len(names):
+            what += f" of {_quoted(names[tag])}"
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                index = self._find(tensor)
-                if index is not None:
-                    start, stop = _bytes_of(tensor, self._buffers[index].address)
-                    owner = unit or self._buffers[index].unit
-                    self._add(index, stream, start, stop, is_write, collective.value, owner)
+                self._add(stream, tensor, is_write, what)
 
     def on_operation(self, tensor: torch.Tensor, *, write: bool, what: str) -> None:
         """An operation seen by the dispatch mode. Those of other streams are parts of collectives, declared as such."""
-        index = self._find(tensor)
-        if index is None or self.engine.streams.current is not StreamName.COMPUTE:
-            return
-        buffer = self._buffers[index]
-        start, stop = _bytes_of(tensor, buffer.address)
-        content = buffer.slot.content if buffer.slot is not None else None
-        owner = buffer.unit if content is None else self.engine.units[content].name
-        self._add(index, StreamName.COMPUTE, start, stop, write, what, owner)
+        if self.engine.streams.current is StreamName.COMPUTE:
+            self._add(StreamName.COMPUTE, tensor, write, what)
 
     # -- happens before ---------------------------------------------------------------------------------------------
 
-    def _add(
-        self, index: int, stream: StreamName, start: int, stop: int, write: bool, what: str, unit: str | None
-    ) -> None:
+    def _add(self, stream: StreamName, tensor: torch.Tensor, write: bool, what: str) -> None:
+        buffer = self._find(tensor)
+        if buffer is None:
+            return
         self.accesses += 1
         clock = self._clocks[stream]
-        access = Access(stream, write, what, unit, start, stop, clock[stream])
-        for other, history in self._history[index].items():
+        start, stop = _bytes_of(tensor, buffer.address)
+        access = Access(stream, write, what, start, stop, clock[stream])
+        for other, history in buffer.history.items():
             if other is stream:
                 continue
             known = min(known_to[other] for who, known_to in self._clocks.items() if who is not other)
@@ -214,12 +201,11 @@ class RaceDetector(Observer):
                 elif earlier.time <= clock[other]:
                     continue
                 elif earlier.start < stop and start < earlier.stop and (write or earlier.is_write):
-                    self._report(index, earlier, access)
-        self._history[index][stream][start, stop, write] = access
+                    self._report(buffer, earlier, access)
+        buffer.history[stream][start, stop, write] = access
 
-    def _report(self, index: int, first: Access, second: Access) -> None:
-        buffer = self._buffers[index]
-        key = (index, first[:4], second[:4])
+    def _report(self, buffer: _Buffer, first: Access, second: Access) -> None:
+        key = (buffer.address, first[:3], second[:3])
         if key not in self._seen:
             self._seen.add(key)
             start, stop = max(first.start, second.start), min(first.stop, second.stop)
@@ -228,29 +214,24 @@ class RaceDetector(Observer):
 
     # -- which bytes ------------------------------------------------------------------------------------------------
 
-    def _find(self, tensor: torch.Tensor) -> int | None:
+    def _find(self, tensor: torch.Tensor) -> _Buffer | None:
         """The watched buffer that `tensor` lies in."""
         if len(self._buffers) != len(self.engine.ledger.buffers):
             self._watch_buffers()
-        if tensor.numel() == 0:
-            return None
         address = tensor.data_ptr()
         index = bisect.bisect_right(self._buffers, address, key=_address) - 1
-        if index < 0 or address >= self._buffers[index].address + self._buffers[index].n_bytes:
-            return None
-        return index
+        found = self._buffers[index] if index >= 0 and tensor.numel() else None
+        return found if found is not None and address < found.address + found.n_bytes else None
 
     def _watch_buffers(self) -> None:
         """Look at the ledger, again when an optimizer has allocated buffers, or main grads have left their slot."""
-        known = {each.address: history for each, history in zip(self._buffers, self._history, strict=True)}
-        owners = _describe(self.engine)
-        buffers = []
+        known, names = {each.address: each.history for each in self._buffers}, _describe(self.engine)
+        self._buffers = []
         for category, tensor in self.engine.ledger.buffers:
-            name, unit, slot = owners.get(tensor.data_ptr(), (category.value, None, None))
-            buffers.append(_Buffer(tensor.data_ptr(), tensor.nbytes, category, name, unit, slot))
-        buffers.sort(key=_address)
-        self._history = [known.get(each.address, {stream: {} for stream in self._clocks}) for each in buffers]
-        self._buffers = buffers
+            address = tensor.data_ptr()
+            history = known.get(address, {stream: {} for stream in self._clocks})
+            self._buffers.append(_Buffer(address, tensor.nbytes, category, names.get(address, category.value), history))
+        self._buffers.sort(key=_address)
 
 
 def _quoted(unit: str) -> str:
@@ -268,21 +249,20 @@ def _bytes_of(tensor: torch.Tensor, base: int) -> tuple[int, int]:
     return start, start + extent * tensor.element_size()
 
 
-def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
-    """By address: a buffer's name, the unit it belongs to, and the slot object that knows whose data it holds."""
-    owners: dict[int, tuple[str, str | None, Any]] = {}
+def _describe(engine: Engine) -> dict[int, str]:
+    """By address, a buffer's name."""
+    names: dict[int, str] = {}
     for unit in engine.units:
         weights, slot = unit.weight_slot, unit.grad_slot
-        owners.setdefault(weights.buffer.data_ptr(), (weights.arrived.what, None, weights))
-        for buffer, what in ((slot.buffer, ""), (slot.scratch.buffer, "scratch of ")):
-            owners.setdefault(buffer.data_ptr(), (what + slot.drained.what, None, slot))
-        own = [(Category.MAIN_GRADS, flat.main_grads) for flat in unit.flat_params if flat.kind.trains]
-        for flat_param in unit.flat_params:
-            kept_as = Category.MAIN_WEIGHTS if flat_param.kind.trains else Category.FROZEN_WEIGHTS
-            own += [(kept_as, flat_param.main), (Category.ALL_GATHER_INPUTS, flat_param.gather_input)]
-        for category, tensor in own:
-            owners.setdefault(tensor.data_ptr(), (f"{category.value} of {_quoted(unit.name)}", unit.name, None))
-    return owners
+        names.setdefault(weights.buffer.data_ptr(), weights.arrived.what)
+        names.setdefault(slot.buffer.data_ptr(), slot.drained.what)
+        names.setdefault(slot.scratch.buffer.data_ptr(), f"scratch of {slot.drained.what}")
+        for flat in unit.flat_params:
+            kept_as = Category.MAIN_WEIGHTS if flat.kind.trains else Category.FROZEN_WEIGHTS
+            own = {kept_as: flat.main, Category.ALL_GATHER_INPUTS: flat.gather_input}
+            for category, tensor in {Category.MAIN_GRADS: flat.main_grads, **own}.items():
+                names.setdefault(tensor.data_ptr(), f"{category.value} of {_quoted(unit.name)}")
+    return names
 
 
 def _missing_rule(category: Category, first: Access) -> Rule | None:

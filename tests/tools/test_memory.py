@@ -11,19 +11,17 @@ from unittest import mock
 import pytest
 import torch
 
-from streamshard import CommunicationError, Precision, StreamShard
+from streamshard import CommunicationError, StreamShard
 from streamshard.build import check_model, plan_engine
-from streamshard.comm.communicator import PlannedRanks
+from streamshard.comm.planned_ranks import PlannedRanks
 from streamshard.config import SlotCount
-from streamshard.core.engine import Engine
 from streamshard.core.slots import Ledger
 from streamshard.errors import log
-from streamshard.inspect.memory import report_memory, saved_by_fewer_slots
+from streamshard.tools.memory import _report_at_exit, explain_out_of_memory
 from tests.launched import free_port, launched_environment
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 
-NARROW = Precision(grad_dtype=torch.bfloat16)
 OUT_OF_MEMORY = """
 import os, torch
 from streamshard import StreamShard
@@ -84,27 +82,31 @@ def test_a_rank_without_memory_to_shard_a_model_says_what_it_would_hold(context:
         assert isinstance(caught.value, torch.OutOfMemoryError)
         text = told.call_args.args[1]
         assert "out of memory. StreamShard would hold:\nmemory of one rank of 2; " in text
-        assert "what makes room: grad_slots=2 (" in text
+        assert "what makes room: grad_slots=2, more ranks, " in text
 
 
 @pytest.mark.parametrize(
-    ("weight_slots", "grad_slots", "precision"),
-    [(2, 3, "fp32"), (3, 2, "bf16"), (3, "all", "bf16"), ("all", 3, "bf16"), ("all", "all", NARROW), (2, 2, NARROW)],
+    ("slots", "ranks", "fewer"),
+    [
+        ({}, 4, []),
+        ({"weight_slots": 3}, 4, ["weight_slots=2"]),
+        ({"grad_slots": 3}, 4, ["grad_slots=2"]),
+        ({"weight_slots": "all", "grad_slots": "all"}, 4, ["weight_slots=2", "grad_slots=2"]),
+        ({"weight_slots": "all", "grad_slots": "all"}, 1, []),  # slots are the weights and main grads
+    ],
     ids=str,
 )
-def test_what_fewer_slots_save_is_the_difference_between_plans(
-    weight_slots: SlotCount, grad_slots: SlotCount, precision: str | Precision
+def test_fewer_slots_make_room_if_there_are_more_than_two(
+    slots: dict[str, SlotCount], ranks: int, fewer: list[str]
 ) -> None:
-    """Apart from scratch, which depends on the transport."""
+    checked = check_model(TinyLM(TinyConfig(depth=7)), None, (), slots)
+    told = explain_out_of_memory(plan_engine(checked, PlannedRanks(ranks, "nccl")), "would hold").splitlines()[-1]
+    others = ["more ranks", "smaller batches", "activation checkpointing"]
+    assert told == f"what makes room: {', '.join([*fewer, *others])}"
 
-    def planned(**slots: SlotCount) -> Engine:
-        checked = check_model(TinyLM(TinyConfig(depth=7)), None, (), {"precision": precision, **slots})
-        return plan_engine(checked, PlannedRanks(4, "nccl"))
 
-    def held(**slots: SlotCount) -> int:
-        return sum(n for what, n in report_memory(planned(**slots)).held_bytes.items() if what != "scratch")
-
-    now = {"weight_slots": weight_slots, "grad_slots": grad_slots}
-    saved = {f"{slots}=2": held(**now) - held(**{**now, slots: 2}) for slots in now}
-    assert saved_by_fewer_slots(planned(**now)) == {setting: n_bytes for setting, n_bytes in saved.items() if n_bytes}
-    assert all(n_bytes >= 0 for n_bytes in saved.values())
+def test_an_error_that_quotes_another_rank_is_not_this_ranks_memory() -> None:
+    error = CommunicationError("rank 1 has failed: [enforce fail at alloc_cpu.cpp] can't allocate memory")
+    with mock.patch.object(log, "error") as told, mock.patch.object(sys, "last_value", error, create=True):
+        _report_at_exit()
+    told.assert_not_called()

@@ -1,6 +1,6 @@
-"""A recorded stretch of training on one rank: its spans, what they say, and how they are drawn.
+"""A recorded stretch of training on one rank: its spans, and what they say.
 
-`streamshard.inspect.trace` records it.
+`streamshard.tools.trace` records it.
 """
 
 from __future__ import annotations
@@ -14,36 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamshard.comm.streams import StreamName
-from streamshard.errors import ConfigError
 
 FOR_WEIGHTS, FOR_GRADS, FOR_OWNERS = "wait for weights", "wait for gradients", "wait for whole parameters"
-
-
-class _Look(NamedTuple):
-    """How an activity is drawn: in which row, in words, and its color."""
-
-    row: str
-    words: str
-    color: str
-
-
-_DRAWN = {
-    "cast": _Look("compute", "casts weights", "#c7b95a"),
-    "forward": _Look("compute", "computes forward", "#74a9cf"),
-    "loss": _Look("compute", "computes the loss", "#a6cfe0"),
-    "backward": _Look("compute", "computes backward", "#2b6ca8"),
-    "optimizer": _Look("compute", "optimizer", "#b5a8d5"),
-    FOR_WEIGHTS: _Look("compute", "waits for weights", "#d62728"),
-    FOR_GRADS: _Look("compute", "waits for gradients", "#ff9f1c"),
-    FOR_OWNERS: _Look("compute", "waits for whole parameters", "#8c564b"),
-    "all_gather": _Look("all-gather", "all-gather", "#3a9d5d"),
-    "reduce_scatter": _Look("reduction", "reduction", "#7f4fa3"),
-    "all_reduce": _Look("reduction", "average over replicas", "#b07cc6"),
-    "flags": _Look("reduction", "which gradients exist", "#999999"),
-    "all_to_all": _Look("all-to-all", "exchange of whole parameters", "#a0785a"),
-}
-_WIDTH_IN, _LETTER_IN = 15.0, 0.11
-_SPANS_WITH_EDGES = 200  # of a lane with more, white edges would hide the spans
 
 
 class Span(NamedTuple):
@@ -51,7 +23,8 @@ class Span(NamedTuple):
 
     Attributes:
         stream: whose time.
-        activity: what takes it, a key of `_DRAWN`.
+        activity: what takes it: "cast", "forward", "loss", "backward", "optimizer", one of the waits (`FOR_WEIGHTS`,
+            ..), a collective ("all_gather", ..), or "flags", the exchange of which gradients there are.
         unit: index of the unit; None if the activity belongs to no unit.
         name: the activity and the unit (of a wait, the guarded object), in words.
         start_us, stop_us: microseconds since the trace began; stamps (see `_Recorder`) while the trace is recorded.
@@ -167,67 +140,26 @@ class Trace:
             needed[stream] += min(each.length_us / each.n_bytes for each in own) * sum(each.n_bytes for each in own)
         return max(needed.values())
 
-    # -- files ------------------------------------------------------------------------------------------------------
-
-    def _lanes(self) -> list[tuple[str, list[Span]]]:
-        """The rows of the picture, each once for every lane. Collectives of a lane do not overlap."""
-        rows: dict[str, list[list[Span]]] = {look.row: [] for look in _DRAWN.values()}
-        for span in self.spans:
-            lanes, nests = rows[_look(span).row], span.stream is StreamName.COMPUTE
-            lane = next((each for each in lanes if nests or each[-1].stop_us <= span.start_us), None)
-            if lane is None:
-                lanes.append(lane := [])
-            lane.append(span)
-        return [(row, lane) for row, lanes in rows.items() for lane in lanes]
-
     def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the Trace Event Format of Perfetto and chrome://tracing. Each rank is a process, each lane a thread."""
+        """Write the Trace Event Format of Perfetto and chrome://tracing.
+
+        Each rank is a process. Computation is a thread, and so is each kind of collective. Collectives of a kind that
+        overlap are in threads of their own.
+        """
+        lanes: list[tuple[str, list[Span]]] = []
+        for span in self.spans:
+            is_computing = span.stream is StreamName.COMPUTE
+            row = "compute" if is_computing else span.activity
+            free = (each for name, each in lanes if name == row and (is_computing or each[-1].stop_us <= span.start_us))
+            if (lane := next(free, None)) is None:
+                lanes.append((row, lane := []))
+            lane.append(span)
         pid = {"pid": self.rank}
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", **pid, "args": {"name": self.about}}]
-        for number, (row, lane) in enumerate(self._lanes()):
-            pid["tid"] = number
-            events.append({"ph": "M", "name": "thread_name", **pid, "args": {"name": row}})
+        for tid, (row, lane) in enumerate(lanes):
+            place = {**pid, "tid": tid}
+            events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": row}})
             for span in lane:
                 times = {"ts": span.start_us, "dur": span.length_us}
-                events.append({"ph": "X", "name": span.name, "cat": span.activity, **pid, **times})
+                events.append({"ph": "X", "name": span.name, "cat": span.activity, **place, **times})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-    def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draw when this rank computes, waits and communicates. The suffix of `path` says the format, such as ".png".
-
-        Raises:
-            ConfigError: matplotlib is not installed, or does not know the format.
-        """
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.patches import Patch
-        except ImportError as error:
-            raise ConfigError("a picture needs matplotlib: pip install matplotlib") from error
-        lanes = self._lanes()
-        figure: Any = Figure((_WIDTH_IN, 1.8 + 0.4 * len(lanes)), dpi=110, layout="constrained")
-        title = f"{self.about}: {self.summary()['step_s'] * 1e3:.1f} ms a step"
-        axes = figure.add_subplot(
-            title=title, xlabel="ms", xlim=(0, self.total_us / 1e3), ylim=(len(lanes) - 0.5, -0.5)
-        )
-        rows = {row: height for height, (row, _) in reversed([*enumerate(lanes)])}  # by the height of the first lane
-        axes.set_yticks([*rows.values()], [*rows])
-        axes.spines[["left", "right", "top"]].set_visible(False)
-        for height, (_, lane) in enumerate(lanes):
-            starts, lengths = [span.start_us / 1e3 for span in lane], [span.length_us / 1e3 for span in lane]
-            edges: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6 if len(lane) < _SPANS_WITH_EDGES else 0.0}
-            axes.barh([height] * len(lane), lengths, left=starts, color=[_look(span).color for span in lane], **edges)
-            for span, start, length in zip(lane, starts, lengths, strict=True):
-                label = self.units[span.unit].rpartition(".")[2] if span.unit else ""
-                if len(label) * _LETTER_IN < length * 1e3 / self.total_us * _WIDTH_IN:
-                    axes.text(start + length / 2, height, label, ha="center", va="center", fontsize=8, color="white")
-        looks = dict.fromkeys(map(_look, self.spans))
-        patches = [Patch(color=look.color, label=look.words) for look in looks]
-        figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False)
-        try:
-            figure.savefig(path)
-        except ValueError as error:
-            raise ConfigError(f"the picture {os.fspath(path)!r}: {error}") from error
-
-
-def _look(span: Span) -> _Look:
-    return _DRAWN[span.activity]

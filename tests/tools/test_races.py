@@ -8,12 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName
 from streamshard.errors import RaceError
-from streamshard.inspect import engine_inside
-from streamshard.inspect.races import Race, RaceDetector, detect_races
 from streamshard.planning.memory import Category
+from streamshard.tools.races import Race, RaceDetector, detect_races
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32
+from tests.reference import FP32, engine_inside
 from tests.scenarios import BF16, dropping, sharded, train
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
@@ -104,7 +103,7 @@ def test_a_race_names_buffer_bytes_operations_and_units(context: RankContext) ->
     numel = 16 * 16 + 16
     assert (race.start, race.stop) in {(0, 1024), (1024, 4 * numel)}  # weight or bias of the layer
     assert str(race) == (
-        f"grad slot 0, bytes {race.start} to {race.stop}: aten._foreach_copy_.default of 'layers.0' writes on the "
+        f"grad slot 0, bytes {race.start} to {race.stop}: aten._foreach_copy_.default writes on the "
         "compute stream, then reduce_scatter of 'layers.0' reads on the comm stream; missing: rule 4 (GRADS_WRITTEN)"
     )
 

@@ -24,16 +24,16 @@ from torch import nn
 
 from streamshard import Precision
 from streamshard import device as devices
-from streamshard.__main__ import main
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.gloo import Exchange
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Streams
 from streamshard.errors import ConfigError
-from streamshard.inspect import doctor, speed
-from streamshard.inspect.doctor import Report, advise, check_device, check_environment_of, check_versions
-from streamshard.inspect.speed import CollectiveSpeed, Layer, LayerSpeed, measure
+from streamshard.tools import doctor, speed
+from streamshard.tools.command import main
+from streamshard.tools.doctor import Report, advise, check_device, check_environment_of, check_versions
+from streamshard.tools.speed import CollectiveSpeed, Layer, LayerSpeed, measure
 from tests.launched import Launched
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
@@ -195,7 +195,7 @@ def test_gpus_are_listed_with_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
         can_device_access_peer=lambda one, other: other < 2,
         nccl=types.SimpleNamespace(version=lambda: (2, 27, 5)),
     )
-    monkeypatch.setitem(devices.stand_ins, "cuda", module)
+    monkeypatch.setattr(devices, "get_device_module", lambda kind: module)
     monkeypatch.setattr(doctor, "matmul_tflops", lambda device, dtype: 1.0)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)

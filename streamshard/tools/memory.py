@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import atexit
-import weakref
+import contextlib
+import gc
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from streamshard.build import Accepted, plan_engine
+from streamshard.comm.planned_ranks import PlannedRanks
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import handle_of
-from streamshard.errors import log, uncaught
-from streamshard.planning.memory import Category, largest_of, plan_slots
+from streamshard.errors import StreamShardError, log, uncaught
+from streamshard.planning.memory import Category, plan_slots
 from streamshard.planning.structure import list_of, modules_inside
 
 
@@ -93,60 +97,57 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
     ]
 
 
+def log_summary(engine: Engine, root: nn.Module) -> None:
+    """Log what was sharded, in one line."""
+    held = report_memory(engine).total_bytes / 2**30
+    backend = dist.get_backend_config(engine.ranks.users_group)
+    log.info("%s; %s; %.2f GiB per rank; %s", *summarise(engine, root), held, backend)
+
+
 # -- out of memory ------------------------------------------------------------------------------------------------
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
-
-def report_if_out_of_memory(engine: Engine) -> None:
-    """Log `explain_out_of_memory` at exit if the process ends because it is out of memory, and `engine` is alive."""
-    _engines.add(engine)
+@contextlib.contextmanager
+def explaining_out_of_memory(accepted: Accepted) -> Iterator[None]:
+    """Log what the model would hold if the body, which shards it, is out of memory."""
+    try:
+        yield
+    except BaseException as error:
+        if _is_out_of_memory(error):
+            ranks = accepted.ranks
+            planned = PlannedRanks(ranks.world_size, "nccl" if ranks.streams.has_streams else "sockets")
+            log.error("%s", explain_out_of_memory(plan_engine(accepted.checked, planned), "would hold"))
+        raise
 
 
 @atexit.register
 def _report_at_exit() -> None:
-    if is_out_of_memory(uncaught()):
-        for engine in _engines:
+    """Log what each engine holds if the process ends because it is out of memory."""
+    if _is_out_of_memory(uncaught()):
+        for engine in [each for each in gc.get_objects() if type(each) is Engine]:
             log.error("%s", explain_out_of_memory(engine, "holds"))
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error` says that memory could not be allocated, on a device or on the host."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error` says that this rank could not allocate memory, on its device or its host."""
+    is_own = not isinstance(error, StreamShardError)  # these may quote another rank's error
+    return is_own and (isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error))
 
 
 def explain_out_of_memory(engine: Engine, holds: str) -> str:
-    """What `engine` holds by category, what torch has allocated on its device, and the settings that make room.
+    """What `engine` holds by category, what torch has allocated on its device, and what makes room.
 
     Args:
         engine: alive, or planned: on the meta device.
         holds: "holds", or what else `engine` does with its memory.
     """
-    report, streams = report_memory(engine), engine.streams
-    lines = [f"out of memory. StreamShard {holds}:\n{report}"]
+    streams, plan = engine.streams, engine.plan
+    least = plan_slots(plan.shared, 2, 2)
+    pairs = {"weight_slots=2": (plan.weights, least.weights), "grad_slots=2": (plan.grads, least.grads)}
+    fewer = [setting for setting, (slots, fewest) in pairs.items() if max(slots) > max(fewest) and not engine.is_whole]
+    ways = [*fewer, "more ranks", "smaller batches", "activation checkpointing"]
+    lines = [f"out of memory. StreamShard {holds}:\n{report_memory(engine)}"]
     if streams.has_streams:
         most, total = streams.module.max_memory_allocated(streams.device), streams.module.mem_get_info(streams.device)
         lines.append(f"torch has allocated at most {most / 2**30:.2f} GiB, of {total[1] / 2**30:.2f} GiB")
-    room = [f"{setting} ({saved / 2**30:.2f} GiB less)" for setting, saved in saved_by_fewer_slots(engine).items()]
-    ways = [*room, "more ranks", "smaller batches", "activation checkpointing"]
     return "\n".join([*lines, f"what makes room: {', '.join(ways)}"])
-
-
-def saved_by_fewer_slots(engine: Engine) -> dict[str, int]:
-    """By setting, about how many bytes it saves. Empty if there are no more slots than two."""
-    plan, layouts = engine.plan, [unit.layout for unit in engine.units]
-    least = plan_slots(plan.shared, 2, 2)
-    flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
-    # What lies in the slots while each unit has its own.
-    inputs = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in flat_params if plan.keeps_weights)
-    held = [flat for unit in engine.units for flat in unit.flat_params if flat.is_main_in_slot]
-    main = sum(flat.main_grads.nbytes for flat in held)
-
-    def saved(slots: Sequence[int], fewer: Sequence[int], sizes: Sequence[int]) -> int:
-        return sum(largest_of(slots, sizes).values()) - sum(largest_of(fewer, sizes).values())
-
-    found = {
-        "weight_slots=2": saved(plan.weights, least.weights, [layout.weight_bytes for layout in layouts]) - inputs,
-        "grad_slots=2": saved(plan.grads, least.grads, [layout.grad_bytes for layout in layouts]) - main,
-    }
-    return {setting: n_bytes for setting, n_bytes in found.items() if n_bytes > 0}

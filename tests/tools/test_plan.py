@@ -17,16 +17,15 @@ import torch
 from torch import nn
 
 from streamshard import Precision, StreamShard, plan
-from streamshard.__main__ import main
 from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.inspect import engine_inside
-from streamshard.preview import Plan, Stage, builder_of
+from streamshard.tools.command import main
+from streamshard.tools.plan import Plan, Stage, builder_of
 from tests.integrations.models import FAMILIES, make_model
 from tests.launched import ROOT
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, adamw, lm_step, stack_step
+from tests.reference import Call, adamw, engine_inside, lm_step, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, over_sockets
 from tests.simulated import simulated_device
 from tests.test_meta_device import on_meta

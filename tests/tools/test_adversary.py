@@ -8,11 +8,10 @@ from torch import Tensor
 
 from streamshard import Precision
 from streamshard.comm.streams import Rule, StreamName
-from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
+from streamshard.tools.adversary import make_adversarial
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, counted_collectives, full_weights, sharded_model
+from tests.reference import FP32, counted_collectives, engine_inside, full_weights, sharded_model
 from tests.scenarios import BF16, dropping, reference, sharded, train
 from tests.simulated import CPU, simulated_device
 

@@ -1,6 +1,6 @@
 """A transport that delays messages as long as the ordering rules allow. If a wait is missing, results become NaN.
 
-    from streamshard.inspect.adversary import make_adversarial
+    from streamshard.tools.adversary import make_adversarial
 
     with make_adversarial(model):          # a debugging tool: nothing overlaps any more
         train(model)                       # bit by bit what it gives without
@@ -10,7 +10,7 @@ until its all-gather is waited for. A grad slot is read only when its reduction 
 reads and writes that come too early give NaN.
 
 On the CPU, computation runs in the calling thread, so waits for the compute stream (rules 2 and 4) cannot be missed.
-`streamshard.inspect.races` checks those. On CUDA, collectives are delayed on their stream.
+`streamshard.tools.races` checks those. On CUDA, collectives are delayed on their stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Streams, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import ReductionMode
-from streamshard.inspect import engine_inside
+from streamshard.core.module_state import engine_of
 
 _DELAY_CYCLES = 2_000_000  # about a millisecond of a GPU
 
@@ -42,7 +42,7 @@ def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
     Args:
         model: made by `StreamShard`.
     """
-    engine = engine_inside(model)
+    engine = engine_of(model)
     replicas = engine.reductions.replicas
     pending: deque[_Late] = deque()
     all_ranks = [engine.ranks] if replicas is None else [engine.ranks, replicas.ranks]

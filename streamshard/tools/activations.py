@@ -26,12 +26,17 @@ from streamshard.torch_private import FakeTensorMode
 
 
 def estimate_activations(
-    build: Callable[[], nn.Module], units: UnitsArgument, dtype: torch.dtype, batch: int, seq: int
+    build: nn.Module | Callable[[], nn.Module],
+    units: UnitsArgument,
+    dtype: torch.dtype,
+    batch: int | None,
+    seq: int | None,
 ) -> tuple[int, int]:
     """Run a forward, and add up what autograd keeps.
 
     Args:
-        build: makes the model. Its forward takes tokens: ``input_ids`` (and ``labels``), or as the only argument.
+        build: makes the model; a model itself is refused. Its forward takes tokens: ``input_ids`` (and ``labels``), or
+            as the only argument.
         units: as for `StreamShard`. Names or None: the estimate builds another model.
         dtype: the layers compute in it.
         batch, seq: shape of the tokens.
@@ -40,8 +45,12 @@ def estimate_activations(
         Bytes without checkpointing, and if each streamed layer is checkpointed.
 
     Raises:
-        ConfigError: the model cannot be built or its forward cannot run with fake tensors.
+        ConfigError: an argument is missing, or the model cannot be built, or its forward cannot run with fake tensors.
     """
+    if batch is None or seq is None:
+        raise ConfigError("batch and seq estimate activations together: one is missing")
+    if isinstance(build, nn.Module):
+        raise ConfigError("batch and seq need a function that builds the model: its forward runs on fake tensors")
     kept: dict[int, tuple[int, int]] = {}  # by storage, its bytes and the first layer that keeps it; 0: none
     inputs: dict[int, int] = {}  # of layers: by storage, its bytes
     alive: list[torch.UntypedStorage] = []  # so that no two storages have the same address

@@ -4,7 +4,6 @@
         model(batch).loss.backward()
         optimizer.step()
     print(found)                                 # a summary, per step; found.summary() is for trackers
-    found.save_picture("step.png")
     found.save_json("step.json")                 # open it in https://ui.perfetto.dev or chrome://tracing
 
 On an accelerator, times are the device's, from events on its streams. On the CPU, times are the host's: the span of a
@@ -16,30 +15,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.comm.streams import AllWork, Collective, Fence, Observer, Rule, StepEvent, StreamName, Streams, Work
+from streamshard.comm.streams import AllWork, Collective, Fence, Observer, Rule, StepEvent, StreamName, Work
 from streamshard.core.engine import ROOT_UNIT, Engine
-from streamshard.errors import ConfigError, log, warn_user
-from streamshard.inspect import engine_inside
-from streamshard.inspect.timeline import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace
+from streamshard.core.module_state import engine_of
+from streamshard.errors import log, warn_user
+from streamshard.tools.timeline import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace
 from streamshard.torch_private import skip
 
 # -- what users call --------------------------------------------------------------------------------------------------
 
 
-def trace(model: nn.Module) -> contextlib.AbstractContextManager[Trace]:
+@contextlib.contextmanager
+def trace(model: nn.Module) -> Iterator[Trace]:
     """Record what the model and optimizers do inside the context, on this rank. Enter it between steps.
 
     Not collective: one rank may do it, or several. On an accelerator the host waits for the device at the end.
@@ -47,32 +44,24 @@ def trace(model: nn.Module) -> contextlib.AbstractContextManager[Trace]:
     Args:
         model: made by `StreamShard`.
 
-    Returns:
-        A context manager that yields a `Trace`, which is complete when the body has ended without an error.
+    Yields:
+        A `Trace`, which is complete when the body has ended without an error.
 
     Raises:
         ShardingError: `model` is not sharded.
     """
-    return _Recorder(engine_inside(model)).record()
-
-
-def make_directory(directory: str | os.PathLike[str]) -> None:
-    """Make the directory for `StepTracer`, before the model is sharded.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"trace={str(directory)!r}: wanted a directory that can be made: {error}") from error
+    recorder = _Recorder(engine_of(model))
+    recorder.begin()
+    with _hearing_optimizers(recorder), recorder.streams.observed_by(recorder):
+        yield recorder.trace
+    recorder.finish()
 
 
 class StepTracer(Observer):
     """Traces some of the next steps, and writes the files that `StreamShard` documents. The engine's streams own it.
 
     Args:
-        engine: between steps.
+        engine: between steps. The tracer does not keep it.
         directory: exists.
         first, last: the steps, both included. 1 is the next step.
     """
@@ -84,66 +73,67 @@ class StepTracer(Observer):
         self._is_due = False  # a backward has ended since the last step
         self._running = contextlib.ExitStack()
         self._running.enter_context(engine.streams.observed_by(self))
-        _watch_optimizers(engine.streams)
+        self._running.enter_context(_hearing_optimizers(self))
         if first == 1:
-            self._running.enter_context(self._recorder.record())
-        atexit.register(_warn_if_unwritten, ref(self))
-
-    def warn_if_unwritten(self) -> None:
-        """Warn on the first rank if the last of the steps has not come."""
-        if self._step < self._last and self._recorder.trace.rank == 0:
-            why = "no trace was written: the run ended after step %d, before the last of trace_steps=(%d, %d)"
-            log.warning(why, self._step, self._first, self._last)
+            self._begin()
+        if self._recorder.trace.rank == 0:
+            atexit.register(self._warn)
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        """See `Observer`."""
-        if moment is StepEvent.BACKWARD_ENDS:
+        """See `Observer`. The recorder hears of optimizers here, of everything else from the streams."""
+        if moment in (StepEvent.OPTIMIZER_BEGINS, StepEvent.OPTIMIZER_ENDS):
+            if self._first <= self._step + 1 <= self._last:
+                self._recorder.on_event(moment, unit)
+            if self._is_due and moment is StepEvent.OPTIMIZER_ENDS:
+                self._is_due = False
+                self._end_step()
+        elif self._step == self._last:  # not above: torch is going through the hooks that this removes
+            self._running.close()
+        elif moment is StepEvent.BACKWARD_ENDS:
             self._is_due = True
-        elif moment is StepEvent.OPTIMIZER_ENDS and self._is_due:
-            self._is_due = False
-            self._step += 1
-            if self._step == self._first - 1:
-                self._running.enter_context(self._recorder.record())
-            elif self._step == self._last:
-                self._running.close()
-                self._write(self._recorder.trace)
+
+    def _end_step(self) -> None:
+        self._step += 1
+        if self._step == self._first - 1:
+            self._begin()
+        elif self._step == self._last:
+            self._recorder.finish()
+            atexit.unregister(self._warn)
+            self._write(self._recorder.trace)
+
+    def _begin(self) -> None:
+        self._recorder.begin()
+        self._running.enter_context(self._recorder.streams.observed_by(self._recorder))
+
+    def _warn(self) -> None:
+        why = "no trace was written: the run ended after step %d, before the last of trace_steps=(%d, %d)"
+        log.warning(why, self._step, self._first, self._last)
 
     def _write(self, found: Trace) -> None:
         try:
             found.save_json(self._directory / f"trace-rank{found.rank}.json")
             if found.rank == 0:
                 (self._directory / "summary.txt").write_text(f"{found}\n")
-                (self._directory / "summary.json").write_text(json.dumps(found.summary(), indent=1))
-                found.save_picture(self._directory / "trace.png")
                 log.info("the trace of steps %d to %d is in %s", self._first, self._last, self._directory.absolute())
-        except (OSError, ConfigError) as error:  # training goes on
+        except OSError as error:  # training goes on
             warn_user(f"the trace of steps {self._first} to {self._last} is incomplete: {error}")
-
-
-def _warn_if_unwritten(tracer_of: Callable[[], StepTracer | None]) -> None:
-    if (tracer := tracer_of()) is not None:
-        tracer.warn_if_unwritten()
 
 
 # -- recording --------------------------------------------------------------------------------------------------------
 
-_watching: WeakSet[Streams] = WeakSet()  # whose observers are told of the steps of all optimizers in this process
 
-
-def _watch_optimizers(streams: Streams) -> None:
-    _watching.add(streams)
-    _add_hooks()
-
-
-@functools.cache
-def _add_hooks() -> None:
-    register_optimizer_step_pre_hook(skip(lambda *_: _tell(StepEvent.OPTIMIZER_BEGINS)))
-    register_optimizer_step_post_hook(skip(lambda *_: _tell(StepEvent.OPTIMIZER_ENDS)))
-
-
-def _tell(moment: StepEvent) -> None:
-    for streams in tuple(_watching):
-        streams.observe(moment, None)
+@contextlib.contextmanager
+def _hearing_optimizers(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of the steps of all optimizers in this process. Not to be left inside of a step's hooks."""
+    hooks = [
+        register_optimizer_step_pre_hook(skip(lambda *_: observer.on_event(StepEvent.OPTIMIZER_BEGINS, None))),
+        register_optimizer_step_post_hook(skip(lambda *_: observer.on_event(StepEvent.OPTIMIZER_ENDS, None))),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 _BEGINS = {
@@ -166,12 +156,15 @@ _ENDS = {
 class _Recorder(Observer):
     """Stamps the beginning and the end of what it observes: seconds of the host, or events of the device, its own.
 
+    `begin` and `finish` are called once each. Events after `finish` change nothing.
+
     Args:
-        engine: see `trace`.
+        engine: see `trace`. The recorder does not keep it.
         first_step: number of the first step.
 
     Attributes:
-        trace: filled when `record` ends.
+        trace: `finish` fills it.
+        streams: the engine's.
     """
 
     def __init__(self, engine: Engine, first_step: int = 1) -> None:
@@ -179,7 +172,7 @@ class _Recorder(Observer):
         rank = ranks.users_group.rank()
         about = f"rank {rank} of {ranks.total_size} on {ranks.streams.device}"
         self.trace = Trace(rank, about, [unit.name for unit in engine.units], first_step)
-        self._streams = ranks.streams
+        self.streams = ranks.streams
         self._unit_of = [unit.index for unit in engine.units for _ in unit.flat_params]  # by tag
         self._spans: list[Span] = []
         self._issued: Span | None = None  # a collective that no fence has recorded yet
@@ -189,14 +182,9 @@ class _Recorder(Observer):
         self._loss: Span | None = None  # between a forward and its backward
         self._host_s = self._host_began = 0.0
 
-    @contextlib.contextmanager
-    def record(self) -> Iterator[Trace]:
-        """Fill the trace with what happens in the body. Once."""
-        _watch_optimizers(self._streams)
+    def begin(self) -> None:
+        """The trace begins now."""
         self._start = self._now(StreamName.COMPUTE)
-        with self._streams.observed_by(self):
-            yield self.trace
-        self._fill()
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
@@ -245,7 +233,7 @@ class _Recorder(Observer):
 
     def on_wait(self, fence: Fence) -> None:
         """See `Observer`. On the CPU `on_done` comes first."""
-        if self._streams.has_streams and fence.target is StreamName.COMPUTE:
+        if self.streams.has_streams and fence.target is StreamName.COMPUTE:
             self._end_wait(fence)
 
     def _end_wait(self, fence: Fence) -> None:
@@ -287,10 +275,10 @@ class _Recorder(Observer):
                 self._host_s += perf_counter() - self._host_began
 
     def _now(self, stream: StreamName) -> Any:
-        if not self._streams.has_streams:
+        if not self.streams.has_streams:
             return perf_counter()
-        event = self._streams.module.Event(enable_timing=True)
-        event.record(self._streams.device_stream(stream))
+        event = self.streams.module.Event(enable_timing=True)
+        event.record(self.streams.device_stream(stream))
         return event
 
     def _to_us(self, stamp: Any) -> float:
@@ -306,15 +294,15 @@ class _Recorder(Observer):
     def _end(self, begun: Span) -> None:
         self._spans.append(begun._replace(stop_us=self._now(begun.stream)))
 
-    def _fill(self) -> None:
-        """Turn stamps into microseconds. Collectives without a wait, and an optimizer's step, end with the trace."""
+    def finish(self) -> None:
+        """Fill the trace. Collectives without a wait, and an optimizer's step, end with it."""
         for begun in self._under_way.values():
             self._end(begun)
         while self._computing:
             self._close(self._computing[-1].activity)
         stop, found = self._now(StreamName.COMPUTE), self.trace
-        if self._streams.has_streams:
-            self._streams.module.synchronize(self._streams.device)
+        if self.streams.has_streams:
+            self.streams.module.synchronize(self.streams.device)
             found.host_us = self._host_s * 1e6
         for span in reversed(self._spans):  # outer ones first, also where times are equal
             found.spans.append(span._replace(start_us=self._to_us(span.start_us), stop_us=self._to_us(span.stop_us)))

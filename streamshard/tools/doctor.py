@@ -1,7 +1,7 @@
 """What ``streamshard doctor`` says: is this machine ready for training, how fast is it, and which settings suit it.
 
 One rank of each machine looks at it. If a launcher has started several ranks, they measure their collectives and, of a
-given model, one layer (`streamshard.inspect.speed`). `advise` turns these numbers into settings.
+given model, one layer (`streamshard.tools.speed`). `advise` turns these numbers into settings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from streamshard.comm.streams import Streams
 from streamshard.config import Precision, ReductionMode, SlotCount, check_environment
 from streamshard.device import module_of, training_device
 from streamshard.errors import ConfigError, StreamShardError
-from streamshard.inspect.speed import CollectiveSpeed, Layer, LayerSpeed, matmul_tflops, measure
+from streamshard.tools.speed import CollectiveSpeed, Layer, LayerSpeed, matmul_tflops, measure
 
 _UNIT_NUMELS = tuple(mib << 19 for mib in (1, 16, 128))  # of units that take so many MiB in bf16
 _HIDDEN = 0.1  # communication hides if it makes compute longer by at most so much
@@ -256,8 +256,8 @@ def _measure(report: Report, device: torch.device, make: Callable[[], Layer] | N
     layer = None if make is None else run_on_all_ranks(ranks, "run a layer", make)
     sizes = [(numel, numel) for numel in _UNIT_NUMELS] if layer is None else layer.sizes
     report.collectives, report.layer = measure(ranks, sizes, layer, precision)
-    is_of = isinstance(ranks.transport, SharedMemoryTransport), isinstance(ranks.transport, PairwiseTransport)
-    report.transport = "shared-memory" if is_of[0] else "sockets" if is_of[1] else "nccl"
+    names = {SharedMemoryTransport: "shared-memory", PairwiseTransport: "sockets"}
+    report.transport = names.get(type(ranks.transport), "nccl")
     what = f"{ranks.world_size} ranks on {report.machines} machine(s), over {report.transport}"
     report.findings.append(Finding("ok", what))
     for each in report.collectives:

@@ -1,0 +1,2 @@
+"""Instruments: plan, doctor, memory report, trace, statistics, races, adversary, and the command. No core module
+imports them."""

@@ -1,0 +1,253 @@
+"""The command ``streamshard``: plan a training run, check the machine, inspect and convert checkpoints. Needs no GPU.
+
+Each command imports what it needs itself: torch takes seconds to import, and ``--help`` does not need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from streamshard import __version__
+from streamshard.errors import CheckpointError, ConfigError, StreamShardError, UnitError, printable
+
+if TYPE_CHECKING:
+    from streamshard.checkpoint.find import Survey
+    from streamshard.checkpoint.manifest import Manifest
+    from streamshard.config import Precision
+
+_ABOUT = "Plan the memory of a training run, check the machine, inspect and convert checkpoints. Needs no GPU."
+_SHOWN_CHARACTERS = 72
+_RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
+_EXIT_CODES = "Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: the command's arguments. None: the arguments of the process.
+
+    Returns:
+        The exit code: 0; 1 after an error (one line on standard error); 2 after wrong usage.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has ended: `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (StreamShardError, OSError) as error:
+        _say(f"streamshard {arguments.command}: {error}", sys.stderr)
+        return 2 if isinstance(error, ConfigError | UnitError) else 1
+    return 0
+
+
+def _say(text: object, stream: TextIO | None = None) -> None:
+    """Print one line. Control characters are escaped: names from an untrusted checkpoint may contain some."""
+    print(printable(str(text)), file=stream)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("streamshard", description=_ABOUT, epilog=_EXIT_CODES)
+    parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+
+    plan = commands.add_parser("plan", help="how much memory and communication training a model takes")
+    about = "a transformers config.json, its directory, or a function that builds a model: package.module:function"
+    plan.add_argument("model", metavar="MODEL", help=about)
+    plan.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model")
+    plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80GiB: says what fits")
+    plan.add_argument("--slots", type=int, metavar="K", help="plan K weight slots too")
+    about = "bf16, fp16, fp32, or fields of Precision, such as param_dtype=float32,wire_dtype=bfloat16"
+    plan.add_argument("--precision", default="bf16", help=about)
+    about = "what connects the ranks: %(choices)s (%(default)s)"
+    plan.add_argument("--transport", choices=("nccl", "sockets", "shared-memory"), default="nccl", help=about)
+    for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
+        plan.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}: estimate activations")
+    about = "modules or classes of modules that become units"
+    plan.add_argument("--units", nargs="+", action="extend", metavar="NAME", help=about)
+    about = "modules whose weights are read outside of their layer"
+    plan.add_argument("--resident", nargs="+", action="extend", default=[], metavar="NAME", help=about)
+    about = "combine layers until a unit has so much, such as 1MiB"
+    plan.add_argument("--min-unit-size", default=0, metavar="SIZE", help=about)
+    plan.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
+    plan.set_defaults(run=_plan)
+
+    doctor = commands.add_parser("doctor", help="check this machine; with a launcher measure the ranks")
+    doctor.add_argument("model", metavar="MODEL", nargs="?", help="measure one layer of it too; as for plan")
+    doctor.add_argument("--precision", default="bf16", help="as for plan")
+    for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
+        doctor.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}, for MODEL")
+    doctor.add_argument("--json", action="store_true", help="print JSON; times are in milliseconds")
+    doctor.set_defaults(run=_doctor)
+
+    inspect = commands.add_parser("inspect", help="list checkpoints, or describe and verify one")
+    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
+    inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
+    inspect.set_defaults(run=_inspect)
+
+    convert = commands.add_parser("convert", help="convert a checkpoint to FSDP2's format (DCP), or back")
+    convert.add_argument("directory", metavar="DIR", type=Path, help=f"--to: {_RUN}; --from: a DCP directory")
+    convert.add_argument("out", metavar="OUT", type=Path, help="--to: a new directory; --from: one of checkpoints")
+    way = convert.add_mutually_exclusive_group(required=True)
+    way.add_argument("--to", choices=("dcp",), help="write OUT for dcp.load and set_state_dict")
+    way.add_argument("--from", choices=("dcp",), dest="source", help="add a checkpoint for load_checkpoint to OUT")
+    for name in ("model", "optimizer"):
+        about = f"with --from: the prefix of the {name}'s keys (%(default)s)"
+        convert.add_argument(f"--{name}-key", metavar="KEY", default=name, help=about)
+    convert.set_defaults(run=_convert)
+    return parser
+
+
+def _precision(text: str) -> Precision:
+    """The `Precision` of ``--precision``."""
+    import torch
+
+    from streamshard.config import Precision, parse_precision, refuse_unknown
+
+    if "=" not in text:
+        return parse_precision(text)
+    chosen = dict(field.partition("=")[::2] for field in text.split(","))
+    refuse_unknown(chosen, [field.name for field in dataclasses.fields(Precision)], "field of Precision")
+    try:
+        return Precision(**{name: getattr(torch, dtype) for name, dtype in chosen.items()})
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"--precision: {error}") from error
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from streamshard.tools.plan import builder_of, plan
+
+    planned = plan(
+        builder_of(arguments.model),
+        arguments.ranks,
+        arguments.units,
+        resident=arguments.resident,
+        min_unit_size=arguments.min_unit_size,
+        precision=_precision(arguments.precision),
+        transport=arguments.transport,
+        weight_slots=arguments.slots,
+        budget=arguments.budget,
+        batch=arguments.batch,
+        seq=arguments.seq,
+    )
+    print(json.dumps(dataclasses.asdict(planned), indent=2) if arguments.json else planned)
+    if planned.budget_bytes is not None and not planned.fitting:
+        raise StreamShardError("nothing fits the budget")
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from streamshard.tools.doctor import Finding, advise, examine
+    from streamshard.tools.plan import builder_of, plan
+
+    precision = _precision(arguments.precision)
+    build = None if arguments.model is None else builder_of(arguments.model)
+    report = examine(build, precision, arguments.batch, arguments.seq)
+    if report is None:  # the first rank says it for all
+        return
+    if build is not None and report.transport is not None:
+        ranks, memory, batch = report.world_size, report.memory_bytes, arguments.batch
+        given = {"precision": precision, "transport": report.transport, "batch": batch, "seq": arguments.seq}
+        try:
+            planned = plan(build, ranks, budget=memory, **given)
+        except StreamShardError as error:
+            report.findings.append(Finding("problem", "StreamShard cannot shard this model", str(error)))
+        else:
+            slots = [stage.weight_slots for stage in planned.stages if stage.name in planned.fitting]
+            report.findings += advise(report, precision, batch, slots[-1] if slots else None)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(report), indent=2))
+    else:
+        for finding in report.findings:
+            _say(finding)
+    if problems := sum(finding.level == "problem" for finding in report.findings):
+        sys.stdout.flush()
+        raise StreamShardError(f"{problems} problem{'s' * (problems > 1)} found")
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from streamshard.checkpoint.find import is_checkpoint, no_checkpoint, open_checkpoint, survey
+    from streamshard.checkpoint.json_codec import name_of
+    from streamshard.checkpoint.manifest import read_manifest
+    from streamshard.comm.objects import RankGroup
+    from streamshard.config import parse_path
+
+    root = parse_path("DIR", arguments.directory)
+    if not is_checkpoint(root):
+        found = survey(root)
+        if not found.whole and not found.others:
+            raise no_checkpoint(root, {})
+        _list(found)
+        return
+    manifest = read_manifest(root)
+    _say(root)
+    for name, what in _describe(manifest):
+        _say(f"  {name:<16}  {what}")
+    if arguments.tensors:
+        for name, tensor in manifest.tensors.items():
+            _say(f"  {name}  {name_of(tensor.dtype)}  {list(tensor.shape)}")
+    sys.stdout.flush()  # before an error follows on the other stream
+    open_checkpoint(root).verify_together(RankGroup())
+    _say("verified: all is as written")
+
+
+def _list(found: Survey) -> None:
+    """Print a line for each checkpoint, without reading its tensors. The error at the end says what is damaged."""
+    entries = [*found.whole, *found.others]
+    for entry in sorted(entries, key=lambda entry: (len(entry.path.name), entry.path.name)):  # 9 before 10
+        if entry.wrong or entry.manifest is None:
+            what = "cannot be read" if entry.may_be_whole else "damaged"
+        else:
+            size = _total_bytes(entry.manifest)
+            what = f"{_saved_at(entry.manifest)}  {entry.manifest.world_size} rank(s)  {size}"
+        _say(f"{entry.path.name:<20}  {what}{', latest' if entry in found.whole[-1:] else ''}")
+    if found.others:
+        sys.stdout.flush()
+        raise CheckpointError("; ".join(entry.wrong for entry in found.others))
+
+
+def _describe(manifest: Manifest) -> list[tuple[str, str]]:
+    """Rows (name, content), one for each part of a checkpoint."""
+    rows = [
+        ("number", str(manifest.number)),
+        ("saved", f"{_saved_at(manifest)} by streamshard {manifest.versions['streamshard']}"),
+        ("ranks", str(manifest.world_size)),
+        ("size", f"{_total_bytes(manifest)} in {len(manifest.files)} file(s)"),
+    ]
+    for name, saved in (*manifest.state["models"].items(), *manifest.state["optimizers"].items()):
+        rows.append((name, saved["class"] or "of unknown class"))
+    for name, trees in manifest.state["trees"].items():
+        differs = "" if len(trees) == 1 else f"differs between {len(trees)} ranks; "
+        shown = differs + json.dumps(trees[0], ensure_ascii=False)
+        rows.append((name, shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."))
+    return rows
+
+
+def _saved_at(manifest: Manifest) -> str:
+    """When the checkpoint was saved, to the second, in UTC."""
+    return manifest.versions["saved_at"][: len("2000-01-01T00:00:00")].replace("T", " ") + " UTC"
+
+
+def _total_bytes(manifest: Manifest) -> str:
+    return f"{sum(record.size_bytes for record in manifest.files) / 1e6:,.1f} MB"
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from streamshard.checkpoint.dcp import from_dcp, to_dcp
+
+    if arguments.to is not None:
+        _say(f"{to_dcp(arguments.directory, arguments.out)} -> {arguments.out}")
+        return
+    keys = {"model": arguments.model_key, "optimizer": arguments.optimizer_key}
+    path, left_out = from_dcp(arguments.directory, arguments.out, **keys)
+    _say(f"{arguments.directory} -> {path}")
+    if left_out:
+        _say(f"left out: {', '.join(left_out)}")
