@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.comm.objects import raise_if, run_on_all_ranks
+from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.torch_private import swap_tensor

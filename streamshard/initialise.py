@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.comm.objects import run_on_all_ranks
+from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.device import module_of
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import host_group_of
-from streamshard.comm.objects import refuse_together
+from streamshard.comm.ranks import refuse_together
 from streamshard.device import serves, training_device
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks

@@ -33,7 +33,7 @@ from typing import NamedTuple, TypeVar, cast
 from streamshard.checkpoint.find import PARTIAL, Survey, check_sizes, is_named_as_ours, may_access, survey
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, Manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.errors import CheckpointError, StreamShardError, log
 
 _LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")

@@ -51,7 +51,7 @@ from streamshard.checkpoint.safetensors_file import (
     sync_directory,
     write_all,
 )
-from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError, log
 from streamshard.integrations import huggingface

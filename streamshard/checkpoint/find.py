@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, describe, log, printable
 

@@ -21,7 +21,7 @@ from streamshard.checkpoint.disk_layout import (
     whole_tensors,
 )
 from streamshard.checkpoint.safetensors_file import MODEL_FILES, FileNames, OpenFiles, copy_range, read_text
-from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError, log
 from streamshard.integrations import huggingface
 from streamshard.unit.shard import ParamShard

@@ -33,7 +33,7 @@ from streamshard.checkpoint.optimizer_state import (
     settle,
 )
 from streamshard.checkpoint.safetensors_file import bytes_of
-from streamshard.comm.objects import gather_from_all_ranks
+from streamshard.comm.ranks import gather_from_all_ranks
 from streamshard.device import module_of
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import engine_at_rest
@@ -225,7 +225,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     for name, (tree, tensors) in trees.items():
         if name in differing:
             saved["trees"][name] = [theirs[name] for theirs in their_trees]
-            pieces.extend(Piece.whole(name_of_rank(each, ranks.number), tensor) for each, tensor in tensors.items())
+            pieces.extend(Piece.whole(name_of_rank(each, ranks.total_rank), tensor) for each, tensor in tensors.items())
         else:
             saved["trees"][name] = [tree]
             pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)

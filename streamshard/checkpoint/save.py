@@ -11,14 +11,12 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from streamshard import __version__
 from streamshard.checkpoint.directory import Partial, publish_checkpoint, write_together
@@ -28,8 +26,8 @@ from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
 from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect, name_parts
 from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import is_closed, make_host_group
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.groups import make_host_group, state_of
+from streamshard.comm.ranks import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
 from streamshard.errors import (
@@ -270,11 +268,6 @@ def finish_running() -> None:
         _running.wait()
 
 
-# Groups that only saves in the background use, by the group of all ranks. Weak: destroy_process_group() has to end
-# gloo's threads, which must not outlive Python (they take its lock).
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
 def background_ranks(ranks: Communicator) -> RankGroup:
     """The ranks, with a new process group for one save in the background. Collective.
 
@@ -285,11 +278,12 @@ def background_ranks(ranks: Communicator) -> RankGroup:
     """
     if ranks.total_size == 1:
         return RankGroup()
-    group = _groups.get(ranks.users_group, lambda: None)()
-    if not all(ranks.gather_objects(group is not None and not is_closed(group))):
+    kept = state_of(ranks.users_group)
+    group = kept.background_of and kept.background_of()
+    if not all(ranks.gather_objects(group is not None and not state_of(group).is_closed)):
         with ranks.guard("making a group for saves in the background"):
             group = make_host_group(ranks.users_group, WRITTEN_WITHIN, MADE_WITHIN)
-            _groups[ranks.users_group] = weakref.ref(group)
+            kept.background_of = state_of(group).host_of
     return RankGroup(group, meeting="saving in the background", timeout=WRITTEN_WITHIN)
 
 
@@ -313,7 +307,7 @@ def write_checkpoint(
         The checkpoint's path.
     """
     name = f"checkpoint-{number}"
-    file = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
+    file = f"rank-{group.total_rank:05d}-of-{group.total_size:05d}.safetensors"
     data_of = {piece.name: piece.data for piece in pieces}
 
     def write(partial: Path) -> tuple[FileRecord, dict[str, TensorRecord]]:
@@ -322,7 +316,7 @@ def write_checkpoint(
             raise CheckpointError(f"several tensors are named {twice!r}: give other keys in extra= or model=")
         specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in pieces if each.data.numel()]
         written = write_file(partial, lay_out(file, specs), data_of)
-        return written, {piece.name: piece.record(group.number) for piece in pieces}
+        return written, {piece.name: piece.record(group.total_rank) for piece in pieces}
 
     def publish(partial: Partial, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")

@@ -1,26 +1,23 @@
-"""The ranks that train a model together: their transport, what they sum and broadcast, and failures."""
+"""The ranks that train a model together: their transport, and what they sum and broadcast."""
 
 from __future__ import annotations
-
-import os
-import weakref
 
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import host_group_of
+from streamshard.comm.issue_log import Guard, RecordKind
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.objects import Guard
+from streamshard.comm.ranks import RankGroup
 from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import StreamName, Streams
-from streamshard.comm.transport import Peers, Transport
+from streamshard.comm.transport import Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError
 
 
-class Communicator(Peers):
+class Communicator(RankGroup):
     """The ranks of a shard group, and all ranks of its model. Making one is collective: it connects the ranks.
 
     Args:
@@ -32,7 +29,6 @@ class Communicator(Peers):
 
     Attributes:
         transport: moves bytes between the ranks; chosen by the device of `streams`. Tests replace it.
-        rank: this rank's number in the shard group.
 
     Raises:
         ConfigError: the group has no backend for the device.
@@ -54,14 +50,9 @@ class Communicator(Peers):
                 f"parameters are on {streams.device}, for which the process group ({dist.get_backend_config(group)}) "
                 f"has no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
             )
-        has_streams = streams.has_streams
-        super().__init__(all_ranks or group, world_size=group.size(), replica=replica, has_streams=has_streams)
-        self._group_of = weakref.ref(group if has_streams else host_group_of(group))
-        self.streams = streams
-        self.stream = stream
-        self.rank = group.rank()
-        _alive_ones.add(self)
-        self.transport = NcclTransport(self) if has_streams else PairwiseTransport(self)
+        shard_group = group if streams.has_streams else host_group_of(group)
+        super().__init__(all_ranks or group, shard_group=shard_group, replica=replica, streams=streams, stream=stream)
+        self.transport = NcclTransport(self) if streams.has_streams else PairwiseTransport(self)
         if self.world_size > 1:
             with self.guard("the first meeting of a process group's ranks"):
                 self.transport.meet()
@@ -82,8 +73,6 @@ class Communicator(Peers):
     def all_ranks(self) -> dist.ProcessGroup:
         """All ranks that train this model: on devices the user's own group, on CPUs StreamShard's."""
         return self.users_group if self.streams.has_streams else self.host_group
-
-    # -- what ranks tell each other ---------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
@@ -109,8 +98,6 @@ class Communicator(Peers):
         self.transport.before_talk()
         return super().talk(action, kind)
 
-    # -- failures ---------------------------------------------------------------------------------------------------
-
     def close(self, *, users_too: bool = False) -> None:
         """See `RankGroup.close`. Ends the transport's waits too."""
         self.transport.leave()
@@ -133,10 +120,8 @@ class PlannedRanks(Communicator):
             raise ConfigError(f"world_size={world_size!r}: wanted a positive number of ranks")
         if transport not in TRANSPORTS:
             raise ConfigError(f"transport={transport!r}: wanted one of {', '.join(TRANSPORTS)}")
-        Peers.__init__(self, world_size=world_size)
-        self.streams = Streams(torch.device("meta"))
-        self.stream = StreamName.COMM
-        self.rank = 0
+        RankGroup.__init__(self, streams=Streams(torch.device("meta")))
+        self.world_size = world_size
         self.transport = TRANSPORTS[transport](self)
 
     def share_memory(self, nbytes: int, units: int) -> None:
@@ -146,7 +131,7 @@ class PlannedRanks(Communicator):
 class _PlannedSharedMemory(SharedMemoryTransport):
     """Needs as much memory as `SharedMemoryTransport`, and maps none."""
 
-    def __init__(self, ranks: Peers) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         Transport.__init__(self, ranks)
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -160,17 +145,3 @@ TRANSPORTS: dict[str, type[NcclTransport | PairwiseTransport | _PlannedSharedMem
     "shared-memory": _PlannedSharedMemory,
 }
 """What connects ranks: NCCL on GPUs, gloo's sockets between CPUs, shared memory between the CPU ranks of a machine."""
-
-_alive_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for ranks in _alive_ones:
-        if ranks.total_size > 1:
-            ranks.failure = (
-                f"this process was forked from rank {ranks.rank} and has no connection to other ranks: start processes "
-                "with the spawn method"
-            )
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -12,7 +12,7 @@ import struct
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not r
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from streamshard.device import accelerator, has_streams, serves
+from streamshard.device import has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError, uncaught
 from streamshard.torch_private import backend_of, set_timeout
 
@@ -130,13 +130,15 @@ def make_default_group(device: torch.device, **given: Any) -> None:
     world_size = int(given.get("world_size", os.environ.get("WORLD_SIZE", "1")))
     try:
         with gloo_settings(os.environ.get("MASTER_ADDR"), world_size):
-            given = given or _meet_at_launchers_store(timeout)
-            dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **given)
+            arguments = given or _meet_at_launchers_store(timeout)
+            dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **arguments)
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
-        raise CommunicationError(f"the ranks cannot connect: {error}{connection_advice()}") from error
+        advice = connection_advice(is_ours=not given)
+        raise CommunicationError(f"the ranks cannot connect: {error}{advice}") from error
+    _state_of_default().is_ours = True
     if has_streams(device):
-        atexit.register(_end, weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD)))
+        atexit.register(_end)
 
 
 def _meet_at_launchers_store(timeout: datetime.timedelta) -> dict[str, Any]:
@@ -147,9 +149,8 @@ def _meet_at_launchers_store(timeout: datetime.timedelta) -> dict[str, Any]:
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    global _start
-    _start = _agree_on_name(store, rank, world_size)
-    return {"store": PrefixStore(_start, store), "rank": rank, "world_size": world_size}
+    start = _agree_on_name(store, rank, world_size)
+    return {"store": PrefixStore(start, store), "rank": rank, "world_size": world_size}
 
 
 def _agree_on_name(store: Any, rank: int, world_size: int) -> str:
@@ -173,38 +174,102 @@ def _agree_on_name(store: Any, rank: int, world_size: int) -> str:
     return drawn
 
 
-def start_name() -> str:
-    """Tells this start of the ranks from earlier ones, for keys in a store that may outlive them.
+def connection_advice(*, is_ours: bool | None = None) -> str:
+    """What to change if ranks do not connect, or only slowly: further sentences of an error.
 
-    If StreamShard has not made the default group, the name is as good as the launcher's count: see `_agree_on_name`.
+    Args:
+        is_ours: StreamShard makes the default group; None: ask the group.
     """
-    return _start or os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-
-
-_start = ""
-
-
-def connection_advice() -> str:
-    """What to change if ranks do not connect, or only slowly: further sentences of an error."""
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return _NETWORK_ADVICE * (not _is_one_machine()) + _RESTART_ADVICE * (is_restarted and not _start)
+    is_ours = _state_of_default().is_ours if is_ours is None else is_ours
+    return _NETWORK_ADVICE * (not _is_one_machine()) + _RESTART_ADVICE * (is_restarted and not is_ours)
 
 
-def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
-    """Destroy the default group at exit: NCCL warns otherwise.
+def _end() -> None:
+    """Destroy the default group that StreamShard has made, at exit: NCCL warns otherwise.
 
     After an uncaught exception, Ctrl-C too, other ranks may never issue what this rank has issued: NCCL would wait for
     it until its timeout. So the group is aborted first.
     """
-    if dist.is_initialized() and (group := group_of()) is not None and group is dist.group.WORLD:
+    if (group := dist.group.WORLD) is not None and state_of(group).is_ours:
         if uncaught() is not None:
             with contextlib.suppress(RuntimeError):  # gloo cannot abort
                 group.abort()
         dist.destroy_process_group()
 
 
-# StreamShard's own gloo groups, by the user's group of the same ranks, and by themselves. Weak: torch owns them.
-_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+# -- what StreamShard keeps for a group -------------------------------------------------------------------------------
+
+
+GroupOf = Callable[[], dist.ProcessGroup | None]
+"""Returns a group; None once it was destroyed."""
+
+
+def weak(group: dist.ProcessGroup) -> GroupOf:
+    """A reference to `group` that does not keep it alive.
+
+    destroy_process_group() has to end gloo's threads. They take Python's lock, so they must end before Python does.
+    """
+    return weakref.ref(group)
+
+
+class GroupState:
+    """Everything that StreamShard keeps for one process group, as long as the group lives.
+
+    Attributes:
+        is_ours: this is the default group, and StreamShard has made it: no earlier start of the ranks has its keys.
+        is_closed: this rank has ended the waits over StreamShard's own group of the same ranks.
+        host_of: returns StreamShard's own gloo group of the same ranks, or None if it was destroyed. Of such a group:
+            the group itself. None: it was not made.
+        background_of: as `host_of`, for saves in the background.
+        recorders: how many flight recorders the group has had.
+        log_store: the part of the store in which flight recorders write; None: there was no recorder.
+        connection: of the default group, a second connection to the store.
+    """
+
+    def __init__(self) -> None:
+        self.is_ours = self.is_closed = False
+        self.host_of: GroupOf | None = None
+        self.background_of: GroupOf | None = None
+        self.recorders = 0
+        self.log_store: Any = None
+        self.connection: Any = None
+
+
+_states = weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState]()
+
+
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    """Everything that StreamShard keeps for `group`."""
+    if (state := _states.get(group)) is None:
+        state = _states[group] = GroupState()
+    return state
+
+
+def _state_of_default() -> GroupState:
+    world = dist.group.WORLD
+    return GroupState() if world is None else state_of(world)
+
+
+def log_store(group: dist.ProcessGroup) -> tuple[Any, str]:
+    """Where a new flight recorder of `group` writes: a part of the store, and a prefix of its keys in this part.
+
+    All ranks get the same prefix, because they create recorders in the same order. Making a group blocks the connection
+    to the store, so each process has a second connection. Ranks of a large group have none.
+    """
+    state, default = state_of(group), _state_of_default()
+    state.recorders += 1
+    if state.log_store is None:
+        state.log_store = store = group.get_group_store()
+        # The same on all ranks, and another one after a restart: the store may have an earlier failure.
+        start = "" if default.is_ours else os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        with contextlib.suppress(RuntimeError):  # not every store can do this
+            connection = base_store(group)
+            if group.size() <= MOST_CONNECTED:  # the host of the store would hold two sockets of each rank
+                connection = default.connection = default.connection or connection.clone()
+            name = store.compare_set(f"streamshard/{start}", "", uuid.uuid4().hex).decode()
+            state.log_store = PrefixStore(f"streamshard/{name}", connection)
+    return state.log_store, f"{state.recorders}/"
 
 
 def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -220,14 +285,13 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     Raises:
         CommunicationError: the group has been destroyed.
     """
-    if serves(group, "cpu") and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
+    serves_cpu, state = serves(group, "cpu"), state_of(group)
+    if serves_cpu and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
         return group
-    if group not in _host_groups:
-        device = accelerator()
-        has_device = not serves(group, "cpu") or (device is not None and serves(group, device))
-        timeout = CONTROL_TIMEOUT if has_device else timeout_of(group)  # on CPUs steps use the group too
-        _host_groups[group] = weakref.ref(make_host_group(group, timeout))
-    return alive(_host_groups[group])
+    if state.host_of is None:
+        timeout = timeout_of(group) if serves_cpu else CONTROL_TIMEOUT  # on CPUs steps use the group too
+        state.host_of = state_of(make_host_group(group, timeout)).host_of
+    return alive(state.host_of)
 
 
 def make_host_group(
@@ -251,7 +315,7 @@ def make_host_group(
         )
         dist.all_reduce(torch.zeros(1), group=made)
     set_timeout(timeout, made)
-    _host_groups[made] = weakref.ref(made)
+    state_of(made).host_of = weak(made)
     return made
 
 
@@ -322,8 +386,8 @@ def _own_address(host: str) -> str | None:
     return None
 
 
-def alive(group_of: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:
-    """The group of a weak reference.
+def alive(group_of: GroupOf | None) -> dist.ProcessGroup:
+    """The group that `group_of` returns.
 
     Raises:
         CommunicationError: the group has been destroyed.
@@ -351,18 +415,12 @@ def close_connections(*groups: dist.ProcessGroup, users_too: bool = False) -> No
         users_too: end other libraries' waits over the users' groups too. A group that does not serve the CPU is left
             out.
     """
-    hosts = [host for group in groups if group in _host_groups and (host := _host_groups[group]()) is not None]
-    _closed.update((*groups, *hosts))
+    hosts_of = [of for group in groups if (of := state_of(group).host_of) is not None]
+    hosts = [host for of in hosts_of if (host := of()) is not None]
+    for group in (*groups, *hosts):
+        state_of(group).is_closed = True
     for group in dict.fromkeys((*hosts, *(groups if users_too else ()))):
         if group.size() > 1 and serves(group, "cpu"):
             peer = (group.rank() + 1) % group.size()
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
-
-
-def is_closed(group: dist.ProcessGroup) -> bool:
-    """Whether this rank has closed `group`, or StreamShard's own group of its ranks."""
-    return group in _closed
-
-
-_closed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

@@ -41,12 +41,12 @@ from typing import NamedTuple
 
 import torch
 
-from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.gloo import Exchange, PairwiseTransport
 from streamshard.comm.groups import timeout_of
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.issue_log import RecordKind
+from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Peers, Reduction, sum_in_rank_order
+from streamshard.comm.transport import Reduction, sum_in_rank_order
 from streamshard.config import SHARED_MEMORY, ReductionMode
 from streamshard.errors import StateError
 
@@ -194,7 +194,7 @@ class SharedMemoryTransport(PairwiseTransport):
         buffers: shared memory of all ranks, by rank.
     """
 
-    def __init__(self, ranks: Peers, buffers: Sequence[SharedBuffers]) -> None:
+    def __init__(self, ranks: RankGroup, buffers: Sequence[SharedBuffers]) -> None:
         super().__init__(ranks)
         self._buffers = buffers
         self._own = buffers[ranks.rank]

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.comm.flight_recorder import RecordKind
+from streamshard.comm.issue_log import RecordKind
 from streamshard.engine.backward import run_empty_backward
 from streamshard.engine.engine import Engine, Inputs
 from streamshard.engine.forward import begin_forward

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.export import export_shards
-from streamshard.comm.objects import raise_if, run_on_all_ranks
+from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer, watched_class
 from streamshard.errors import CheckpointError, ShardingError

@@ -31,7 +31,7 @@ from streamshard.api import (
     load_optimizer_state_dict,
     load_safetensors,
 )
-from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator

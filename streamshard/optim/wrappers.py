@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.comm.objects import raise_if
+from streamshard.comm.ranks import raise_if
 from streamshard.device import on_device
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import engine_of

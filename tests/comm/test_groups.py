@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -34,7 +33,7 @@ from streamshard.comm.groups import (
     make_host_group,
     timeout_of,
 )
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CommunicationError
 from tests.launched import Launched, run_script
 from tests.models import Stack, vector_batch
@@ -45,11 +44,11 @@ _PR_SET_PDEATHSIG = 1
 _LARGE = """
     import os, torch, torch.distributed as dist
     from streamshard.comm.groups import host_group_of, make_default_group
-    from streamshard.comm.objects import RankGroup
+    from streamshard.comm.ranks import RankGroup
 
     make_default_group(torch.device("cpu"))
     ranks = RankGroup(dist.group.WORLD)
-    assert ranks.any_rank(ranks.number == 3)
+    assert ranks.any_rank(ranks.total_rank == 3)
     held = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdecimal() and
             os.path.lexists(f"/proc/self/fd/{name}")]
     print("sockets", sum(name.startswith("socket") for name in held), flush=True)
@@ -182,7 +181,7 @@ def test_beside_a_group_for_devices_the_control_group_has_a_long_timeout(context
     users = dist.new_group(timeout=timedelta(minutes=7))
     assert timeout_of(groups.host_group_of(users)) == timedelta(minutes=7)
     beside = dist.new_group(timeout=timedelta(minutes=7))
-    with mock.patch.object(groups, "accelerator", lambda: "cpu"):  # "cpu" plays a device that the group serves
+    with mock.patch.object(groups, "serves", lambda *_: False):
         assert timeout_of(groups.host_group_of(beside)) == CONTROL_TIMEOUT
     assert timeout_of(make_host_group(users, timedelta(seconds=20))) == timedelta(seconds=20)
 
@@ -286,9 +285,9 @@ def test_after_an_uncaught_exception_the_group_is_aborted_before_it_is_destroyed
 ) -> None:
     """NCCL would wait for what other ranks never issue."""
     calls = mock.Mock()
-    calls.is_initialized.return_value, calls.group.WORLD = True, calls.world
+    calls.group.WORLD = calls.world
     monkeypatch.setattr(groups, "dist", calls)
     monkeypatch.setattr(sys, "last_value", ValueError() if fails else None, raising=False)
-    groups._end(weakref.ref(calls.world))
-    made = [name for name, _, _ in calls.mock_calls if name != "is_initialized"]
-    assert made == ["world.abort"] * fails + ["destroy_process_group"]
+    groups.state_of(calls.world).is_ours = True
+    groups._end()
+    assert [name for name, _, _ in calls.mock_calls] == ["world.abort"] * fails + ["destroy_process_group"]
