@@ -123,8 +123,7 @@ class FlightRecorder:
         self._has_streams = has_streams
         self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
         self._is_told = False  # of another rank's failure, in the last look
-        self._since = 0.0  # the start of the wait that the watchdog has seen last
-        self._report_at_s = _REPORT_AFTER_S
+        self._reports = 0  # of the wait: after 30, 60, 120, .. seconds
         self._key = ""
         self._store: Any = None  # there is one rank, or the rank or launcher that hosts the store has ended
         if group is not None and self._world_size > 1:
@@ -254,25 +253,21 @@ class FlightRecorder:
             if not self._has_streams:
                 return
         what = waits[0] if waits else "what it has issued on its device"
-        since = self.log.waiting_since_s if waits else self.log.time_s
-        if since != self._since:
-            self._since, self._report_at_s = since, _REPORT_AFTER_S
-        waited_s = time.time() - since
-        reports = waited_s >= self._report_at_s
-        if waited_s < PATIENCE_S or (self._has_streams and not reports):
+        waited_s = time.time() - (self.log.waiting_since_s if waits else self.log.time_s)
+        reports = int(waited_s / _REPORT_AFTER_S).bit_length()
+        is_due, self._reports = reports > self._reports, reports
+        if waited_s < PATIENCE_S or (self._has_streams and not is_due):
             return
-        if reports:
-            self._report_at_s = 2 * waited_s
         logs = self._read()
         self.difference = self._find_difference(logs) or self.read_failure()
-        if self._store is None and reports and waits:
+        if self._store is None and is_due and waits:
             self.difference = "rank 0, or the launcher, which hosts the store of the process group, has ended"
         if self.difference is not None:
             self.post_failure(f"{what}: {self.difference}")
-            if reports:  # nothing can end a wait on a device, so at least log the reason
+            if is_due:  # nothing can end a wait on a device, so at least log the reason
                 log.error("%s: %s", what, self.difference)
             abort()
-        elif reports:
+        elif is_due:
             missing = self._describe_missing(logs, among_shown=not waits)
             if missing is not None or waits:  # else this rank computes, or runs code of the user's
                 missing = missing or f"all ranks have come, so a rank or the network is slow{connection_advice()}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import fcntl
 import os
 import socket
-import struct
+import sys
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,8 +33,7 @@ _RESTART_ADVICE = (
     ". torchrun has restarted the ranks, and its store may still have the addresses of dead ranks. Let StreamShard "
     "make the process group, or start with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d`"
 )
-_ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): somewhere in the network
-_SIOCGIFADDR = 0x8915  # asks Linux for an interface's IPv4 address, see netdevice(7)
+_ROUTES = Path("/proc/net/route")
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
 # Of control messages. One rank may write files for hours while the others wait; the watchdog looks after what hangs.
 CONTROL_TIMEOUT = datetime.timedelta(hours=24)
@@ -342,7 +341,7 @@ def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
         ranks: the number of ranks.
     """
     is_lazy = "1" if ranks > MOST_CONNECTED else None
-    wanted = {"TORCH_GLOO_LAZY_INIT": is_lazy, "GLOO_SOCKET_IFNAME": _interface_to(host)}
+    wanted = {"TORCH_GLOO_LAZY_INIT": is_lazy, "GLOO_SOCKET_IFNAME": host and _interface_to(host)}
     added = {name: value for name, value in wanted.items() if value is not None and name not in os.environ}
     os.environ.update(added)
     try:
@@ -352,22 +351,17 @@ def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _interface_to(host: str | None) -> str | None:
-    """The network interface on the way to `host`, such as "eth0"; None if it is not known.
+def _interface_to(host: str) -> str | None:
+    """The network interface on the way to `host`, such as "eth0", by Linux' table of routes; None if it is not known.
 
-    If the name `host` leads back to this machine, and ranks may be on several, the interface on the way out counts.
+    If the name `host` leads back to this machine, and ranks may be on several, this is the interface on the way out.
     """
-    if host is None:
-        return None
-    address = _own_address(host)
     is_one_machine = host == "localhost" or host.startswith("127.") or _is_one_machine()
-    if address is not None and address.startswith("127.") and not is_one_machine:
-        address = _own_address(_ELSEWHERE)
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+    with contextlib.suppress(OSError, ValueError):  # not Linux, no such host, or no way to it
+        rows = [row.split() for row in _ROUTES.read_text("ascii").splitlines()[1:]]  # see proc(5)
+        address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
+        routes = [(int(mask, 16), -int(metric), int(net, 16), name) for name, net, *_, metric, mask, _, _, _ in rows]
+        return "lo" if is_one_machine else max(route for route in routes if address & route[0] == route[2])[-1]
     return None
 
 
@@ -375,15 +369,6 @@ def _is_one_machine() -> bool:
     """Whether the launcher has started all ranks on this machine."""
     ranks = os.environ.get("WORLD_SIZE")
     return ranks is not None and ranks == os.environ.get("LOCAL_WORLD_SIZE")
-
-
-def _own_address(host: str) -> str | None:
-    """This machine's IPv4 address on the way to `host`. Sends nothing."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, 1))
-        address: str = way.getsockname()[0]
-        return address
-    return None
 
 
 def alive(group_of: GroupOf | None) -> dist.ProcessGroup:

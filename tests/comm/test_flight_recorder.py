@@ -279,7 +279,7 @@ def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> 
         waits._store = mock.Mock(check=lambda _: False)
         waits._key = ""
         with mock.patch.object(time, "time", lambda: now[0]), Guard(waits.log, mock.Mock(), "something"):
-            for waited_s, reports in ((20, 0), (40, 1), (70, 1), (90, 2), (170, 2), (200, 3)):
+            for waited_s, reports in ((20, 0), (40, 1), (50, 1), (70, 2), (110, 2), (130, 3)):
                 now[0] = 1000.0 + waited_s
                 waits.look(mock.Mock())
                 assert told.qsize() == reports, waited_s

@@ -125,26 +125,47 @@ def test_a_rank_that_is_late_gets_the_same_name_although_the_store_has_its_earli
         assert groups._agree_on_name(store, 1, 2) == of_rank_0.result(10)
 
 
-@pytest.mark.parametrize("mine", ["", "chosen0"])
-def test_gloo_listens_where_rank_0_is_unless_the_user_has_chosen(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings hold while a group is made, and not afterwards."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+_ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+wifi0 00000000 01004D0A 0003 0 0 600 00000000 0 0 0
+eth0 00000000 01004D0A 0003 0 0 100 00000000 0 0 0
+ib0 00004D0A 00000000 0001 0 0 0 0000FFFF 0 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "machines", "interface"),
+    [
+        ("10.77.0.1", 2, "ib0"),
+        ("10.78.0.1", 2, "eth0"),
+        ("node0", 2, "eth0"),
+        ("node0", 1, "lo"),
+        ("localhost", 2, "lo"),
+        ("nosuchhost", 2, None),
+        (None, 2, None),
+    ],
+)
+def test_gloo_listens_on_the_way_to_rank_0_unless_the_user_has_chosen(
+    host: str | None, machines: int, interface: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The settings hold while a group is made, and not afterwards. On Debian "node0" is the machine's own name."""
+    (tmp_path / "route").write_text(_ROUTES)
+    monkeypatch.setattr(groups, "_ROUTES", tmp_path / "route")
+    names = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "nosuchhost": ""}
+    monkeypatch.setattr(groups.socket, "gethostbyname", lambda name: names.get(name, name))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(4 // machines))
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    if mine:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", mine)
-    with gloo_settings("127.0.0.1", MOST_CONNECTED + 1):
-        assert os.environ["GLOO_SOCKET_IFNAME"] == (mine or "lo")
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
-    assert os.environ.get("GLOO_SOCKET_IFNAME", "") == mine
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # ranks may be on several machines, and "node0" is this one's own name
-    way_out = {"node0": "127.0.1.1", groups._ELSEWHERE: "127.0.0.1"}  # the address of "lo", which is there for sure
-    with mock.patch.object(groups, "_own_address", way_out.get), gloo_settings("node0", 2):
-        assert os.environ["GLOO_SOCKET_IFNAME"] == (mine or "lo")
-    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
-    with gloo_settings(None, MOST_CONNECTED):
-        assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    for mine in (None, "chosen0"):
+        with monkeypatch.context() as patch:
+            patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+            if mine is not None:
+                patch.setenv("GLOO_SOCKET_IFNAME", mine)
+            with gloo_settings(host, MOST_CONNECTED + 1):
+                assert os.environ.get("GLOO_SOCKET_IFNAME") == (mine or interface)
+                assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+            assert os.environ.get("GLOO_SOCKET_IFNAME") == mine
+            with gloo_settings(host, MOST_CONNECTED):
+                assert "TORCH_GLOO_LAZY_INIT" not in os.environ
 
 
 @pytest.mark.parametrize(
