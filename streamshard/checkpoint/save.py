@@ -26,7 +26,7 @@ from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
 from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect, name_parts
 from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import make_host_group, state_of
+from streamshard.comm.groups import make_host_group, state_of, weak
 from streamshard.comm.ranks import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
@@ -279,11 +279,11 @@ def background_ranks(ranks: Communicator) -> RankGroup:
     if ranks.total_size == 1:
         return RankGroup()
     kept = state_of(ranks.users_group)
-    group = kept.background_of and kept.background_of()
+    group = kept.background_of()
     if not all(ranks.gather_objects(group is not None and not state_of(group).is_closed)):
         with ranks.guard("making a group for saves in the background"):
             group = make_host_group(ranks.users_group, WRITTEN_WITHIN, MADE_WITHIN)
-            kept.background_of = state_of(group).host_of
+            kept.background_of = weak(group)
     return RankGroup(group, meeting="saving in the background", timeout=WRITTEN_WITHIN)
 
 

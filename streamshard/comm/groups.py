@@ -201,15 +201,15 @@ def _end() -> None:
 
 
 GroupOf = Callable[[], dist.ProcessGroup | None]
-"""Returns a group; None once it was destroyed."""
+"""Returns a group; None if there is none, or it was destroyed."""
 
 
-def weak(group: dist.ProcessGroup) -> GroupOf:
+def weak(group: dist.ProcessGroup | None) -> GroupOf:
     """A reference to `group` that does not keep it alive.
 
     destroy_process_group() has to end gloo's threads. They take Python's lock, so they must end before Python does.
     """
-    return weakref.ref(group)
+    return weakref.ref(group) if group is not None else lambda: None
 
 
 class GroupState:
@@ -218,8 +218,7 @@ class GroupState:
     Attributes:
         is_ours: this is the default group, and StreamShard has made it: no earlier start of the ranks has its keys.
         is_closed: this rank has ended the waits over StreamShard's own group of the same ranks.
-        host_of: returns StreamShard's own gloo group of the same ranks, or None if it was destroyed. Of such a group:
-            the group itself. None: it was not made.
+        host_of: returns StreamShard's own gloo group of the same ranks; None if there is none. Of such a group: itself.
         background_of: as `host_of`, for saves in the background.
         recorders: how many flight recorders the group has had.
         log_store: the part of the store in which flight recorders write; None: there was no recorder.
@@ -228,8 +227,7 @@ class GroupState:
 
     def __init__(self) -> None:
         self.is_ours = self.is_closed = False
-        self.host_of: GroupOf | None = None
-        self.background_of: GroupOf | None = None
+        self.host_of = self.background_of = weak(None)
         self.recorders = 0
         self.log_store: Any = None
         self.connection: Any = None
@@ -280,17 +278,15 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Args:
         group: the user's group. It is returned as it is if it serves the CPU and has one rank or no gloo.
-
-    Raises:
-        CommunicationError: the group has been destroyed.
     """
     serves_cpu, state = serves(group, "cpu"), state_of(group)
     if serves_cpu and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
         return group
-    if state.host_of is None:
+    if (host := state.host_of()) is None:
         timeout = timeout_of(group) if serves_cpu else CONTROL_TIMEOUT  # on CPUs steps use the group too
-        state.host_of = state_of(make_host_group(group, timeout)).host_of
-    return alive(state.host_of)
+        host = make_host_group(group, timeout)
+        state.host_of = weak(host)
+    return host
 
 
 def make_host_group(
@@ -371,14 +367,13 @@ def _is_one_machine() -> bool:
     return ranks is not None and ranks == os.environ.get("LOCAL_WORLD_SIZE")
 
 
-def alive(group_of: GroupOf | None) -> dist.ProcessGroup:
+def alive(group_of: GroupOf) -> dist.ProcessGroup:
     """The group that `group_of` returns.
 
     Raises:
         CommunicationError: the group has been destroyed.
     """
-    group = None if group_of is None else group_of()
-    if group is None:
+    if (group := group_of()) is None:
         raise CommunicationError("the process group was destroyed (destroy_process_group) while the model needs it")
     return group
 
@@ -400,8 +395,7 @@ def close_connections(*groups: dist.ProcessGroup, users_too: bool = False) -> No
         users_too: end other libraries' waits over the users' groups too. A group that does not serve the CPU is left
             out.
     """
-    hosts_of = [of for group in groups if (of := state_of(group).host_of) is not None]
-    hosts = [host for of in hosts_of if (host := of()) is not None]
+    hosts = [host for group in groups if (host := state_of(group).host_of()) is not None]
     for group in (*groups, *hosts):
         state_of(group).is_closed = True
     for group in dict.fromkeys((*hosts, *(groups if users_too else ()))):

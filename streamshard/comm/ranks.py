@@ -90,8 +90,7 @@ class RankGroup:
         self.replica = replica
         self.streams = streams or Streams(torch.device("cpu"))
         self.stream = stream
-        self._group_of = None if shard_group is None else weak(shard_group)
-        self._users_group_of = None if group is None else weak(group)
+        self._group_of, self._users_group_of = weak(shard_group), weak(group)
         self._meeting = meeting
         self._timeout = timeout
         self.recorder = FlightRecorder(group, has_streams=self.streams.has_streams)
@@ -252,8 +251,8 @@ class RankGroup:
 
     def close(self, *, users_too: bool = False) -> None:
         """Close StreamShard's own groups; with `users_too` the user's group as well."""
-        groups = [of() for of in (self._group_of, self._users_group_of) if of is not None]
-        close_connections(*(group for group in groups if group is not None), users_too=users_too)
+        groups = [group for of in (self._group_of, self._users_group_of) if (group := of()) is not None]
+        close_connections(*groups, users_too=users_too)
 
 
 def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:

@@ -183,7 +183,9 @@ def test_a_rank_alone_raises_the_line_of_the_others_who_log_it_before_their_wait
         else:
             with pytest.raises(RuntimeError, match="pair closure"):
                 ELSEWHERE[elsewhere]()
-            assert re.match(f"rank 1: rank 0 has failed: .*: rank 1 has not come: .*{missing}", told.get_nowait())
+            stories = [told.get_nowait() for _ in range(told.qsize())]
+            first = next(story for story in stories if "waited for" not in story)  # a machine may be slow
+            assert re.match(f"rank 1: rank 0 has failed: .*: rank 1 has not come: .*{missing}", first), stories
 
 
 _ENDS_FIRST = """
