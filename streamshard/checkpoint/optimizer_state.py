@@ -215,7 +215,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
         records = {piece.name: piece.record(ranks.total_rank) for piece in mine}
         return state, records, options_in(optimizer, names, sharded)
 
-    told = ranks.gather_results("collect the optimizer's state", outline)
+    told = ranks.gather_results("collect the optimizer's state", outline, ShardingError)
     refuse_differences(type(optimizer).__name__, [each for *_, each in told], [state for state, *_ in told])
     own = {piece.name: piece.data for piece in mine}
     wholes: dict[str, torch.Tensor] = {}
@@ -263,7 +263,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
             saved[key] = encode(values, f"{key}", own), {name: (each.shape, each.dtype) for name, each in own.items()}
         return saved, {key: value for key, value in given.items() if key != "state"}
 
-    saved, others = ranks.gather_results("load the optimizer's state", outline)[0]
+    saved, others = ranks.gather_results("load the optimizer's state", outline, ShardingError)[0]
     count = sum(len(group["params"]) for group in others["param_groups"])
     if count != len(params):
         raise ShardingError(f"the optimizer state is of {count} parameters, the optimizer has {len(params)}")

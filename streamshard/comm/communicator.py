@@ -64,7 +64,7 @@ class Communicator(RankGroup):
             nbytes: `Transport.allocate_visible` will allocate at most so much.
             units: the most reductions that can be under way.
         """
-        if not self.streams.has_streams and self.world_size > 1:
+        if not self.streams.has_streams and self.world_size > 1 and self.total_size > 1:  # else a plan's ranks
             buffers = share_memory(self, nbytes, units)
             if buffers is not None:
                 self.transport = SharedMemoryTransport(self, buffers)
@@ -72,7 +72,7 @@ class Communicator(RankGroup):
     @property
     def all_ranks(self) -> dist.ProcessGroup:
         """All ranks that train this model: on devices the user's own group, on CPUs StreamShard's."""
-        return self.users_group if self.streams.has_streams else self.host_group
+        return self.users_group if self.streams.has_streams else host_group_of(self.users_group)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
@@ -123,9 +123,6 @@ class PlannedRanks(Communicator):
         RankGroup.__init__(self, streams=Streams(torch.device("meta")))
         self.world_size = world_size
         self.transport = TRANSPORTS[transport](self)
-
-    def share_memory(self, nbytes: int, units: int) -> None:
-        """Nobody is there to share memory with."""
 
 
 class _PlannedSharedMemory(SharedMemoryTransport):

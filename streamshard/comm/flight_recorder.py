@@ -122,7 +122,6 @@ class FlightRecorder:
         self._peers = sorted((self._rank + step) % self._world_size for step in others)
         self._has_streams = has_streams
         self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
-        self._is_told = False  # of another rank's failure, in the last look
         self._reports = 0  # of the wait: after 30, 60, 120, .. seconds
         self._key = ""
         self._store: Any = None  # there is one rank, or the rank or launcher that hosts the store has ended
@@ -275,16 +274,13 @@ class FlightRecorder:
                 log.warning("waited for %.0f s in %s (last: it %s): %s", waited_s, what, last, missing)
 
     def _look_for_failure(self, abort: Callable[..., None]) -> None:
-        """While this rank is idle: log the failure of another rank, and a look later end other libraries' waits.
+        """While this rank is idle: log the failure of another rank, and end other libraries' waits.
 
-        Their errors would not tell the failure. A look later, so that the rank that has failed raises first: when the
-        first rank ends, launchers end the others.
+        Their errors would not tell the failure.
         """
-        if self._is_told:
-            self._is_told = False
-            abort(users_too=True)
-        elif self.difference is None and time.time() - self.log.time_s >= _SHOW_AFTER_S:
+        if self.difference is None and time.time() - self.log.time_s >= _SHOW_AFTER_S:
             self.difference = self.read_failure()
             if self.difference is not None:
-                self._is_told = True
                 log.error("%s", self.difference)
+                time.sleep(PATIENCE_S)  # the rank that has failed raises first: launchers end ranks when one has ended
+                abort(users_too=True)

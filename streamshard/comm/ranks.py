@@ -111,11 +111,6 @@ class RankGroup:
         """The ranks that share one replica. Raises as `users_group` does."""
         return alive(self._group_of)
 
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        """A group of all ranks for tensors in CPU memory. The first call is collective."""
-        return host_group_of(self.users_group)
-
     def guard(self, action: str, subject: str = "") -> Guard:
         """A context around collectives, and around waits for them. See `Guard`."""
         return Guard(self.recorder.log, self.end_guard, action, subject)
@@ -131,7 +126,7 @@ class RankGroup:
         self,
         doing: str,
         action: Callable[[], _T],
-        raises: type[StreamShardError] = ShardingError,
+        raises: type[StreamShardError] = CheckpointError,
         *,
         with_replicas: bool = True,
     ) -> list[_T]:
@@ -173,7 +168,8 @@ class RankGroup:
 
     def gather_objects(self, value: object, *, with_replicas: bool = True) -> list[Any]:
         """Every rank's `value`, pickled, in rank order. Blocks; for set-up and errors, not for steps."""
-        return self.gather_results("send an object to the other ranks", lambda: value, with_replicas=with_replicas)
+        doing = "send an object to the other ranks"
+        return self.gather_results(doing, lambda: value, ShardingError, with_replicas=with_replicas)
 
     def gather_bytes(self, data: bytes, *, with_replicas: bool = True) -> list[bytes]:
         """Every rank's `data`, in rank order. Blocks. Two collectives; one if `data` is empty on all ranks.
@@ -183,7 +179,7 @@ class RankGroup:
             with_replicas: include the ranks of other replicas.
         """
         with self.talk(self._meeting, RecordKind.MEETING):
-            group = self.host_group if with_replicas else host_group_of(self.group)
+            group = host_group_of(self.users_group if with_replicas else self.group)
             sizes = self._all_gather(group, torch.tensor([len(data)])).flatten().tolist()
             if not any(sizes):
                 return [b""] * len(sizes)
@@ -279,12 +275,12 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
 
 
 def run_on_all_ranks(
-    group: RankGroup, doing: str, action: Callable[[], _T], raises: type[StreamShardError] = CheckpointError
+    ranks: RankGroup, doing: str, action: Callable[[], _T], raises: type[StreamShardError] = CheckpointError
 ) -> _T:
     """Run `action` on every rank. If it fails on one rank, raise on all.
 
     Args:
-        group: the ranks.
+        ranks: the ranks.
         doing: what the action does, for the message: "could not <doing>".
         action: this rank's work; it must not communicate.
         raises: the class of the error.
@@ -293,13 +289,8 @@ def run_on_all_ranks(
         StreamShardError: of class `raises`; names the ranks on which the action failed, and why.
     """
     result: list[_T] = []
-    group.gather_results(doing, lambda: result.append(action()), raises)
+    ranks.gather_results(doing, lambda: result.append(action()), raises)
     return result[0]
-
-
-def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> list[_T]:
-    """As `run_on_all_ranks`; returns the results of all ranks, in rank order. Results are pickled."""
-    return group.gather_results(doing, action, CheckpointError)
 
 
 def raise_if(error: Exception | None) -> None:
