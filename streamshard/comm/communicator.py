@@ -64,7 +64,7 @@ class Communicator(RankGroup):
             nbytes: `Transport.allocate_visible` will allocate at most so much.
             units: the most reductions that can be under way.
         """
-        if not self.streams.has_streams and self.world_size > 1 and self.total_size > 1:  # else a plan's ranks
+        if not self.streams.has_streams and min(self.world_size, self.total_size) > 1:  # a plan has no other ranks
             buffers = share_memory(self, nbytes, units)
             if buffers is not None:
                 self.transport = SharedMemoryTransport(self, buffers)

@@ -143,14 +143,12 @@ class RankGroup:
                 result cannot be pickled or unpickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`
                 instead.
         """
-        is_alone = (self.total_size if with_replicas else self.world_size) == 1
         error: BaseException | None = None
         try:
-            value = action()
-            sent = _VALUE if is_alone else _VALUE + pickle.dumps(value)
+            sent = _VALUE + pickle.dumps(action())
         except BaseException as caught:
             error, sent = caught, _ERROR + describe(caught).encode(errors="backslashreplace")
-        gathered = [sent] if is_alone else self.gather_bytes(sent, with_replicas=with_replicas)
+        gathered = self.gather_bytes(sent, with_replicas=with_replicas)
         if error is not None and not isinstance(error, Exception):
             raise error
         errors = {rank: each[1:].decode() for rank, each in enumerate(gathered) if each.startswith(_ERROR)}
@@ -159,8 +157,6 @@ class RankGroup:
             if len(errors) == len(gathered) and len(set(errors.values())) == 1:
                 failed = f"all ranks: {errors[0]}" if len(errors) > 1 else errors[0]
             raise raises(f"could not {doing}: {failed}") from error
-        if is_alone:
-            return [value]
         try:
             return [pickle.loads(memoryview(each)[1:]) for each in gathered]
         except Exception as bad:  # on all ranks alike: they unpickle the same bytes
@@ -178,6 +174,8 @@ class RankGroup:
             data: of any length, which may differ between ranks.
             with_replicas: include the ranks of other replicas.
         """
+        if (self.total_size if with_replicas else self.world_size) == 1:
+            return [data]
         with self.talk(self._meeting, RecordKind.MEETING):
             group = host_group_of(self.users_group if with_replicas else self.group)
             sizes = self._all_gather(group, torch.tensor([len(data)])).flatten().tolist()
@@ -196,7 +194,7 @@ class RankGroup:
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
-        return value if self.total_size == 1 else any(self.gather_bytes(b"yes" if value else b""))
+        return any(self.gather_bytes(b"yes" if value else b""))
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, pickled. Blocks; for set-up."""
