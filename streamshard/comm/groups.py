@@ -352,12 +352,13 @@ def _interface_to(host: str) -> str | None:
 
     If the name `host` leads back to this machine, and ranks may be on several, this is the interface on the way out.
     """
-    is_one_machine = host == "localhost" or host.startswith("127.") or _is_one_machine()
-    with contextlib.suppress(OSError, ValueError):  # not Linux, no such host, or no way to it
+    if host == "localhost" or host.startswith("127.") or _is_one_machine():
+        return "lo" if _ROUTES.exists() else None
+    with contextlib.suppress(OSError, ValueError):  # not Linux, no such host, no way to it
         rows = [row.split() for row in _ROUTES.read_text("ascii").splitlines()[1:]]  # see proc(5)
         address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
         routes = [(int(mask, 16), -int(metric), int(net, 16), name) for name, net, *_, metric, mask, _, _, _ in rows]
-        return "lo" if is_one_machine else max(route for route in routes if address & route[0] == route[2])[-1]
+        return max(route for route in routes if address & route[0] == route[2])[-1]
     return None
 
 
