@@ -129,12 +129,11 @@ def make_default_group(device: torch.device, **given: Any) -> None:
     world_size = int(given.get("world_size", os.environ.get("WORLD_SIZE", "1")))
     try:
         with gloo_settings(os.environ.get("MASTER_ADDR"), world_size):
-            arguments = given or _meet_at_launchers_store(timeout)
-            dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **arguments)
+            given = given or _meet_at_launchers_store(timeout)
+            dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **given)
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
-        advice = connection_advice(is_ours=not given)
-        raise CommunicationError(f"the ranks cannot connect: {error}{advice}") from error
+        raise CommunicationError(f"the ranks cannot connect: {error}{connection_advice()}") from error
     _state_of_default().is_ours = True
     if has_streams(device):
         atexit.register(_end)
@@ -173,15 +172,11 @@ def _agree_on_name(store: Any, rank: int, world_size: int) -> str:
     return drawn
 
 
-def connection_advice(*, is_ours: bool | None = None) -> str:
-    """What to change if ranks do not connect, or only slowly: further sentences of an error.
-
-    Args:
-        is_ours: StreamShard makes the default group; None: ask the group.
-    """
+def connection_advice() -> str:
+    """What to change if ranks do not connect, or only slowly: further sentences of an error."""
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    is_ours = _state_of_default().is_ours if is_ours is None else is_ours
-    return _NETWORK_ADVICE * (not _is_one_machine()) + _RESTART_ADVICE * (is_restarted and not is_ours)
+    is_users = dist.is_initialized() and not _state_of_default().is_ours
+    return _NETWORK_ADVICE * (not _is_one_machine()) + _RESTART_ADVICE * (is_restarted and is_users)
 
 
 def _end() -> None:
@@ -300,8 +295,8 @@ def make_host_group(
         within: how long a rank waits here for a rank that dies. A rank may come late by a fifth of it.
     """
     ranks = dist.get_process_group_ranks(group)
-    # With use_local_synchronization torch names a group by the number of groups that this rank is in. That number
-    # may differ between ranks, so a group of all ranks does without.
+    # With use_local_synchronization torch names a group by a count of this rank's groups. Ranks may have different
+    # counts, so a group of all ranks does without.
     is_of_some = len(ranks) < dist.get_world_size()
     host = getattr(base_store(group), "host", os.environ.get("MASTER_ADDR"))
     with gloo_settings(host, len(ranks)):

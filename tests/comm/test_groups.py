@@ -169,21 +169,27 @@ def test_gloo_listens_on_the_way_to_rank_0_unless_the_user_has_chosen(
 
 
 @pytest.mark.parametrize(
-    ("environment", "says"),
-    [
-        ({}, r"\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"),
-        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "$"),
-        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, r"\. torchrun has restarted"),
-    ],
+    ("local_world_size", "says"), [("0", r"\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"), ("1", "$")]
 )
-def test_an_error_of_gloo_advises_what_the_launch_allows(
-    environment: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_an_error_of_gloo_names_the_network_setting_where_ranks_may_be_on_several_machines(
+    local_world_size: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Here of an interface that is not there: on several machines, on one, and after a restart."""
-    for name, value in {"GLOO_SOCKET_IFNAME": "nosuch0", **environment}.items():
+    """Here of an interface that is not there."""
+    environment = {"GLOO_SOCKET_IFNAME": "nosuch0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": local_world_size}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(CommunicationError, match=f"nosuch0{says}"):
         make_default_group(torch.device("cpu"), init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+
+@on_ranks(1)
+def test_after_a_restart_the_advice_for_a_group_of_the_users_is_a_new_store(context: RankContext) -> None:
+    """If StreamShard has made the group, no key in the store is of an earlier start."""
+    for restarts, is_ours in (("0", False), ("1", False), ("1", True)):
+        groups.state_of(_world()).is_ours = is_ours
+        with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": restarts}):
+            is_advised = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in groups.connection_advice()
+            assert is_advised == (restarts == "1" and not is_ours)
 
 
 @on_ranks(2)
