@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import Groups, groups_of, resolve_group
-from streamshard.comm.objects import refuse_together
+from streamshard.comm.ranks import refuse_together
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings, check_environment, parse_precision, refuse_unknown
 from streamshard.conventions import conventions

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.comm.objects import raise_if, run_on_all_ranks
+from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.core.engine import Engine
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.comm.objects import run_on_all_ranks
+from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
 from streamshard.core.params import Param

@@ -145,10 +145,18 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),
         ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
-        ("_meet_at_launchers_store", Swap("PrefixStore(_start, store)", "store"), "groups:restart"),
+        ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "groups:restart"),
         ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
     ],
+    "comm/issue_log": [
+        ("Guard.__exit__", Drop("self._log.waits.pop()"), "issue_log"),
+    ],
+    "comm/ranks": [
+        ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
+        ("_after_fork_in_child", Drop("_watchdog = _Watchdog()"), "flight_recorder:forked"),
+    ],
     "comm/flight_recorder": [
+        ("FlightRecorder._show_if_idle", Drop("elif self._shown is not None"), "flight_recorder:takes_it_back"),
         ("FlightRecorder._look_for_failure", Drop('log.error("%s", self.difference)'), "flight_recorder:alone"),
         ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:alone"),
     ],

@@ -17,7 +17,7 @@ from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard import device as devices
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import host_group_of
-from streamshard.comm.objects import refuse_together
+from streamshard.comm.ranks import refuse_together
 from streamshard.device import serves, training_device
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks

@@ -31,7 +31,7 @@ from streamshard.checkpoint.json_codec import decode, encode, reference
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.ranks import RankGroup
 from streamshard.config import parse_path
 from streamshard.core.optimizer_hooks import NUMBERS
 from streamshard.errors import CheckpointError, ConfigError

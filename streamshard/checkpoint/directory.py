@@ -33,7 +33,7 @@ from typing import NamedTuple, TypeVar, cast
 from streamshard.checkpoint.find import PARTIAL, Survey, check_sizes, is_named_as_ours, may_access, survey
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, Manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError, StreamShardError, log
 
 _LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")
@@ -46,7 +46,7 @@ _Published = TypeVar("_Published")
 
 
 def write_together(
-    group: RankGroup,
+    ranks: RankGroup,
     doing: str,
     root: Path,
     name: str,
@@ -59,7 +59,7 @@ def write_together(
     """Write files from all ranks into a partial directory, which the first rank publishes. Collective.
 
     Args:
-        group: the ranks.
+        ranks: the ranks.
         doing: what is done, for messages.
         root: gets the partial directory.
         name, alone: see `create_partial`.
@@ -76,21 +76,21 @@ def write_together(
     mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
 
     def start() -> str:
-        if not group.is_first:
+        if not ranks.is_first:
             return ""
         mine.append(create_partial(root, name, alone=alone))
         prepare(mine[0].path)
         return mine[0].path.name
 
     try:
-        path = root / gather_from_all_ranks(group, doing, start)[0]
-        written = gather_from_all_ranks(group, doing, lambda: write(path))
-        published = gather_from_all_ranks(group, doing, lambda: publish(mine[0], written) if mine else None)[0]
+        path = root / ranks.gather_results(doing, start)[0]
+        written = ranks.gather_results(doing, lambda: write(path))
+        published = ranks.gather_results(doing, lambda: publish(mine[0], written) if mine else None)[0]
     except BaseException:
         for partial in mine:
             remove_partial(partial)
         with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
-            run_on_all_ranks(group, doing, lambda: None)  # no rank returns before the directory is gone
+            run_on_all_ranks(ranks, doing, lambda: None)  # no rank returns before the directory is gone
         raise
     return cast(_Published, published)
 

@@ -49,7 +49,7 @@ from streamshard.checkpoint.safetensors_file import (
     sync_directory,
     write_all,
 )
-from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_bytes
 from streamshard.conventions import conventions
 from streamshard.core.params import Param
@@ -62,7 +62,7 @@ Held = Mapping[str, tuple[torch.dtype, Sequence[tuple[int, torch.Tensor]]]]
 def export_shards(
     model: nn.Module,
     shards: Sequence[Param],
-    group: RankGroup,
+    ranks: RankGroup,
     root: Path,
     dtype: torch.dtype | str | None,
     max_shard_size: int | str,
@@ -72,7 +72,7 @@ def export_shards(
     Args:
         model: the model.
         shards: all of its parameters. Together the ranks' pieces cover each parameter, and do not overlap.
-        group: all ranks; each calls this function.
+        ranks: all ranks; each calls this function.
         root: the directory, on storage that all ranks share. Made if it does not exist.
         dtype, max_shard_size: see `streamshard.export_safetensors`.
 
@@ -88,7 +88,7 @@ def export_shards(
 
     def plan() -> tuple[list[FileLayout], Held]:
         # Replicas hold the same, or in local SGD nearly the same: one of them writes.
-        pieces = {} if group.replica else local_pieces(model, shards, buffers=group.is_first)
+        pieces = {} if ranks.replica else local_pieces(model, shards, buffers=ranks.is_first)
         runs_of = plan_disk(model, shards, wanted)
         held = {spec.name: (spec.dtype, list(overlaps(runs, pieces))) for spec, runs in runs_of.items()}
         return plan_files(list(runs_of), max_file_bytes, names), held
@@ -112,9 +112,9 @@ def export_shards(
         _publish(partial, root, names, encode_index(named, sum(shard.layout.numel for shard in shards)))
         return [file.name for file in named] + ([names.index] if len(named) > 1 else [])
 
-    files, held = run_on_all_ranks(group, "plan the export", plan)
+    files, held = run_on_all_ranks(ranks, "plan the export", plan)
     doing = f"export to {root}"
-    written = write_together(group, doing, root, "model", prepare=prepare, write=write, publish=publish, alone=True)
+    written = write_together(ranks, doing, root, "model", prepare=prepare, write=write, publish=publish, alone=True)
     log.info("exported %s", root)
     return written
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, describe, log, printable
 
@@ -207,7 +207,7 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
         CheckpointError: on every rank. `root` is a checkpoint and damaged: names the newest intact one beside it. Or no
             checkpoint in `root` is intact: says why of each.
     """
-    is_one = gather_from_all_ranks(ranks, f"load {root}", lambda: ranks.is_first and is_checkpoint(root))[0]
+    is_one = ranks.gather_results(f"load {root}", lambda: ranks.is_first and is_checkpoint(root))[0]
     if is_one:
         try:
             return _verified(root, ranks), {}
@@ -240,7 +240,7 @@ def _newest_intact(
         newest_first = [each for each in reversed(found.whole) if each.path != without]
         return [(each.path, found.passed_over(each)) for each in newest_first], found.passed_over(None)
 
-    whole, others = gather_from_all_ranks(ranks, f"load {directory}", find)[0]
+    whole, others = ranks.gather_results(f"load {directory}", find)[0]
     failed: dict[Path, str] = {}
     for path, passed_over in whole:
         try:

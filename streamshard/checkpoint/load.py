@@ -21,7 +21,7 @@ from streamshard.checkpoint.disk_layout import (
     whole_tensors,
 )
 from streamshard.checkpoint.safetensors_file import MODEL_FILES, FileNames, OpenFiles, copy_range, read_text
-from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.conventions import conventions
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, log
@@ -80,7 +80,7 @@ class StoredDirectory(OpenFiles):
 
 
 def load_shards(
-    model: nn.Module, shards: Sequence[Param], group: RankGroup, root: Path, *, strict: bool = True
+    model: nn.Module, shards: Sequence[Param], ranks: RankGroup, root: Path, *, strict: bool = True
 ) -> tuple[Difference, set[str]]:
     """Load a directory, as `streamshard.load_safetensors` documents, into `shards`.
 
@@ -88,8 +88,8 @@ def load_shards(
         The difference between files and model, and the names of parameters and buffers that were loaded.
     """
     names = FileNames(conventions().file_stem(model))
-    stored = run_on_all_ranks(group, f"load {root}", lambda: StoredDirectory(root, names))
-    if not group.are_equal(stored.digest()):
+    stored = run_on_all_ranks(ranks, f"load {root}", lambda: StoredDirectory(root, names))
+    if not ranks.are_equal(stored.digest()):
         raise CheckpointError(
             f"could not load {root}: ranks see different files there. Another process is replacing them: load again; "
             "or the disks of two hosts hold different copies"
@@ -98,7 +98,7 @@ def load_shards(
     def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, Piece]]:
         return *_compare(model, shards, stored.tensors), local_pieces(model, shards, buffers=True)
 
-    runs, difference, pieces = run_on_all_ranks(group, f"load {root}", compare)
+    runs, difference, pieces = run_on_all_ranks(ranks, f"load {root}", compare)
     if strict and any(difference):
         raise difference.error(root, model)  # on every rank: they have read the same headers
 
@@ -111,7 +111,7 @@ def load_shards(
 
     # From here on only the storage itself can fail.
     run_on_all_ranks(
-        group, f"finish loading {root}, and the model holds some of its weights now: load again before using it", read
+        ranks, f"finish loading {root}, and the model holds some of its weights now: load again before using it", read
     )
     log.info("loaded %s", root)
     return difference, {run.source for own in runs.values() for run in own}

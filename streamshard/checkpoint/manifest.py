@@ -36,7 +36,7 @@ from streamshard.checkpoint.safetensors_file import (
     read_text,
     verify_files,
 )
-from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 
 MANIFEST_NAME = "checkpoint.json"
@@ -303,7 +303,7 @@ class CheckpointFiles(OpenFiles):
         Raises:
             CheckpointError: on all ranks, names the file or the value that is damaged.
         """
-        part, parts = ranks.number, ranks.total_size
+        part, parts = ranks.total_rank, ranks.total_size
 
         def verify() -> None:
             verify_files(self.root, self.manifest.files, part, parts)

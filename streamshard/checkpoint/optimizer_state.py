@@ -212,9 +212,10 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     def outline() -> tuple[State, dict[str, TensorRecord], list[dict[str, Any]]]:
         state, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
         mine.extend(pieces if not ranks.replica else ())
-        return state, {piece.name: piece.record(ranks.number) for piece in mine}, options_in(optimizer, names, sharded)
+        records = {piece.name: piece.record(ranks.total_rank) for piece in mine}
+        return state, records, options_in(optimizer, names, sharded)
 
-    told = ranks.gather_results("collect the optimizer's state", outline)
+    told = ranks.gather_results("collect the optimizer's state", outline, ShardingError)
     refuse_differences(type(optimizer).__name__, [each for *_, each in told], [state for state, *_ in told])
     own = {piece.name: piece.data for piece in mine}
     wholes: dict[str, torch.Tensor] = {}
@@ -222,7 +223,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
         if ranks.is_first or not rank0_only:
             wholes[name] = torch.empty(record.shape, dtype=record.dtype)
         for source, start, stop, _ in record.pieces:
-            is_mine = source == ranks.number
+            is_mine = source == ranks.total_rank
             part = own[name].to(device) if is_mine else torch.empty(stop - start, dtype=record.dtype, device=device)
             ranks.broadcast(part, source)
             if name in wholes:
@@ -262,7 +263,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
             saved[key] = encode(values, f"{key}", own), {name: (each.shape, each.dtype) for name, each in own.items()}
         return saved, {key: value for key, value in given.items() if key != "state"}
 
-    saved, others = ranks.gather_results("load the optimizer's state", outline)[0]
+    saved, others = ranks.gather_results("load the optimizer's state", outline, ShardingError)[0]
     count = sum(len(group["params"]) for group in others["param_groups"])
     if count != len(params):
         raise ShardingError(f"the optimizer state is of {count} parameters, the optimizer has {len(params)}")

@@ -33,7 +33,7 @@ from streamshard.checkpoint.run_parts import (
 )
 from streamshard.checkpoint.safetensors_file import copy_range
 from streamshard.checkpoint.save import finish_running
-from streamshard.comm.objects import run_on_all_ranks
+from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.core.engine import Engine
 from streamshard.core.optimizer_hooks import params_in
@@ -230,7 +230,7 @@ class Plan:
             if len(saved) == 1:
                 value = self._decode(saved[0])
             else:
-                value = self._decode(saved[ranks.number], lambda each: name_of_rank(each, ranks.number))
+                value = self._decode(saved[ranks.total_rank], lambda each: name_of_rank(each, ranks.total_rank))
             if has_state(mine.get(name)):
                 self.loads.append(partial(mine[name].load_state_dict, value))
                 value = mine[name]

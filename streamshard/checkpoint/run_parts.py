@@ -33,7 +33,6 @@ from streamshard.checkpoint.optimizer_state import (
     settle,
 )
 from streamshard.checkpoint.safetensors_file import bytes_of
-from streamshard.comm.objects import gather_from_all_ranks
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest
 from streamshard.core.optimizer_hooks import params_in
@@ -213,7 +212,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
         options = {name: options_in(each, *param_names(each, parts)) for name, each in parts.optimizers.items()}
         return states, {name: _digest(*tree) for name, tree in trees.items()}, options
 
-    told = gather_from_all_ranks(ranks, "save", collect_here)
+    told = ranks.gather_results("save", collect_here)
     if any(digests.keys() != told[0][1].keys() for _, digests, _ in told):
         raise CheckpointError(f"ranks save different things: {[sorted(digests) for _, digests, _ in told]}")
     for name, json_of in saved["optimizers"].items():
@@ -221,11 +220,11 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
         refuse_differences(name, [options[name] for *_, options in told], by_rank)
         json_of["state"] = join_states(by_rank)
     differing = {name for _, digests, _ in told for name, digest in digests.items() if digest != told[0][1][name]}
-    their_trees = gather_from_all_ranks(ranks, "save", lambda: {name: trees[name][0] for name in differing})
+    their_trees = ranks.gather_results("save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
         if name in differing:
             saved["trees"][name] = [theirs[name] for theirs in their_trees]
-            pieces.extend(Piece.whole(name_of_rank(each, ranks.number), tensor) for each, tensor in tensors.items())
+            pieces.extend(Piece.whole(name_of_rank(each, ranks.total_rank), tensor) for each, tensor in tensors.items())
         else:
             saved["trees"][name] = [tree]
             pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)

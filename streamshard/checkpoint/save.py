@@ -11,14 +11,12 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from streamshard import __version__
 from streamshard.checkpoint.directory import Partial, publish_checkpoint, write_together
@@ -28,8 +26,8 @@ from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
 from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect, name_parts
 from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import is_closed, make_host_group
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.groups import make_host_group, state_of, weak
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
 from streamshard.errors import (
@@ -116,7 +114,7 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
         _say_what_is_lost(parts)
         return next_number(root) if step is None and ranks.is_first else step or 0, mine
 
-    found = gather_from_all_ranks(ranks, f"save to {root}", find)
+    found = ranks.gather_results(f"save to {root}", find)
     number, first = found[0]
     if any(theirs != first for _, theirs in found):
         given = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found) if theirs != first)
@@ -141,25 +139,25 @@ def _say_what_is_lost(parts: Parts) -> None:
 def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts) -> Saving:
     """Start to copy the pieces to host memory, and let a thread write the copies."""
     ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
-    group = background_ranks(ranks)
+    own_ranks = background_ranks(ranks)
     state, pieces = collect(parts)
     finish = run_on_all_ranks(ranks, f"save to {root}", lambda: start_copies(pieces, parts.engine.streams.device))
     pieces.clear()  # the run's own go as soon as they are copied
 
     def write() -> Path:
         try:
-            return write_checkpoint(root, number, keep, group, state, finish())
+            return write_checkpoint(root, number, keep, own_ranks, state, finish())
         except StreamShardError:  # on all ranks
             raise
         except BaseException as error:
-            group.fail(describe(error))
+            own_ranks.fail(describe(error))
             raise
 
     global _running
     try:
         _running = Saving(root / f"checkpoint-{number}", write)
     except BaseException as error:  # other ranks have begun to write, and wait for this one
-        group.fail(describe(error))
+        own_ranks.fail(describe(error))
         raise
     return _running
 
@@ -270,11 +268,6 @@ def finish_running() -> None:
         _running.wait()
 
 
-# Groups that only saves in the background use, by the group of all ranks. Weak: destroy_process_group() has to end
-# gloo's threads, which must not outlive Python (they take its lock).
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
 def background_ranks(ranks: Communicator) -> RankGroup:
     """The ranks, with a new process group for one save in the background. Collective.
 
@@ -285,11 +278,12 @@ def background_ranks(ranks: Communicator) -> RankGroup:
     """
     if ranks.total_size == 1:
         return RankGroup()
-    group = _groups.get(ranks.users_group, lambda: None)()
-    if not all(ranks.gather_objects(group is not None and not is_closed(group))):
+    kept = state_of(ranks.users_group)
+    group = kept.background_of()
+    if not all(ranks.gather_objects(group is not None and not state_of(group).is_closed)):
         with ranks.guard("making a group for saves in the background"):
             group = make_host_group(ranks.users_group, WRITTEN_WITHIN, MADE_WITHIN)
-            _groups[ranks.users_group] = weakref.ref(group)
+            kept.background_of = weak(group)
     return RankGroup(group, meeting="saving in the background", timeout=WRITTEN_WITHIN)
 
 
@@ -297,7 +291,7 @@ def background_ranks(ranks: Communicator) -> RankGroup:
 
 
 def write_checkpoint(
-    root: Path, number: int, keep: int | None, group: RankGroup, state: Mapping[str, Any], pieces: Sequence[Piece]
+    root: Path, number: int, keep: int | None, ranks: RankGroup, state: Mapping[str, Any], pieces: Sequence[Piece]
 ) -> Path:
     """Write this rank's file, then let rank 0 publish all files. Collective.
 
@@ -305,7 +299,7 @@ def write_checkpoint(
         root: the directory of checkpoints.
         number: of the checkpoint.
         keep: how many checkpoints to keep; None: all.
-        group: the ranks.
+        ranks: the ranks.
         state: everything except tensors, as JSON, the same on all ranks.
         pieces: this rank's pieces of tensors.
 
@@ -313,7 +307,7 @@ def write_checkpoint(
         The checkpoint's path.
     """
     name = f"checkpoint-{number}"
-    file = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
+    file = f"rank-{ranks.total_rank:05d}-of-{ranks.total_size:05d}.safetensors"
     data_of = {piece.name: piece.data for piece in pieces}
 
     def write(partial: Path) -> tuple[FileRecord, dict[str, TensorRecord]]:
@@ -322,15 +316,15 @@ def write_checkpoint(
             raise CheckpointError(f"several tensors are named {twice!r}: give other keys in extra= or model=")
         specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in pieces if each.data.numel()]
         written = write_file(partial, lay_out(file, specs), data_of)
-        return written, {piece.name: piece.record(group.number) for piece in pieces}
+        return written, {piece.name: piece.record(ranks.total_rank) for piece in pieces}
 
     def publish(partial: Partial, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
         versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": saved_at}
         files, tensors = tuple(file for file, _ in written), join_records(records for _, records in written)
-        manifest = Manifest(number, group.total_size, versions, files, tensors, state)
+        manifest = Manifest(number, ranks.total_size, versions, files, tensors, state)
         return publish_checkpoint(partial, manifest, keep)
 
-    path = write_together(group, f"save {root / name}", root, name, write=write, publish=publish)
+    path = write_together(ranks, f"save {root / name}", root, name, write=write, publish=publish)
     log.info("saved %s", path)
     return path

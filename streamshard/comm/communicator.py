@@ -1,23 +1,20 @@
-"""The ranks that train a model together: their transport, what they sum and broadcast, and failures."""
+"""The ranks that train a model together: their transport, and what they sum and broadcast."""
 
 from __future__ import annotations
-
-import os
-import weakref
 
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import host_group_of
-from streamshard.comm.objects import Guard
+from streamshard.comm.issue_log import Guard, RecordKind
+from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import StreamName, Streams
-from streamshard.comm.transport import AloneTransport, Peers, Transport
+from streamshard.comm.transport import AloneTransport, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError
 
 
-class Communicator(Peers):
+class Communicator(RankGroup):
     """The ranks of a shard group, and all ranks of its model. Making one is collective: it connects the ranks.
 
     Args:
@@ -29,7 +26,6 @@ class Communicator(Peers):
 
     Attributes:
         transport: moves bytes between the ranks; chosen by the device of `streams`. Tests replace it.
-        rank: this rank's number in the shard group.
 
     Raises:
         ConfigError: the group has no backend for the device.
@@ -51,13 +47,8 @@ class Communicator(Peers):
                 f"parameters are on {streams.device}, for which the process group ({dist.get_backend_config(group)}) "
                 f"has no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
             )
-        has_streams = streams.has_streams
-        super().__init__(all_ranks or group, world_size=group.size(), replica=replica, has_streams=has_streams)
-        self._group_of = weakref.ref(group if has_streams else host_group_of(group))
-        self.streams = streams
-        self.stream = stream
-        self.rank = group.rank()
-        _alive_ones.add(self)
+        shard_group = group if streams.has_streams else host_group_of(group)
+        super().__init__(all_ranks or group, shard_group=shard_group, replica=replica, streams=streams, stream=stream)
         self.transport = self._own_transport()
         if self.world_size > 1:
             with self.guard("the first meeting of a process group's ranks"):
@@ -82,7 +73,7 @@ class Communicator(Peers):
             nbytes: `Transport.allocate_visible` will allocate at most so much.
             units: the most reductions that can be under way.
         """
-        if not self.streams.has_streams and self.world_size > 1:
+        if not self.streams.has_streams and min(self.world_size, self.total_size) > 1:  # a plan has no other ranks
             from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 
             buffers = share_memory(self, nbytes, units)
@@ -92,9 +83,7 @@ class Communicator(Peers):
     @property
     def all_ranks(self) -> dist.ProcessGroup:
         """All ranks that train this model: on devices the user's own group, on CPUs StreamShard's."""
-        return self.users_group if self.streams.has_streams else self.host_group
-
-    # -- what ranks tell each other ---------------------------------------------------------------------------------
+        return self.users_group if self.streams.has_streams else host_group_of(self.users_group)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
@@ -120,24 +109,7 @@ class Communicator(Peers):
         self.transport.before_talk()
         return super().talk(action, kind)
 
-    # -- failures ---------------------------------------------------------------------------------------------------
-
     def close(self, *, users_too: bool = False) -> None:
         """See `RankGroup.close`. Ends the transport's waits too."""
         self.transport.leave()
         super().close(users_too=users_too)
-
-
-_alive_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for ranks in _alive_ones:
-        if ranks.total_size > 1:
-            ranks.failure = (
-                f"this process was forked from rank {ranks.rank} and has no connection to other ranks: start processes "
-                "with the spawn method"
-            )
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

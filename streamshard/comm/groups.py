@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import fcntl
 import os
 import socket
-import struct
+import sys
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not r
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from streamshard.device import accelerator, has_streams, serves
+from streamshard.device import has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError, uncaught
 from streamshard.torch_private import backend_of, set_timeout
 
@@ -33,8 +33,7 @@ _RESTART_ADVICE = (
     ". torchrun has restarted the ranks, and its store may still have the addresses of dead ranks. Let StreamShard "
     "make the process group, or start with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d`"
 )
-_ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): somewhere in the network
-_SIOCGIFADDR = 0x8915  # asks Linux for an interface's IPv4 address, see netdevice(7)
+_ROUTES = Path("/proc/net/route")
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
 # Of control messages. One rank may write files for hours while the others wait; the watchdog looks after what hangs.
 CONTROL_TIMEOUT = datetime.timedelta(hours=24)
@@ -135,8 +134,9 @@ def make_default_group(device: torch.device, **given: Any) -> None:
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         raise CommunicationError(f"the ranks cannot connect: {error}{connection_advice()}") from error
+    _state_of_default().is_ours = True
     if has_streams(device):
-        atexit.register(_end, weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD)))
+        atexit.register(_end)
 
 
 def _meet_at_launchers_store(timeout: datetime.timedelta) -> dict[str, Any]:
@@ -147,9 +147,8 @@ def _meet_at_launchers_store(timeout: datetime.timedelta) -> dict[str, Any]:
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    global _start
-    _start = _agree_on_name(store, rank, world_size)
-    return {"store": PrefixStore(_start, store), "rank": rank, "world_size": world_size}
+    start = _agree_on_name(store, rank, world_size)
+    return {"store": PrefixStore(start, store), "rank": rank, "world_size": world_size}
 
 
 def _agree_on_name(store: Any, rank: int, world_size: int) -> str:
@@ -173,38 +172,96 @@ def _agree_on_name(store: Any, rank: int, world_size: int) -> str:
     return drawn
 
 
-def start_name() -> str:
-    """Tells this start of the ranks from earlier ones, for keys in a store that may outlive them.
-
-    If StreamShard has not made the default group, the name is as good as the launcher's count: see `_agree_on_name`.
-    """
-    return _start or os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-
-
-_start = ""
-
-
 def connection_advice() -> str:
     """What to change if ranks do not connect, or only slowly: further sentences of an error."""
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return _NETWORK_ADVICE * (not _is_one_machine()) + _RESTART_ADVICE * (is_restarted and not _start)
+    is_users = dist.is_initialized() and not _state_of_default().is_ours
+    return _NETWORK_ADVICE * (not _is_one_machine()) + _RESTART_ADVICE * (is_restarted and is_users)
 
 
-def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
-    """Destroy the default group at exit: NCCL warns otherwise.
+def _end() -> None:
+    """Destroy the default group that StreamShard has made, at exit: NCCL warns otherwise.
 
     After an uncaught exception, Ctrl-C too, other ranks may never issue what this rank has issued: NCCL would wait for
     it until its timeout. So the group is aborted first.
     """
-    if dist.is_initialized() and (group := group_of()) is not None and group is dist.group.WORLD:
+    if (group := dist.group.WORLD) is not None and state_of(group).is_ours:
         if uncaught() is not None:
             with contextlib.suppress(RuntimeError):  # gloo cannot abort
                 group.abort()
         dist.destroy_process_group()
 
 
-# StreamShard's own gloo groups, by the user's group of the same ranks, and by themselves. Weak: torch owns them.
-_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+# -- what StreamShard keeps for a group -------------------------------------------------------------------------------
+
+
+GroupOf = Callable[[], dist.ProcessGroup | None]
+"""Returns a group; None if there is none, or it was destroyed."""
+
+
+def weak(group: dist.ProcessGroup | None) -> GroupOf:
+    """A reference to `group` that does not keep it alive.
+
+    destroy_process_group() has to end gloo's threads. They take Python's lock, so they must end before Python does.
+    """
+    return weakref.ref(group) if group is not None else lambda: None
+
+
+class GroupState:
+    """Everything that StreamShard keeps for one process group, as long as the group lives.
+
+    Attributes:
+        is_ours: this is the default group, and StreamShard has made it: no earlier start of the ranks has its keys.
+        is_closed: this rank has ended the waits over StreamShard's own group of the same ranks.
+        host_of: returns StreamShard's own gloo group of the same ranks; None if there is none. Of such a group: itself.
+        background_of: as `host_of`, for saves in the background.
+        recorders: how many flight recorders the group has had.
+        log_store: the part of the store in which flight recorders write; None: there was no recorder.
+        connection: of the default group, a second connection to the store.
+    """
+
+    def __init__(self) -> None:
+        self.is_ours = self.is_closed = False
+        self.host_of = self.background_of = weak(None)
+        self.recorders = 0
+        self.log_store: Any = None
+        self.connection: Any = None
+
+
+_states = weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState]()
+
+
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    """Everything that StreamShard keeps for `group`."""
+    if (state := _states.get(group)) is None:
+        state = _states[group] = GroupState()
+    return state
+
+
+def _state_of_default() -> GroupState:
+    world = dist.group.WORLD
+    return GroupState() if world is None else state_of(world)
+
+
+def log_store(group: dist.ProcessGroup) -> tuple[Any, str]:
+    """Where a new flight recorder of `group` writes: a part of the store, and a prefix of its keys in this part.
+
+    All ranks get the same prefix, because they create recorders in the same order. Making a group blocks the connection
+    to the store, so each process has a second connection. Ranks of a large group have none.
+    """
+    state, default = state_of(group), _state_of_default()
+    state.recorders += 1
+    if state.log_store is None:
+        state.log_store = store = group.get_group_store()
+        # The same on all ranks, and another one after a restart: the store may have an earlier failure.
+        start = "" if default.is_ours else os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        with contextlib.suppress(RuntimeError):  # not every store can do this
+            connection = base_store(group)
+            if group.size() <= MOST_CONNECTED:  # the host of the store would hold two sockets of each rank
+                connection = default.connection = default.connection or connection.clone()
+            name = store.compare_set(f"streamshard/{start}", "", uuid.uuid4().hex).decode()
+            state.log_store = PrefixStore(f"streamshard/{name}", connection)
+    return state.log_store, f"{state.recorders}/"
 
 
 def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -216,18 +273,15 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Args:
         group: the user's group. It is returned as it is if it serves the CPU and has one rank or no gloo.
-
-    Raises:
-        CommunicationError: the group has been destroyed.
     """
-    if serves(group, "cpu") and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
+    serves_cpu, state = serves(group, "cpu"), state_of(group)
+    if serves_cpu and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
         return group
-    if group not in _host_groups:
-        device = accelerator()
-        has_device = not serves(group, "cpu") or (device is not None and serves(group, device))
-        timeout = CONTROL_TIMEOUT if has_device else timeout_of(group)  # on CPUs steps use the group too
-        _host_groups[group] = weakref.ref(make_host_group(group, timeout))
-    return alive(_host_groups[group])
+    if (host := state.host_of()) is None:
+        timeout = timeout_of(group) if serves_cpu else CONTROL_TIMEOUT  # on CPUs steps use the group too
+        host = make_host_group(group, timeout)
+        state.host_of = weak(host)
+    return host
 
 
 def make_host_group(
@@ -241,8 +295,8 @@ def make_host_group(
         within: how long a rank waits here for a rank that dies. A rank may come late by a fifth of it.
     """
     ranks = dist.get_process_group_ranks(group)
-    # With use_local_synchronization torch names a group by the number of groups that this rank is in. That number
-    # may differ between ranks, so a group of all ranks does without.
+    # With use_local_synchronization torch names a group by a count of this rank's groups. Ranks may have different
+    # counts, so a group of all ranks does without.
     is_of_some = len(ranks) < dist.get_world_size()
     host = getattr(base_store(group), "host", os.environ.get("MASTER_ADDR"))
     with gloo_settings(host, len(ranks)):
@@ -251,7 +305,7 @@ def make_host_group(
         )
         dist.all_reduce(torch.zeros(1), group=made)
     set_timeout(timeout, made)
-    _host_groups[made] = weakref.ref(made)
+    state_of(made).host_of = weak(made)
     return made
 
 
@@ -278,7 +332,7 @@ def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
         ranks: the number of ranks.
     """
     is_lazy = "1" if ranks > MOST_CONNECTED else None
-    wanted = {"TORCH_GLOO_LAZY_INIT": is_lazy, "GLOO_SOCKET_IFNAME": _interface_to(host)}
+    wanted = {"TORCH_GLOO_LAZY_INIT": is_lazy, "GLOO_SOCKET_IFNAME": host and _interface_to(host)}
     added = {name: value for name, value in wanted.items() if value is not None and name not in os.environ}
     os.environ.update(added)
     try:
@@ -288,22 +342,18 @@ def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _interface_to(host: str | None) -> str | None:
-    """The network interface on the way to `host`, such as "eth0"; None if it is not known.
+def _interface_to(host: str) -> str | None:
+    """The network interface on the way to `host`, such as "eth0", by Linux' table of routes; None if it is not known.
 
-    If the name `host` leads back to this machine, and ranks may be on several, the interface on the way out counts.
+    If the name `host` leads back to this machine, and ranks may be on several, this is the interface on the way out.
     """
-    if host is None:
-        return None
-    address = _own_address(host)
-    is_one_machine = host == "localhost" or host.startswith("127.") or _is_one_machine()
-    if address is not None and address.startswith("127.") and not is_one_machine:
-        address = _own_address(_ELSEWHERE)
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+    if host == "localhost" or host.startswith("127.") or _is_one_machine():
+        return "lo" if _ROUTES.exists() else None
+    with contextlib.suppress(OSError, ValueError):  # not Linux, no such host, no way to it
+        rows = [row.split() for row in _ROUTES.read_text("ascii").splitlines()[1:]]  # see proc(5)
+        address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
+        routes = [(int(mask, 16), -int(metric), int(net, 16), name) for name, net, *_, metric, mask, _, _, _ in rows]
+        return max(route for route in routes if address & route[0] == route[2])[-1]
     return None
 
 
@@ -313,23 +363,13 @@ def _is_one_machine() -> bool:
     return ranks is not None and ranks == os.environ.get("LOCAL_WORLD_SIZE")
 
 
-def _own_address(host: str) -> str | None:
-    """This machine's IPv4 address on the way to `host`. Sends nothing."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, 1))
-        address: str = way.getsockname()[0]
-        return address
-    return None
-
-
-def alive(group_of: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:
-    """The group of a weak reference.
+def alive(group_of: GroupOf) -> dist.ProcessGroup:
+    """The group that `group_of` returns.
 
     Raises:
         CommunicationError: the group has been destroyed.
     """
-    group = None if group_of is None else group_of()
-    if group is None:
+    if (group := group_of()) is None:
         raise CommunicationError("the process group was destroyed (destroy_process_group) while the model needs it")
     return group
 
@@ -351,18 +391,11 @@ def close_connections(*groups: dist.ProcessGroup, users_too: bool = False) -> No
         users_too: end other libraries' waits over the users' groups too. A group that does not serve the CPU is left
             out.
     """
-    hosts = [host for group in groups if group in _host_groups and (host := _host_groups[group]()) is not None]
-    _closed.update((*groups, *hosts))
+    hosts = [host for group in groups if (host := state_of(group).host_of()) is not None]
+    for group in (*groups, *hosts):
+        state_of(group).is_closed = True
     for group in dict.fromkeys((*hosts, *(groups if users_too else ()))):
         if group.size() > 1 and serves(group, "cpu"):
             peer = (group.rank() + 1) % group.size()
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
-
-
-def is_closed(group: dist.ProcessGroup) -> bool:
-    """Whether this rank has closed `group`, or StreamShard's own group of its ranks."""
-    return group in _closed
-
-
-_closed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

@@ -7,9 +7,10 @@ import torch
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.nccl import NcclTransport
+from streamshard.comm.ranks import RankGroup
 from streamshard.comm.shared_memory import SharedMemoryTransport
-from streamshard.comm.streams import StreamName, Streams
-from streamshard.comm.transport import AloneTransport, Peers, Transport
+from streamshard.comm.streams import Streams
+from streamshard.comm.transport import AloneTransport, Transport
 from streamshard.errors import ConfigError
 
 
@@ -29,20 +30,15 @@ class PlannedRanks(Communicator):
             raise ConfigError(f"world_size={world_size!r}: wanted a positive number of ranks")
         if transport not in TRANSPORTS:
             raise ConfigError(f"transport={transport!r}: wanted one of {', '.join(TRANSPORTS)}")
-        Peers.__init__(self, world_size=world_size)
-        self.streams = Streams(torch.device("meta"))
-        self.stream = StreamName.COMM
-        self.rank = 0
+        RankGroup.__init__(self, streams=Streams(torch.device("meta")))
+        self.world_size = world_size
         self.transport = AloneTransport(self) if world_size == 1 else TRANSPORTS[transport](self)
-
-    def share_memory(self, nbytes: int, units: int) -> None:
-        """Nobody is there to share memory with."""
 
 
 class _PlannedSharedMemory(SharedMemoryTransport):
     """Needs as much memory as `SharedMemoryTransport`, and maps none."""
 
-    def __init__(self, ranks: Peers) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         Transport.__init__(self, ranks)
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

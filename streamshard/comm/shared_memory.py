@@ -11,10 +11,10 @@ child that reads weights there ends with a segmentation fault.
 [Note: counters]
 Each rank has four counters, which only it increments:
 
-- PUBLISHED: how many all-gather inputs this rank has cast for an all-gather. Peers wait for it before they copy.
-- READ: how many all-gathers this rank has copied. Peers wait for it before they cast these inputs anew (rule 6).
-- WRITTEN: for how many reductions this rank has filled the grad slot. Peers wait for it before they sum.
-- SUMMED: how many reductions this rank has summed. Peers wait for it before they write that slot again (rule 3).
+- PUBLISHED: how many all-gather inputs this rank has cast for an all-gather. RankGroup wait for it before they copy.
+- READ: how many all-gathers this rank has copied. RankGroup wait for it before they cast these inputs anew (rule 6).
+- WRITTEN: for how many reductions this rank has filled the grad slot. RankGroup wait for it before they sum.
+- SUMMED: how many reductions this rank has summed. RankGroup wait for it before they write that slot again (rule 3).
 
 All ranks allocate the same buffers in the same order, so a buffer has the same offset in every rank's memory.
 
@@ -42,12 +42,12 @@ from typing import NamedTuple
 
 import torch
 
-from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import timeout_of
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.issue_log import RecordKind
+from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Peers, Reduction, sum_in_rank_order
+from streamshard.comm.transport import Reduction, sum_in_rank_order
 from streamshard.config import SHARED_MEMORY, ReductionMode
 from streamshard.errors import StateError
 
@@ -206,7 +206,7 @@ class SharedMemoryTransport(PairwiseTransport):
         buffers: shared memory of all ranks, by rank.
     """
 
-    def __init__(self, ranks: Peers, buffers: Sequence[SharedBuffers]) -> None:
+    def __init__(self, ranks: RankGroup, buffers: Sequence[SharedBuffers]) -> None:
         super().__init__(ranks)
         self._buffers = buffers
         self._own = buffers[ranks.rank]

@@ -19,22 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.objects import RankGroup
-from streamshard.comm.streams import Collective, Fence, Rule, StreamName, Streams, Work
+from streamshard.comm.issue_log import RecordKind
+from streamshard.comm.ranks import RankGroup
+from streamshard.comm.streams import Collective, Fence, Rule, StreamName, Work
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
 _SUM_BLOCK = 1 << 17  # elements
 _Tensors = Sequence[torch.Tensor]
-
-
-class Peers(RankGroup):
-    """Ranks between which a transport moves bytes: see `streamshard.comm.communicator.Communicator`."""
-
-    rank: int
-    streams: Streams
-    stream: StreamName
 
 
 class Reduction(NamedTuple):
@@ -95,14 +87,14 @@ class Transport(abc.ABC):
         stream: the stream on which collectives run.
     """
 
-    def __init__(self, ranks: Peers) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks_of = weakref.ref(ranks)
         self.streams = ranks.streams
         self.stream = ranks.stream
         self._log = ranks.recorder.log
 
     @property
-    def ranks(self) -> Peers:
+    def ranks(self) -> RankGroup:
         """The ranks that exchange data."""
         ranks = self._ranks_of()
         if ranks is None:

@@ -105,7 +105,7 @@ class BufferSync:
         for alike in by_dtype.values():
             message = torch.cat([buffer.reshape(-1) for buffer in alike])
             self._ranks.broadcast(message.view(torch.uint8), source)
-            if self._ranks.number != source:
+            if self._ranks.total_rank != source:
                 parts = message.split([buffer.numel() for buffer in alike])
                 torch._foreach_copy_(alike, [part.view(to.shape) for part, to in zip(parts, alike, strict=True)])
 

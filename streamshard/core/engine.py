@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.flight_recorder import RecordKind
+from streamshard.comm.issue_log import RecordKind
 from streamshard.config import Precision
 from streamshard.core.buffer_sync import BufferSync
 from streamshard.core.params import Param

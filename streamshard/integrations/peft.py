@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from streamshard.checkpoint.export import export_shards
-from streamshard.comm.objects import raise_if, run_on_all_ranks
+from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import (
     ShardedModule,

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_hooks import is_elementwise_class
 from streamshard.errors import ConfigError

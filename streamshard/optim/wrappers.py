@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.comm.objects import raise_if
+from streamshard.comm.ranks import raise_if
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of
 from streamshard.device import on_device

@@ -18,7 +18,7 @@ from streamshard.planning.program import Schedule
 _QUIET_PASSES = 10
 
 
-class Communicator(Protocol):
+class Agreement(Protocol):
     """The two collectives by which ranks agree."""
 
     def any_rank(self, value: bool) -> bool:
@@ -46,7 +46,7 @@ class UnitOrder:
         self.is_settled = False
         self._quiet_passes = 0  # in a row, that have brought no news
 
-    def learn(self, schedule: Schedule, ranks: Communicator, *, has_failed: bool) -> None:
+    def learn(self, schedule: Schedule, ranks: Agreement, *, has_failed: bool) -> None:
         """A pass with gradients is over: learn the order of units from its use, here and on other ranks. Collective.
 
         Ranks may have skipped units. If the orders of ranks contradict each other, the order stays as it is.

@@ -177,7 +177,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from streamshard.checkpoint.find import is_checkpoint, no_checkpoint, open_checkpoint, survey
     from streamshard.checkpoint.json_codec import name_of
     from streamshard.checkpoint.manifest import read_manifest
-    from streamshard.comm.objects import RankGroup
+    from streamshard.comm.ranks import RankGroup
     from streamshard.config import parse_path
 
     root = parse_path("DIR", arguments.directory)

@@ -27,7 +27,7 @@ from torch.torch_version import TorchVersion
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import resolve_group
-from streamshard.comm.objects import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import Streams
 from streamshard.config import Precision, ReductionMode, SlotCount, check_environment

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Fence, Rule, StreamName, Work, as_one
 from streamshard.comm.transport import Reduction
 from streamshard.config import Precision

@@ -17,7 +17,7 @@ from streamshard import latest
 from streamshard.checkpoint.directory import remove_partial
 from streamshard.checkpoint.find import next_number, open_intact
 from streamshard.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import FILE, begin, few_files, publish, put
 

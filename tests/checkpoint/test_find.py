@@ -18,7 +18,7 @@ from streamshard.checkpoint.directory import remove_partial
 from streamshard.checkpoint.find import open_intact
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION
 from streamshard.checkpoint.safetensors_file import MAX_TEXT_BYTES
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import FILE, begin, publish, put, rewrite
 

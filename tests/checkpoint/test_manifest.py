@@ -31,7 +31,7 @@ from streamshard.checkpoint.manifest import (
     read_manifest,
 )
 from streamshard.checkpoint.safetensors_file import FileRecord, copy_range, verify_files
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError, log
 from tests.checkpoint.crafted import few_files, rewrite, write_body
 from tests.checkpoint.runs import start, steps, weights_of

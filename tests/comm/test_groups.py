@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -34,7 +33,7 @@ from streamshard.comm.groups import (
     make_host_group,
     timeout_of,
 )
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CommunicationError
 from tests.launched import Launched, run_script
 from tests.models import Stack, vector_batch
@@ -45,11 +44,11 @@ _PR_SET_PDEATHSIG = 1
 _LARGE = """
     import os, torch, torch.distributed as dist
     from streamshard.comm.groups import host_group_of, make_default_group
-    from streamshard.comm.objects import RankGroup
+    from streamshard.comm.ranks import RankGroup
 
     make_default_group(torch.device("cpu"))
     ranks = RankGroup(dist.group.WORLD)
-    assert ranks.any_rank(ranks.number == 3)
+    assert ranks.any_rank(ranks.total_rank == 3)
     held = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdecimal() and
             os.path.lexists(f"/proc/self/fd/{name}")]
     print("sockets", sum(name.startswith("socket") for name in held), flush=True)
@@ -126,44 +125,71 @@ def test_a_rank_that_is_late_gets_the_same_name_although_the_store_has_its_earli
         assert groups._agree_on_name(store, 1, 2) == of_rank_0.result(10)
 
 
-@pytest.mark.parametrize("mine", ["", "chosen0"])
-def test_gloo_listens_where_rank_0_is_unless_the_user_has_chosen(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings hold while a group is made, and not afterwards."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    if mine:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", mine)
-    with gloo_settings("127.0.0.1", MOST_CONNECTED + 1):
-        assert os.environ["GLOO_SOCKET_IFNAME"] == (mine or "lo")
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
-    assert os.environ.get("GLOO_SOCKET_IFNAME", "") == mine
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # ranks may be on several machines, and "node0" is this one's own name
-    way_out = {"node0": "127.0.1.1", groups._ELSEWHERE: "127.0.0.1"}  # the address of "lo", which is there for sure
-    with mock.patch.object(groups, "_own_address", way_out.get), gloo_settings("node0", 2):
-        assert os.environ["GLOO_SOCKET_IFNAME"] == (mine or "lo")
-    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
-    with gloo_settings(None, MOST_CONNECTED):
-        assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+_ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+wifi0 00000000 01004D0A 0003 0 0 600 00000000 0 0 0
+eth0 00000000 01004D0A 0003 0 0 100 00000000 0 0 0
+ib0 00004D0A 00000000 0001 0 0 0 0000FFFF 0 0 0
+"""
 
 
 @pytest.mark.parametrize(
-    ("environment", "says"),
+    ("host", "machines", "interface"),
     [
-        ({}, r"\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"),
-        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "$"),
-        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, r"\. torchrun has restarted"),
+        ("10.77.0.1", 2, "ib0"),
+        ("10.78.0.1", 2, "eth0"),
+        ("node0", 2, "eth0"),
+        ("node0", 1, "lo"),
+        ("localhost", 2, "lo"),
+        ("nosuchhost", 2, None),
+        (None, 2, None),
     ],
 )
-def test_an_error_of_gloo_advises_what_the_launch_allows(
-    environment: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_gloo_listens_on_the_way_to_rank_0_unless_the_user_has_chosen(
+    host: str | None, machines: int, interface: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Here of an interface that is not there: on several machines, on one, and after a restart."""
-    for name, value in {"GLOO_SOCKET_IFNAME": "nosuch0", **environment}.items():
+    """The settings hold while a group is made, and not afterwards. On Debian "node0" is the machine's own name."""
+    (tmp_path / "route").write_text(_ROUTES)
+    monkeypatch.setattr(groups, "_ROUTES", tmp_path / "route")
+    names = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "nosuchhost": ""}
+    monkeypatch.setattr(groups.socket, "gethostbyname", lambda name: names.get(name, name))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(4 // machines))
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    for mine in (None, "chosen0"):
+        with monkeypatch.context() as patch:
+            patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+            if mine is not None:
+                patch.setenv("GLOO_SOCKET_IFNAME", mine)
+            with gloo_settings(host, MOST_CONNECTED + 1):
+                assert os.environ.get("GLOO_SOCKET_IFNAME") == (mine or interface)
+                assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+            assert os.environ.get("GLOO_SOCKET_IFNAME") == mine
+            with gloo_settings(host, MOST_CONNECTED):
+                assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "says"), [("0", r"\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"), ("1", "$")]
+)
+def test_an_error_of_gloo_names_the_network_setting_where_ranks_may_be_on_several_machines(
+    local_world_size: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Here of an interface that is not there."""
+    environment = {"GLOO_SOCKET_IFNAME": "nosuch0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": local_world_size}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(CommunicationError, match=f"nosuch0{says}"):
         make_default_group(torch.device("cpu"), init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+
+@on_ranks(1)
+def test_after_a_restart_the_advice_for_a_group_of_the_users_is_a_new_store(context: RankContext) -> None:
+    """If StreamShard has made the group, no key in the store is of an earlier start."""
+    for restarts, is_ours in (("0", False), ("1", False), ("1", True)):
+        groups.state_of(_world()).is_ours = is_ours
+        with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": restarts}):
+            is_advised = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in groups.connection_advice()
+            assert is_advised == (restarts == "1" and not is_ours)
 
 
 @on_ranks(2)
@@ -182,7 +208,7 @@ def test_beside_a_group_for_devices_the_control_group_has_a_long_timeout(context
     users = dist.new_group(timeout=timedelta(minutes=7))
     assert timeout_of(groups.host_group_of(users)) == timedelta(minutes=7)
     beside = dist.new_group(timeout=timedelta(minutes=7))
-    with mock.patch.object(groups, "accelerator", lambda: "cpu"):  # "cpu" plays a device that the group serves
+    with mock.patch.object(groups, "serves", lambda *_: False):
         assert timeout_of(groups.host_group_of(beside)) == CONTROL_TIMEOUT
     assert timeout_of(make_host_group(users, timedelta(seconds=20))) == timedelta(seconds=20)
 
@@ -286,9 +312,9 @@ def test_after_an_uncaught_exception_the_group_is_aborted_before_it_is_destroyed
 ) -> None:
     """NCCL would wait for what other ranks never issue."""
     calls = mock.Mock()
-    calls.is_initialized.return_value, calls.group.WORLD = True, calls.world
+    calls.group.WORLD = calls.world
     monkeypatch.setattr(groups, "dist", calls)
     monkeypatch.setattr(sys, "last_value", ValueError() if fails else None, raising=False)
-    groups._end(weakref.ref(calls.world))
-    made = [name for name, _, _ in calls.mock_calls if name != "is_initialized"]
-    assert made == ["world.abort"] * fails + ["destroy_process_group"]
+    groups.state_of(calls.world).is_ours = True
+    groups._end()
+    assert [name for name, _, _ in calls.mock_calls] == ["world.abort"] * fails + ["destroy_process_group"]

@@ -224,14 +224,14 @@ def test_an_interrupted_or_failed_rank_issues_nothing_more(context: RankContext,
 
     def before() -> None:
         if what != "interrupted":
-            engine.ranks.failure = "somebody has died"
+            engine.ranks.recorder.log.failure = "somebody has died"
         counts.append(engine.ranks.recorder.log.count)
 
     kind = Stop if what == "interrupted" else Trouble
     with pytest.raises(kind):
         _fail_in_forward(model, context, kind, before)
     assert engine.ranks.recorder.log.count == counts[0]
-    engine.ranks.failure = None
+    engine.ranks.recorder.log.failure = None
     _assert_at_rest(engine)
 
 

@@ -14,10 +14,12 @@ reads the text too: its own watchdog logs the text, and then closes the user's g
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import hashlib
+import os
 import pickle
-import time
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,12 +27,24 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
-from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of
-from streamshard.errors import CheckpointError, CommunicationError, ShardingError, StreamShardError, describe
+from streamshard.comm import flight_recorder
+from streamshard.comm.flight_recorder import FlightRecorder
+from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, weak
+from streamshard.comm.issue_log import Guard, RecordKind
+from streamshard.comm.streams import StreamName, Streams
+from streamshard.errors import (
+    CheckpointError,
+    CommunicationError,
+    ShardingError,
+    StreamShardError,
+    describe,
+    log,
+    uncaught,
+)
 from streamshard.torch_private import AllgatherOptions
 
 _VALUE, _ERROR = b"v", b"e"  # first bytes of what a rank sends
+_END_WITHIN_S = 5.0  # at exit, how long to wait for the watchdog
 
 # RuntimeErrors of this rank alone, such as out of memory. They are no sign that a collective failed.
 _OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
@@ -38,90 +52,50 @@ _OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "Acc
 _T = TypeVar("_T")
 
 
-class Guard:
-    """A context around a wait for other ranks. Turns a backend's error into a `CommunicationError` that names the wait.
-
-    Args:
-        ranks: the ranks. After an error they are marked as failed and issue nothing more: other ranks may be gone.
-        action: what happens inside, such as "the gather of".
-        subject: what `action` is about, such as a unit's name; "" if nothing.
-
-    Raises:
-        CommunicationError: on entry, if `ranks` has failed before.
-    """
-
-    __slots__ = ("_action", "_outer", "_ranks", "_subject")
-
-    def __init__(self, ranks: RankGroup, action: str, subject: str = "") -> None:
-        self._ranks = ranks
-        self._action = action
-        self._subject = subject
-
-    def __str__(self) -> str:
-        """The wait, in words. Made when somebody asks: each layer has several waits."""
-        return f"{self._action} {self._subject!r}" if self._subject else self._action
-
-    def __enter__(self) -> None:
-        ranks = self._ranks
-        if ranks.failure is not None:
-            raise CommunicationError(f"{self} is not possible any more: {ranks.failure}")
-        self._outer, ranks.recorder.wait = ranks.recorder.wait, (self, time.time())
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        ranks = self._ranks
-        ranks.recorder.wait = self._outer
-        if error is None or (ranks.failure is not None and isinstance(error, StreamShardError)):
-            return
-        if not isinstance(error, RuntimeError) or isinstance(error, (StreamShardError, *_OWN)):
-            ranks.fail(f"{self} ended with {type(error).__name__}: {error}")
-            return
-        ranks.abort()  # so that the others show their logs
-        message = f"{self} failed on {ranks.recorder}: {ranks.recorder.explain(error)}"
-        ranks.fail(message)
-        raise CommunicationError(message) from None  # the message says what the backend did
-
-
 class RankGroup:
     """Ranks that exchange objects over a gloo group of StreamShard's own.
 
     Args:
-        group: the ranks; None: this process alone.
-        world_size: how many ranks share one replica of the model; None: all.
+        group: all ranks; None: this process alone.
+        shard_group: the ranks that share one replica of the model; None: all.
         replica: number of this rank's replica of the model.
-        has_streams: the ranks are on devices.
+        streams: the streams of the ranks' device; None: the CPU's.
+        stream: the stream on which the ranks communicate.
         meeting: what an exchange is, in errors.
         timeout: of an exchange; None: `CONTROL_TIMEOUT`. With a timeout no watchdog looks: a disk may be slow.
 
     Attributes:
-        number: this rank's number, from 0.
-        is_first: whether `number` is 0. The first rank does work for all, such as making a directory.
-        total_size: how many ranks there are in all replicas.
-        world_size, replica: see above.
-        failure: how a collective has failed; None: none has.
-        recorder: the logs of all ranks, this rank's wait, and the first failure.
+        rank: this rank's number in its replica, of `world_size`.
+        total_rank: this rank's number in all replicas, of `total_size`.
+        is_first: whether `total_rank` is 0. The first rank does work for all, such as making a directory.
+        replica, streams, stream: see above.
+        recorder: the logs of all ranks, this rank's waits, and the first failure.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        world_size: int | None = None,
+        shard_group: dist.ProcessGroup | None = None,
         replica: int = 0,
-        has_streams: bool = False,
+        streams: Streams | None = None,
+        stream: StreamName = StreamName.COMM,
         meeting: str = "a meeting of all ranks",
         timeout: datetime.timedelta | None = None,
     ) -> None:
-        self.number, self.total_size = (0, 1) if group is None else (group.rank(), group.size())
-        self.is_first = self.number == 0
-        self.world_size = self.total_size if world_size is None else world_size
+        shard_group = shard_group or group
+        self.total_rank, self.total_size = (0, 1) if group is None else (group.rank(), group.size())
+        self.rank, self.world_size = (0, 1) if shard_group is None else (shard_group.rank(), shard_group.size())
+        self.is_first = self.total_rank == 0
         self.replica = replica
-        self.failure: str | None = None
-        # Weak: destroy_process_group() has to end gloo's threads before Python ends, because they take its lock.
-        self._users_group_of = None if group is None else weakref.ref(group)
-        self._group_of = self._users_group_of
+        self.streams = streams or Streams(torch.device("cpu"))
+        self.stream = stream
+        self._group_of, self._users_group_of = weak(shard_group), weak(group)
         self._meeting = meeting
         self._timeout = timeout
-        self.recorder = FlightRecorder(group, has_streams=has_streams, abort=self.abort if timeout is None else None)
+        self.recorder = FlightRecorder(group, has_streams=self.streams.has_streams)
+        if timeout is None and self.total_size > 1:
+            _watchdog.watch(self)
 
     @property
     def users_group(self) -> dist.ProcessGroup:
@@ -137,14 +111,9 @@ class RankGroup:
         """The ranks that share one replica. Raises as `users_group` does."""
         return alive(self._group_of)
 
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        """A group of all ranks for tensors in CPU memory. The first call is collective."""
-        return host_group_of(self.users_group)
-
     def guard(self, action: str, subject: str = "") -> Guard:
         """A context around collectives, and around waits for them. See `Guard`."""
-        return Guard(self, action, subject)
+        return Guard(self.recorder.log, self.end_guard, action, subject)
 
     def talk(self, action: str, kind: RecordKind) -> Guard:
         """A context around an exchange outside of steps: logs `kind`, and guards `action`."""
@@ -157,7 +126,7 @@ class RankGroup:
         self,
         doing: str,
         action: Callable[[], _T],
-        raises: type[StreamShardError] = ShardingError,
+        raises: type[StreamShardError] = CheckpointError,
         *,
         with_replicas: bool = True,
     ) -> list[_T]:
@@ -174,14 +143,12 @@ class RankGroup:
                 result cannot be pickled or unpickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`
                 instead.
         """
-        is_alone = (self.total_size if with_replicas else self.world_size) == 1
         error: BaseException | None = None
         try:
-            value = action()
-            sent = _VALUE if is_alone else _VALUE + pickle.dumps(value)
+            sent = _VALUE + pickle.dumps(action())
         except BaseException as caught:
             error, sent = caught, _ERROR + describe(caught).encode(errors="backslashreplace")
-        gathered = [sent] if is_alone else self.gather_bytes(sent, with_replicas=with_replicas)
+        gathered = self.gather_bytes(sent, with_replicas=with_replicas)
         if error is not None and not isinstance(error, Exception):
             raise error
         errors = {rank: each[1:].decode() for rank, each in enumerate(gathered) if each.startswith(_ERROR)}
@@ -190,8 +157,6 @@ class RankGroup:
             if len(errors) == len(gathered) and len(set(errors.values())) == 1:
                 failed = f"all ranks: {errors[0]}" if len(errors) > 1 else errors[0]
             raise raises(f"could not {doing}: {failed}") from error
-        if is_alone:
-            return [value]
         try:
             return [pickle.loads(memoryview(each)[1:]) for each in gathered]
         except Exception as bad:  # on all ranks alike: they unpickle the same bytes
@@ -199,7 +164,8 @@ class RankGroup:
 
     def gather_objects(self, value: object, *, with_replicas: bool = True) -> list[Any]:
         """Every rank's `value`, pickled, in rank order. Blocks; for set-up and errors, not for steps."""
-        return self.gather_results("send an object to the other ranks", lambda: value, with_replicas=with_replicas)
+        doing = "send an object to the other ranks"
+        return self.gather_results(doing, lambda: value, ShardingError, with_replicas=with_replicas)
 
     def gather_bytes(self, data: bytes, *, with_replicas: bool = True) -> list[bytes]:
         """Every rank's `data`, in rank order. Blocks. Two collectives; one if `data` is empty on all ranks.
@@ -208,8 +174,10 @@ class RankGroup:
             data: of any length, which may differ between ranks.
             with_replicas: include the ranks of other replicas.
         """
+        if (self.total_size if with_replicas else self.world_size) == 1:
+            return [data]
         with self.talk(self._meeting, RecordKind.MEETING):
-            group = self.host_group if with_replicas else host_group_of(self.group)
+            group = host_group_of(self.users_group if with_replicas else self.group)
             sizes = self._all_gather(group, torch.tensor([len(data)])).flatten().tolist()
             if not any(sizes):
                 return [b""] * len(sizes)
@@ -226,7 +194,7 @@ class RankGroup:
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
-        return value if self.total_size == 1 else any(self.gather_bytes(b"yes" if value else b""))
+        return any(self.gather_bytes(b"yes" if value else b""))
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, pickled. Blocks; for set-up."""
@@ -238,10 +206,31 @@ class RankGroup:
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
+    @property
+    def failure(self) -> str | None:
+        """How a collective has failed; None: none has."""
+        return self.recorder.log.failure
+
+    def end_guard(self, guard: Guard, error: BaseException) -> None:
+        """An error leaves `guard`: the ranks issue nothing more, because other ranks may be gone.
+
+        Raises:
+            CommunicationError: the error is a backend's. Names the wait, and says why it failed.
+        """
+        if self.failure is not None and isinstance(error, StreamShardError):
+            return
+        if not isinstance(error, RuntimeError) or isinstance(error, (StreamShardError, *_OWN)):
+            self.fail(f"{guard} ended with {type(error).__name__}: {error}")
+            return
+        self.abort()  # so that the others show their logs
+        message = f"{guard} failed on {self.recorder}: {self.recorder.explain(error)}"
+        self.fail(message)
+        raise CommunicationError(message) from None  # the message says what the backend did
+
     def fail(self, failure: str) -> None:
         """Stop issuing collectives, and end the waits of other ranks for this one. Only the first failure is kept."""
         if self.failure is None:
-            self.failure = failure
+            self.recorder.log.failure = failure
             self.recorder.post_failure(failure)  # first: other ranks read it when their waits end
             self.close()
 
@@ -256,8 +245,8 @@ class RankGroup:
 
     def close(self, *, users_too: bool = False) -> None:
         """Close StreamShard's own groups; with `users_too` the user's group as well."""
-        groups = [of() for of in (self._group_of, self._users_group_of) if of is not None]
-        close_connections(*(group for group in groups if group is not None), users_too=users_too)
+        groups = [group for of in (self._group_of, self._users_group_of) if (group := of()) is not None]
+        close_connections(*groups, users_too=users_too)
 
 
 def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:
@@ -284,12 +273,12 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
 
 
 def run_on_all_ranks(
-    group: RankGroup, doing: str, action: Callable[[], _T], raises: type[StreamShardError] = CheckpointError
+    ranks: RankGroup, doing: str, action: Callable[[], _T], raises: type[StreamShardError] = CheckpointError
 ) -> _T:
     """Run `action` on every rank. If it fails on one rank, raise on all.
 
     Args:
-        group: the ranks.
+        ranks: the ranks.
         doing: what the action does, for the message: "could not <doing>".
         action: this rank's work; it must not communicate.
         raises: the class of the error.
@@ -298,16 +287,80 @@ def run_on_all_ranks(
         StreamShardError: of class `raises`; names the ranks on which the action failed, and why.
     """
     result: list[_T] = []
-    group.gather_results(doing, lambda: result.append(action()), raises)
+    ranks.gather_results(doing, lambda: result.append(action()), raises)
     return result[0]
-
-
-def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> list[_T]:
-    """As `run_on_all_ranks`; returns the results of all ranks, in rank order. Results are pickled."""
-    return group.gather_results(doing, action, CheckpointError)
 
 
 def raise_if(error: Exception | None) -> None:
     """Raise `error` if there is one: the action of `gather_results` for an error that this rank has kept until now."""
     if error is not None:
         raise error
+
+
+class _Watchdog:
+    """A thread that looks after all ranks of this process, twice a second. It starts with the first ranks."""
+
+    def __init__(self) -> None:
+        self._ranks_of: tuple[Callable[[], RankGroup | None], ...] = ()
+        self._wake = threading.Event()
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+
+    def watch(self, ranks: RankGroup) -> None:
+        """Look after `ranks` too, as long as they live."""
+        self._ranks_of = (*(of for of in self._ranks_of if of() is not None), weakref.ref(ranks))
+        self._wake.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="streamshard watchdog", daemon=True)
+            self._thread.start()
+
+    def ranks(self) -> list[RankGroup]:
+        """The ranks that are alive."""
+        return [ranks for of in self._ranks_of if (ranks := of()) is not None]
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self._look()
+            self._wake.wait(flight_recorder.PATIENCE_S / 2)
+            self._wake.clear()
+
+    def _look(self) -> None:  # a method of its own, so that no variable keeps ranks alive between looks
+        for ranks in self.ranks():
+            ranks.recorder.look(ranks.abort)
+
+    def end(self) -> None:
+        """Tell the other ranks which error ends this process, or log the failure before, and end the thread.
+
+        Python aborts if it ends a daemon thread inside a C++ call, such as one of the store.
+        """
+        if self._thread is None:
+            return
+        recorders = [ranks.recorder for ranks in self.ranks()]
+        if (error := uncaught()) is not None:
+            for recorder in recorders:
+                recorder.post_failure(f"its process ends with {describe(error)}")
+            if not isinstance(error, StreamShardError):
+                failures = {recorder.read_failure() for recorder in recorders if recorder.difference is None}
+                for failure in failures - {None}:
+                    log.error("%s", failure)
+        self._is_over = True
+        self._wake.set()
+        self._thread.join(_END_WITHIN_S)
+
+
+_watchdog = _Watchdog()
+atexit.register(lambda: _watchdog.end())
+
+
+def _after_fork_in_child() -> None:
+    """A forked child has no watchdog. It must not use its parent's connections, and its error is not the rank's."""
+    global _watchdog
+    for ranks in _watchdog.ranks():
+        ranks.recorder.log.failure = (
+            f"this process was forked from rank {ranks.rank} and has no connection to other ranks: start processes "
+            "with the spawn method"
+        )
+    _watchdog = _Watchdog()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
