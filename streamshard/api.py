@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard.config import TRACE_STEPS, Precision, SlotCount
-from streamshard.core.edge import Watched
+from streamshard.core.edge import WatchedRoot
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of
 from streamshard.errors import ShardingError
 from streamshard.planning.layout import LocalRange
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from streamshard.tools.memory import MemoryReport
 
 
-class StreamShard(Watched):
+class StreamShard(WatchedRoot):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
     The model keeps its class name, attributes, ``forward`` signature and state-dict names, and becomes an instance of
@@ -110,18 +110,6 @@ class StreamShard(Watched):
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass
-
-    def __getattr__(self, name: str) -> Any:
-        """Type checkers allow the attributes of any model: its class, StreamShard's subclass, is made at run time."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if name != "module":
-                raise
-            raise AttributeError(
-                f"{error}: StreamShard makes no wrapper, use the model itself. To save it: export_safetensors(model, "
-                "directory), save_checkpoint(directory, model, optimizer), or model.full_state_dict()"
-            ) from None
 
     # -- training ---------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError, warn_user
+from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
 from streamshard.planning.flat_params import ByteRange, FlatParamKind, UnitLayout, kind_of, plan_units
 from streamshard.planning.memory import (
@@ -49,7 +50,6 @@ from streamshard.planning.structure import (
     modules_inside,
     modules_of,
     params_of,
-    refuse_transforms,
     tie_on_meta,
 )
 

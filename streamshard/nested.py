@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import operator
 from collections import UserDict
 from collections.abc import Callable, Mapping
@@ -80,7 +81,7 @@ def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, _LISTS):
         if _PLAIN_TYPES.issuperset(map(type, value)):  # long lists of numbers
             return value
-        items = [_map(item, change) for item in value]
+        items = list(map(functools.partial(_map, change=change), value))
         return value if all(map(operator.is_, items, value)) else _with_items(value, items)
     if isinstance(value, _DICTS):
         changed = {key: new for key, old in value.items() if (new := _map(old, change)) is not old}

@@ -232,8 +232,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/reductions": [
         ("UsedParams._write", Drop("self._arrived[0].wait()"), "simulated_device:flags"),
         ("UsedParams._write", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
-        ("Reductions._open", Drop("self.replicas.finish_average(unit)"), "replicas"),
-        ("Reductions._open", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
+        ("Reductions._make_room", Drop("self.replicas.finish_average(unit)"), "replicas"),
+        ("Reductions._make_room", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
         ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
         ("Reductions.leave", Swap("self._stream is not None and", "False and"), _STREAMS),
         ("Reductions.leave", Swap(" or torch.is_grad_enabled()", ""), "asked_grads"),
@@ -289,7 +289,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.discard_grads", Drop("with AsTensors():"), "invariants exceptions"),
         ("Unit.collect", Swap("on_device_stream(stream)", "unobserved()"), _STREAMS),
     ],
-    "guards/used_grads": [
+    "guards/loop": [
         ("note_step", Swap("is not None", "is None is not None"), "used_grads"),
         ("note_step", Drop("unused.is_new = False"), "used_grads"),
         ("note_backward", Drop("_unreached.discard(model)"), "loops"),

@@ -274,27 +274,28 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def progress(self) -> None:
         """See `Transport.progress`. Takes the sums for which all ranks have written, so that no rank waits later."""
-        while self._started and self._is_everywhere(Counter.WRITTEN, self._own.counters[Counter.SUMMED] + 1):
+        while self._started:
+            number = self._own.counters[Counter.SUMMED] + 1
+            if any(buffers.counters[Counter.WRITTEN] < number for buffers in self._buffers):
+                return
             with self.ranks.guard("a reduction"):
-                self._sum_next()
+                self.sum(number, for_all=False)
 
-    def sum(self, count: int) -> None:
-        """Sum reductions in their order, until all ranks have summed `count`."""
-        while self._own.counters[Counter.SUMMED] < count:
-            self._await(Counter.WRITTEN, self._own.counters[Counter.SUMMED] + 1)
-            self._sum_next()
-        self._await(Counter.SUMMED, count)
-
-    def _sum_next(self) -> None:
-        number = self._own.counters[Counter.SUMMED]
-        if len({buffers.written[number % len(buffers.written)] for buffers in self._buffers}) > 1:
-            raise RuntimeError("ranks have issued different collectives")
-        slot, out, _, _, accumulate, _ = self._started.popleft()
-        start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
-        with self.streams.on(self.stream):
-            chunks = [buffers.view(start, out.numel(), slot.dtype) for buffers in self._buffers]
-            sum_in_rank_order(chunks, out, accumulate=accumulate)
-        self._advance(Counter.SUMMED)
+    def sum(self, count: int, *, for_all: bool = True) -> None:
+        """Sum reductions in their order, until this rank has summed `count`; `for_all`: until all ranks have."""
+        own, rank = self._own.counters, self.ranks.rank
+        while (number := own[Counter.SUMMED]) < count:
+            self._await(Counter.WRITTEN, number + 1)
+            if len({each.written[number % len(each.written)] for each in self._buffers}) > 1:
+                raise RuntimeError("ranks have issued different collectives")
+            slot, out, _, _, accumulate, _ = self._started.popleft()
+            start = self._offset_of(slot) + rank * out.numel() * slot.element_size()
+            with self.streams.on(self.stream):
+                chunks = [each.view(start, out.numel(), slot.dtype) for each in self._buffers]
+                sum_in_rank_order(chunks, out, accumulate=accumulate)
+            self._advance(Counter.SUMMED)
+        if for_all:
+            self._await(Counter.SUMMED, count)
 
     def _offset_of(self, tensor: torch.Tensor) -> int:
         if not tensor.numel():  # of a unit of empty parameters: no memory anywhere
@@ -309,9 +310,6 @@ class SharedMemoryTransport(PairwiseTransport):
         self._own.counters[counter] += 1
         return self._own.counters[counter]
 
-    def _is_everywhere(self, counter: Counter, count: int) -> bool:
-        return all([buffers.counters[counter] >= count for buffers in self._buffers])  # noqa: C419  # faster
-
     def _await(self, counter: Counter, count: int) -> None:
         """Return once all ranks' counters have reached `count`.
 
@@ -319,24 +317,34 @@ class SharedMemoryTransport(PairwiseTransport):
             RuntimeError: a rank has died, has failed, or issued something else, so its counter will not get there; or
                 the process group's timeout has passed.
         """
-        deadline, sleep_s, looks = time.monotonic() + self._timeout_s, 2e-5, 0
-        while not self._is_everywhere(counter, count):
+        deadline, sleep_s, looks = None, 2e-5, 0
+        while True:
+            missing = []
+            for rank, buffers in enumerate(self._buffers):
+                if buffers.counters[counter] < count:
+                    missing.append(rank)
+            if not missing:
+                return
             looks += 1
             if looks < _YIELDS:
                 os.sched_yield()
                 continue
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
-            missing = [rank for rank, buffers in enumerate(self._buffers) if buffers.counters[counter] < count]
-            for rank in missing:
-                has_died = self._buffers[rank].has_died()
-                # Read the counter once more: the rank may have reached the count just before it ended.
-                if (has_died or self._buffers[rank].gone[0]) and self._buffers[rank].counters[counter] < count:
-                    raise RuntimeError(f"rank {rank} has {'died' if has_died else 'left, or has failed'}")
-            if self.ranks.recorder.difference is not None:
-                raise RuntimeError(self.ranks.recorder.difference)
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {missing}")
+            deadline = deadline or time.monotonic() + self._timeout_s
+            self._refuse(counter, count, missing, is_late=time.monotonic() > deadline)
+
+    def _refuse(self, counter: Counter, count: int, missing: Sequence[int], *, is_late: bool) -> None:
+        """Raise if the counters of `missing` ranks will not reach `count`."""
+        for rank in missing:
+            has_died = self._buffers[rank].has_died()
+            # Read the counter once more: the rank may have reached the count just before it ended.
+            if (has_died or self._buffers[rank].gone[0]) and self._buffers[rank].counters[counter] < count:
+                raise RuntimeError(f"rank {rank} has {'died' if has_died else 'left, or has failed'}")
+        if self.ranks.recorder.difference is not None:
+            raise RuntimeError(self.ranks.recorder.difference)
+        if is_late:
+            raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {list(missing)}")
 
     def leave(self) -> None:
         """See `Transport.leave`."""

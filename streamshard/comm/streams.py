@@ -78,6 +78,8 @@ class AllWork:
 
 def as_one(works: Sequence[Work | None]) -> Work | None:
     """Several `Work` objects as one for a fence; None on devices, where streams wait."""
+    if len(works) == 1:  # most units have one flat parameter
+        return works[0]
     pending = [work for work in works if work is not None]
     return AllWork(pending) if len(pending) > 1 else pending[0] if pending else None
 
@@ -238,6 +240,9 @@ class Fence:
             for observer in self._streams.observers:
                 observer.on_block(self, None)
             (stream or self._streams.device_stream(self.target)).wait_event(self._event)
+        elif self.work is not None and not self._streams.observers:
+            work, self.work = self.work, None
+            work.wait()
         elif self.work is not None:
             self.complete()
         for observer in self._streams.observers:

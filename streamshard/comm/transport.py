@@ -13,6 +13,7 @@ slower than this exchange (docs/internals/log.md).
 from __future__ import annotations
 
 import abc
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
 _SUM_BLOCK = 1 << 17  # elements
+_blocks_of = operator.methodcaller("split", _SUM_BLOCK)
 _Tensors = Sequence[torch.Tensor]
 
 
@@ -256,7 +258,7 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
     share = 1.0 / len(chunks)
     with torch.no_grad():
         # Block by block, so that a block of `out` stays in the CPU's cache.
-        for block, first, *others in zip(*(tensor.split(_SUM_BLOCK) for tensor in (out, *chunks)), strict=True):
+        for block, first, *others in zip(*map(_blocks_of, (out, *chunks)), strict=True):
             if accumulate:
                 block.add_(first, alpha=share)
             else:

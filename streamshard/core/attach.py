@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from streamshard.core.module_state import Handle, refuse_in_pass
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
+from streamshard.guards.loop import Structure
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.planning.discovery import FoundUnit, owners_of
-from streamshard.planning.structure import InFp32, Structure, join_names, modules_inside, modules_of, params_of
+from streamshard.planning.structure import InFp32, join_names, modules_inside, modules_of, params_of
 
 
 def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine, in_fp32: InFp32) -> None:
@@ -61,7 +62,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         if module._parameters:
             module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
     structure = Structure(root)
-    engine.check_structure = functools.partial(_check, weakref.ref(structure))
+    engine.structure_of = weakref.ref(structure)
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:
             compute_in_fp32(module)
@@ -86,11 +87,6 @@ def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> to
     # Modules that their own class keeps in fp32 get inputs uncast: their code casts, as torch's batch norm does.
     own = params_of(module).values()
     return None if in_fp32.params and own and in_fp32.params.issuperset(own) else precision.param_dtype
-
-
-def _check(structure_of: Callable[[], Structure | None]) -> None:
-    if (structure := structure_of()) is not None:
-        structure.check()
 
 
 def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param]) -> None:

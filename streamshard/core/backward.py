@@ -24,7 +24,7 @@ from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
-from streamshard.guards.used_grads import note_backward, note_gradients
+from streamshard.guards.loop import note_backward, note_gradients
 from streamshard.planning.program import Op, Schedule
 from streamshard.torch_private import AsTensors, graph_task_id
 

@@ -35,12 +35,16 @@ class BufferSync:
 
     Args:
         ranks: all ranks of the model, replicas included.
+
+    Attributes:
+        are_sent: there are other ranks, and persistent buffers.
     """
 
     def __init__(self, ranks: Communicator) -> None:
         self._ranks = ranks
         self._state: dict[str, _Place] = {}
         self._is_due = True
+        self.are_sent = False
 
     def start(self, root: nn.Module) -> None:
         """Take over a model's buffers: rank 0 sends all of them. Collective."""
@@ -49,6 +53,7 @@ class BufferSync:
             owner = root.get_submodule(path)
             if key not in owner._non_persistent_buffers_set:
                 self._state[name] = _Place(weakref.ref(owner), key, buffer.shape, buffer.dtype)
+        self.are_sent = self._ranks.total_size > 1 and bool(self._state)
         if self._ranks.total_size > 1:
             self._send(root.buffers(), source=0)
 
@@ -62,8 +67,6 @@ class BufferSync:
         Raises:
             ShardingError: a persistent buffer was removed, or has another shape or dtype.
         """
-        if self._ranks.total_size == 1:
-            return
         if self._is_due:
             self.sync(source)
         self._is_due = trains

@@ -29,7 +29,7 @@ from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
 from streamshard.core.module_state import HANDLE, Handle, ShardedModule, change_class, handle_of, watched_class
-from streamshard.core.params import LEFT_STATES, GradState, Param, move_all
+from streamshard.core.params import LEFT_STATES, Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import advice, refuse_absent
@@ -38,7 +38,6 @@ from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
     AsTensors,
     active_ddp,
-    get_grad,
     queue_callback,
     saved_tensors_hooks,
     sequence_number,
@@ -56,6 +55,22 @@ class Watched(ShardedModule):
         handle: Handle = self.__dict__[HANDLE]
         call = call_unit if handle.unit is not None else call_pass
         return call(handle, super().__call__, args, kwargs)
+
+
+class WatchedRoot(Watched):
+    """Comes before the class of a whole model."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Type checkers allow the attributes of any model: its class, StreamShard's subclass, is made at run time."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name != "module":
+                raise
+            raise AttributeError(
+                f"{error}: StreamShard makes no wrapper, use the model itself. To save it: export_safetensors(model, "
+                "directory), save_checkpoint(directory, model, optimizer), or model.full_state_dict()"
+            ) from None
 
 
 def watch(module: nn.Module, handle: Handle, base: type = Watched) -> None:
@@ -331,7 +346,7 @@ def _take_gradient(
 ) -> None:
     """Autograd has made a gradient. Small ones that are left are copied when the unit is reduced."""
     engine, param = engine_of(), param_of()
-    if engine is None or param is None or get_grad(view) is None:  # the last: frozen in this backward
+    if engine is None or param is None:
         return
     unit = engine.units[index]
     if param.is_small and engine.reductions.leave(unit, param):
@@ -339,8 +354,9 @@ def _take_gradient(
     with AsTensors():
         grad = param.take_left()
     if param.state in LEFT_STATES:  # the gradient of another stream: `grad` is the sum with the one left before
-        move_all((param,), GradState.IN_SLOT if param.state is GradState.LEFT_TOO else GradState.NONE)
-    untraced(_copy_gradient, engine, unit, param, grad)
+        param.forget_left()
+    if grad is not None:  # else the parameter was frozen in this backward
+        untraced(_copy_gradient, engine, unit, param, grad)
 
 
 def _copy_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor) -> None:

@@ -23,8 +23,8 @@ from streamshard.core.reductions import Reductions
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
+from streamshard.guards.loop import Structure, refuse_transforms
 from streamshard.planning.memory import SlotPlan
-from streamshard.planning.structure import refuse_transforms
 from streamshard.planning.unit_order import UnitOrder
 
 ROOT_UNIT = 0  # index of the root unit
@@ -128,7 +128,7 @@ class Engine:
         is_whole: this rank's shards are the whole units.
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
         are_weights_current: no weights have changed since the last pass, unless their versions say so.
-        check_structure: raises if modules or parameters were exchanged since sharding; called before weights are cast.
+        structure_of: returns the modules and parameters that were sharded, None once the model is gone.
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
         inputs: asked before each pass, see `Inputs`.
@@ -151,13 +151,14 @@ class Engine:
         self.is_whole = all(flat.layout.is_whole for unit in self.units for flat in unit.flat_params)
         self.is_synced = True
         self.are_weights_current = False
-        self.check_structure: Callable[[], None] = lambda: None
+        self.structure_of: Callable[[], Structure | None] = lambda: None
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.shared)
         self.inputs = Inputs()
         self.is_summoned = False
         self.empty: dict[str, None] = {}
         self._warnings: set[str] = set()
+        self._ending = self.ranks.guard("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
 
     @property
@@ -205,7 +206,7 @@ class Engine:
         self.streams.refuse_capture()
         self.refuse_empty("a forward")
         self.inputs.before_pass()
-        if is_whole_model:
+        if is_whole_model and self.buffers.are_sent:
             trains = torch.is_grad_enabled() and self.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
@@ -262,6 +263,11 @@ class Engine:
         """Weights may have changed: the next pass casts them, inside ``no_sync()`` too."""
         self.are_weights_current = False
 
+    def check_structure(self) -> None:
+        """Raise if modules or parameters were exchanged since sharding."""
+        if (structure := self.structure_of()) is not None:
+            structure.check()
+
     def begin_weights(self) -> None:
         """A pass is about to all-gather: units cast weights that may have changed before their all-gathers."""
         is_current = self.are_weights_current
@@ -275,7 +281,7 @@ class Engine:
 
     def end_weights(self) -> None:
         """A pass has issued its last all-gather. The user may write main weights afterwards."""
-        with self.ranks.guard("waiting for all ranks at the end of a pass"):
+        with self._ending:
             for unit in self.units:
                 unit.finish_reading()
         self.are_weights_current = not self.is_synced
@@ -290,14 +296,14 @@ class Engine:
             if holder.is_bound:
                 holder.release()
         with unit.gathering:
+            if not unit.is_cast:
+                unit.cast()
             unit.start_gather()
 
     def unshard(self, unit: Unit) -> None:
         """Let compute wait for the unit's weights (rule 1), which are all-gathered unless they are in the slot."""
-        if unit.weight_slot.content != unit.index:
-            self.all_gather(unit)
-        with unit.gathering:
-            unit.ready()
+        self.all_gather(unit)
+        unit.ready()
 
     def reshard_all(self) -> None:
         """Unbind all units."""

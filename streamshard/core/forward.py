@@ -12,7 +12,7 @@ from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.guards.used_grads import note_forward
+from streamshard.guards.loop import note_forward
 from streamshard.planning.program import Op, Schedule
 
 
@@ -133,8 +133,10 @@ class Forward(Phase):
                 pass
             schedule.reach_requested(unit.index)
         else:
-            self._prefetch(schedule.reach(unit.index))
-        self._engine.unshard(unit)
+            for op in schedule.reach(unit.index):
+                self._engine.all_gather(self._engine.units[op.unit])
+        self._engine.all_gather(unit)  # unless it is in its slot
+        unit.ready()
 
     def _prefetch(self, ops: list[Op]) -> None:
         for op in ops:

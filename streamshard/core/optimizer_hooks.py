@@ -27,9 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
+from streamshard.guards.loop import note_step, refuse_step_without_backward
 from streamshard.guards.sharded_parameter import ShardedParameter, grad_of, refuse_unreduced
 from streamshard.guards.sharded_tensor import Piece, ShardedTensor, piece_of
-from streamshard.guards.used_grads import note_step, refuse_step_without_backward
 from streamshard.torch_private import AsTensors, skip, untraced
 
 NUMBERS = ("step", "mu_product", "eta", "mu")  # of a parameter that is one number itself, state that is no moment

@@ -170,13 +170,18 @@ class Param:
         drop_unreduced(self.param)
         set_grad(self.param, self.given)
 
-    def take_left(self) -> torch.Tensor:
-        """The gradient that autograd has made, in ``.grad`` of the unsharded parameter. Inside `AsTensors`."""
+    def take_left(self) -> torch.Tensor | None:
+        """The gradient that autograd has made, in ``.grad`` of the unsharded parameter. Inside `AsTensors`.
+
+        None: the parameter was frozen in this backward.
+        """
         grad = get_grad(self.unsharded)
-        if grad is None:
-            raise StateError(f"the gradient of {self.name!r}", "gone", "where autograd has left it")
         set_grad(self.unsharded, None)
         return grad
+
+    def forget_left(self) -> None:
+        """No gradient is left, after all."""
+        move_all((self,), GradState.IN_SLOT if self.state is GradState.LEFT_TOO else GradState.NONE)
 
     def spill(self) -> None:
         """Copy the gradient out of the slot."""

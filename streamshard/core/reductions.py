@@ -61,6 +61,7 @@ class Reductions:
         self._stream: Any = None  # the device's stream of the backward
         self._under_way: list[Work] = []
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
+        self._finishing = ranks.guard("the last reductions of a backward")
 
     def begin(self, *, is_synced: bool, is_last: bool, leaves_small: bool) -> None:
         """A backward begins, on the current stream.
@@ -93,13 +94,15 @@ class Reductions:
 
     def take(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
         """Copy or add `grad` [full shape] to the unit's gradient slot; opens the slot (rule 3)."""
-        self._open(unit)
+        if not unit.is_open:
+            self._make_room(unit)
+            with unit.reducing:
+                unit.open()
         unit.write(param, grad)
         self.ranks.transport.progress()
 
-    def _open(self, unit: Unit) -> None:
-        if unit.is_open:
-            return
+    def _make_room(self, unit: Unit) -> None:
+        """Let the gradient slot, and the main grads, of `unit` be free."""
         if self.replicas is not None:
             self.replicas.finish_average(unit)
         if unit.grad_slot.content is not None:  # gradients that come in several parts
@@ -109,8 +112,6 @@ class Reductions:
                 earlier.spill()
             else:
                 self.start(earlier)
-        with unit.reducing:
-            unit.open()
 
     def _collect(self, unit: Unit) -> None:
         if unit.index in self.left:
@@ -126,11 +127,14 @@ class Reductions:
             return
         if not self._is_last and unit.index not in self.left and not unit.is_open:
             return
-        self._open(unit)
-        self._collect(unit)
-        if not self._is_last:
-            return
+        if not unit.is_open:
+            self._make_room(unit)
         with unit.reducing:
+            if not unit.is_open:
+                unit.open()
+            self._collect(unit)
+            if not self._is_last:
+                return
             work = unit.start_reduce()
         if work is not None:
             self._under_way.append(work)
@@ -163,7 +167,7 @@ class Reductions:
         Args:
             sends_flags: start the exchange of `used`, behind these: the compute stream need not wait for it.
         """
-        with self.ranks.guard("the last reductions of a backward"):
+        with self._finishing:
             if self.replicas is not None:
                 self.replicas.finish()
             works, self._under_way = self._under_way, []
@@ -191,11 +195,13 @@ class UsedParams:
         # The communicators of the exchanges, in order; those of one rank are left out.
         self._stages = [stage for stage in (ranks, replicas) if stage is not None and stage.world_size > 1]
         count = sum(len(unit.layout.params) for unit in units) if self._stages else 0
-        self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
+        self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8, is_visible=True)]
+        self._readers: Work | None = None  # of this rank's flags
         for stage in self._stages:
             count = stage.transport.flags_numel(count)
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
+        self._exchanging = ranks.guard("the exchange of which parameters were used")
         self._tag = sum(len(unit.flat_params) for unit in units)  # behind those of the flat parameters
         self._written = [
             Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags", stage.stream)
@@ -208,7 +214,7 @@ class UsedParams:
     def start(self) -> None:
         """Start to tell the other ranks which parameters were used here."""
         if self._stages:
-            with self._ranks.guard("the exchange of which parameters were used"):
+            with self._exchanging:
                 self._write([param.is_used for unit in self._units for param in unit.params])
                 self._start(0)
 
@@ -216,7 +222,11 @@ class UsedParams:
         own, gathered = self._flags[stage : stage + 2]
         self._written[stage].record()
         self._written[stage].wait()  # rule 5: the exchange does not read what is being written
-        self._arrived[stage].record(self._stages[stage].transport.start_flags(own, gathered, self._tag))
+        transport = self._stages[stage].transport
+        work = transport.start_flags(own, gathered, self._tag)
+        self._arrived[stage].record(work)
+        if stage == 0:
+            self._readers = transport.readers(work)
 
     def finish(self) -> list[list[bool]]:
         """By unit, which parameters any rank used. On a device the host waits only if this rank left one out."""
@@ -224,7 +234,7 @@ class UsedParams:
         if not self._stages:
             return here
         is_complete = all(param.is_used or not unit.counts(param) for unit in self._units for param in unit.params)
-        with self._ranks.guard("the exchange of which parameters were used"):
+        with self._exchanging:
             for stage in range(len(self._stages)):
                 if stage > 0:
                     self._start(stage)
@@ -241,6 +251,8 @@ class UsedParams:
         if flags != self._sent:
             self._sent = flags
             self._arrived[0].wait()  # rule 6: the last exchange has read the old flags
+            if self._readers is not None:
+                self._readers.wait()
             is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
             told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
             self._flags[0].copy_(told, non_blocking=is_remote)

@@ -203,8 +203,9 @@ class GradSlot:
     def open(self, unit: int) -> None:
         """The slot is `unit`'s from here on (rule 3)."""
         self.move(SlotState.OPEN, unit)
-        self._writers.clear()
-        self.join()
+        stream = self._streams.device_stream(StreamName.COMPUTE)
+        self.drained.wait(stream)  # rule 3
+        self._writers = [stream]
 
     def join(self) -> None:
         """The device's current stream is about to write: it waits (rule 3).

@@ -168,8 +168,6 @@ class Unit:
 
     def start_gather(self) -> None:
         """Start the all-gather into the weight slot. Comm stream; the slot is this unit's from here on."""
-        if not self.is_cast:
-            self.cast()
         slot, transport = self.weight_slot, self.ranks.transport
         self._streams.observe(StepEvent.GATHER_BEGINS, self.index)
         slot.released.wait()  # rule 2
@@ -187,9 +185,9 @@ class Unit:
 
     def ready(self) -> None:
         """Let the compute stream wait until the weights are in the slot."""
-        slot = self.weight_slot
-        slot.arrived.wait()  # rule 1
-        slot.move(WeightState.READY, self.index)
+        with self.gathering:
+            self.weight_slot.arrived.wait()  # rule 1
+        self.weight_slot.move(WeightState.READY, self.index)
         if self._is_in_wire_dtype:
             for flat in self.flat_params:
                 flat.convert()
@@ -197,8 +195,9 @@ class Unit:
 
     def finish_reading(self) -> None:
         """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6)."""
-        if any(flat.main is flat.gather_input for flat in self.flat_params):
-            self._read_done.wait()  # rule 6
+        for flat in self.flat_params:
+            if flat.main is flat.gather_input:
+                self._read_done.wait()  # rule 6
 
     def bind(self) -> None:
         """Let the unit's modules hold the unsharded parameters. A second call does nothing."""
@@ -323,10 +322,16 @@ class Unit:
         Args:
             stream: the device's stream that has made them, whose allocator owns them.
         """
-        left = [param for param in self._with_room if param.state in LEFT_STATES]
+        left, grads = [], []
         with self._streams.on_device_stream(stream):
             with AsTensors():
-                grads = [param.take_left() for param in left]
+                for param in self._with_room:
+                    if param.state in LEFT_STATES:
+                        if (grad := param.take_left()) is None:
+                            param.forget_left()
+                        else:
+                            left.append(param)
+                            grads.append(grad)
             self._write(left, grads)
 
     def _write(self, params: Sequence[Param], grads: Sequence[torch.Tensor]) -> None:

@@ -7,8 +7,6 @@ the like to leave out frozen parts or to rename parameters.
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from streamshard.config import Precision
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.torch_private import innermost_transform, is_autograd_compiled
 
 
 def leave_inference_mode() -> AbstractContextManager[object]:
@@ -32,27 +29,6 @@ def leave_inference_mode() -> AbstractContextManager[object]:
 def leave_meta_device() -> AbstractContextManager[object]:
     """A context that makes tensors with values, also inside ``with torch.device("meta")``."""
     return torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext()
-
-
-def refuse_transforms() -> None:
-    """Raise inside ``torch.func.grad`` and similar transforms, and inside compiled autograd.
-
-    ``vmap`` is allowed: it only maps over a layer's inputs.
-
-    Raises:
-        ShardingError: names the transform.
-    """
-    if is_autograd_compiled():
-        raise ShardingError(
-            "compiled autograd is on, which reads the weights of all layers before backward begins, and a StreamShard "
-            "model has them in place one at a time: leave out torch's setting compiled_autograd = True. Compiling "
-            "layers or the model (layer.compile(), torch.compile(model)) compiles their backward too"
-        )
-    if (transform := innermost_transform()) is not None:
-        raise ShardingError(
-            f"a StreamShard model inside torch.func ({transform}): such transforms allow no writes, and an all-gather "
-            "writes weights. Use backward() or torch.autograd.grad; for forward-mode torch.autograd.forward_ad"
-        )
 
 
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
@@ -207,53 +183,6 @@ def _extent(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-class Structure:
-    """The modules and parameters of a model when it was sharded, to notice later changes.
-
-    A parameter or layer that is assigned afterwards would be trained by this rank alone.
-
-    Args:
-        root: the model, while its modules hold the sharded parameters.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._known = set(params_of(root).values())
-        owners = modules_of(root)
-        # dict's own values(): a sharded module's `_parameters` has a slow one.
-        self._params = [
-            (name, owner._parameters, functools.partial(dict.values, owner._parameters), (*owner._parameters.values(),))
-            for name, owner in owners
-            if isinstance(owner._parameters, dict)
-        ]
-        self._children = {name: (owner._modules, (*owner._modules.values(),)) for name, owner in owners}
-
-    def check(self) -> None:
-        """Raise if a parameter was added, removed or replaced, or a module with parameters of its own was.
-
-        Raises:
-            ShardingError: names the parameter or the module.
-        """
-        for name, params, values, known in self._params:
-            if len(params) != len(known) or not all(map(operator.is_, values(), known)):
-                changed = [key for key, param in params.items() if not any(param is old for old in known)]
-                _refuse_change("parameter", name, changed[0] if changed else "")
-        for name, (children, before) in self._children.items():
-            if len(children) != len(before) or not all(map(operator.is_, children.values(), before)):
-                for key, child in children.items():
-                    if child is not None and not self._known.issuperset(params_of(child).values()):
-                        _refuse_change("module", name, key)
-                self._children[name] = (children, (*children.values(),))  # modules without parameters may change
-
-
-def _refuse_change(what: str, owner: str, key: str) -> None:
-    name = repr(join_names(owner, key)) if key else f"of {owner or 'the model'!r}"
-    raise ShardingError(
-        f"{what} {name} was replaced, added or removed after StreamShard(model): this rank alone would train the new "
-        "one. Change the model before it is sharded, or assign to a parameter's data (param.data.copy_, "
-        "load_state_dict, summon_full_params()). torch.func.functional_call replaces parameters too"
-    )
 
 
 # -- modules that compute in fp32 ---------------------------------------------------------------------------------

@@ -82,10 +82,13 @@ class AdversarialTransport(Transport):
             self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
             with self.streams.on(self.stream):
                 _spoil(slot, keep=shard)
+        return self._start_gather(lambda: self.inner.start_gather(shard, slot, tag, is_published=is_published))
+
+    def _start_gather(self, gather: Callable[[], Work | None]) -> Work | None:
         readers: list[Work | None] = []
 
         def start() -> Work | None:
-            work = self.inner.start_gather(shard, slot, tag, is_published=is_published)
+            work = gather()
             readers.append(self.inner.readers(work))
             return work
 
@@ -111,7 +114,7 @@ class AdversarialTransport(Transport):
         self._declare(Collective.ALL_GATHER, tag, reads=(flags,), writes=(gathered,))
         with self.streams.on(self.stream):
             _spoil(gathered)
-        return self._start(lambda: self.inner.start_flags(flags, gathered, tag))
+        return self._start_gather(lambda: self.inner.start_flags(flags, gathered, tag))
 
     def flags_numel(self, count: int) -> int:
         """See `Transport.flags_numel`."""

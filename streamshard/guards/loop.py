@@ -1,18 +1,94 @@
-"""Whether what forwards and backwards prepare is used: by a backward, and by a step of an optimizer."""
+"""What a training loop may get wrong around the model: exchanged modules, transforms, gradients that nobody uses."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.sharded_tensor import CALL_BACKWARD
+from streamshard.planning.structure import join_names, modules_of, params_of
+from streamshard.torch_private import innermost_transform, is_autograd_compiled
+
+
+def refuse_transforms() -> None:
+    """Raise inside ``torch.func.grad`` and similar transforms, and inside compiled autograd.
+
+    ``vmap`` is allowed: it only maps over a layer's inputs.
+
+    Raises:
+        ShardingError: names the transform.
+    """
+    if is_autograd_compiled():
+        raise ShardingError(
+            "compiled autograd is on, which reads the weights of all layers before backward begins, and a StreamShard "
+            "model has them in place one at a time: leave out torch's setting compiled_autograd = True. Compiling "
+            "layers or the model (layer.compile(), torch.compile(model)) compiles their backward too"
+        )
+    if (transform := innermost_transform()) is not None:
+        raise ShardingError(
+            f"a StreamShard model inside torch.func ({transform}): such transforms allow no writes, and an all-gather "
+            "writes weights. Use backward() or torch.autograd.grad; for forward-mode torch.autograd.forward_ad"
+        )
+
+
+class Structure:
+    """The modules and parameters of a model when it was sharded, to notice later changes.
+
+    A parameter or layer that is assigned afterwards would be trained by this rank alone.
+
+    Args:
+        root: the model, while its modules hold the sharded parameters.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._known = set(params_of(root).values())
+        owners = modules_of(root)
+        # dict's own values(): a sharded module's `_parameters` has a slow one.
+        self._params = [
+            (name, owner._parameters, functools.partial(dict.values, owner._parameters), (*owner._parameters.values(),))
+            for name, owner in owners
+            if isinstance(owner._parameters, dict)
+        ]
+        self._children = {name: (owner._modules, (*owner._modules.values(),)) for name, owner in owners}
+
+    def check(self) -> None:
+        """Raise if a parameter was added, removed or replaced, or a module with parameters of its own was.
+
+        Raises:
+            ShardingError: names the parameter or the module.
+        """
+        for name, params, values, known in self._params:
+            if len(params) != len(known) or not all(map(operator.is_, values(), known)):
+                changed = [key for key, param in params.items() if not any(param is old for old in known)]
+                _refuse_change("parameter", name, changed[0] if changed else "")
+        for name, (children, before) in self._children.items():
+            if len(children) != len(before) or not all(map(operator.is_, children.values(), before)):
+                for key, child in children.items():
+                    if child is not None and not self._known.issuperset(params_of(child).values()):
+                        _refuse_change("module", name, key)
+                self._children[name] = (children, (*children.values(),))  # modules without parameters may change
+
+
+def _refuse_change(what: str, owner: str, key: str) -> None:
+    name = repr(join_names(owner, key)) if key else f"of {owner or 'the model'!r}"
+    raise ShardingError(
+        f"{what} {name} was replaced, added or removed after StreamShard(model): this rank alone would train the new "
+        "one. Change the model before it is sharded, or assign to a parameter's data (param.data.copy_, "
+        "load_state_dict, summon_full_params()). torch.func.functional_call replaces parameters too"
+    )
+
+
+# -- gradients that nobody uses ---------------------------------------------------------------------------------------
 
 _MOST_UNUSED = 10  # backwards whose gradients no optimizer uses, while others step
 
