@@ -110,6 +110,11 @@ def is_autograd_compiled() -> bool:
     return bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
 
 
+def is_profiled() -> bool:
+    """Whether a torch profiler runs. torch's own FSDP2 asks nobody and pays for its names always."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def active_ddp() -> object:
     """The DistributedDataParallel module whose forward runs; None if none does. torch.compile asks for it like this."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module

@@ -290,8 +290,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.collect", Swap("on_device_stream(stream)", "unobserved()"), _STREAMS),
     ],
     "guards/loop": [
-        ("note_step", Swap("is not None", "is None is not None"), "used_grads"),
-        ("note_step", Drop("unused.is_new = False"), "used_grads"),
+        ("note_step", Swap("is not None", "is None is not None"), "loop"),
+        ("note_step", Drop("unused.is_new = False"), "loop"),
         ("note_backward", Drop("_unreached.discard(model)"), "loops"),
     ],
     "guards/weights": [

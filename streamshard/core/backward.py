@@ -66,6 +66,7 @@ class Backward(Phase):
     def begin(self) -> None:
         """Bind the root unit, whose weights may be needed any time."""
         engine = self._engine
+        engine.profiler.look()
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         for unit in engine.units:
             unit.take_trainability()

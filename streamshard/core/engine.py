@@ -19,6 +19,7 @@ from streamshard.comm.issue_log import RecordKind
 from streamshard.config import Precision
 from streamshard.core.buffer_sync import BufferSync
 from streamshard.core.params import Param
+from streamshard.core.profiler import ProfilerNames
 from streamshard.core.reductions import Reductions
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
@@ -129,6 +130,7 @@ class Engine:
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
         are_weights_current: no weights have changed since the last pass, unless their versions say so.
         structure_of: returns the modules and parameters that were sharded, None once the model is gone.
+        profiler: names the work of units while a profiler runs.
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
         inputs: asked before each pass, see `Inputs`.
@@ -157,6 +159,7 @@ class Engine:
         self.inputs = Inputs()
         self.is_summoned = False
         self.empty: dict[str, None] = {}
+        self.profiler = ProfilerNames(self.streams, [unit.layout.name or "root" for unit in self.units])
         self._warnings: set[str] = set()
         self._ending = self.ranks.guard("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
@@ -204,6 +207,7 @@ class Engine:
             )
         refuse_transforms()
         self.streams.refuse_capture()
+        self.profiler.look()
         self.refuse_empty("a forward")
         self.inputs.before_pass()
         if is_whole_model and self.buffers.are_sent:

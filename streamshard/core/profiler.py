@@ -1,0 +1,67 @@
+"""Names for torch.profiler: ``StreamShard::all_gather layers.3``, and so for each part of each unit's step.
+
+An observer like the instruments, added while a profiler runs. A pass looks once whether one does, so that a run without
+a profiler pays nothing per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.profiler import record_function
+
+from streamshard.comm.streams import Observer, StepEvent, Streams
+from streamshard.torch_private import is_profiled
+
+_BEGIN = {
+    StepEvent.CAST_BEGINS: "cast",
+    StepEvent.GATHER_BEGINS: "all_gather",
+    StepEvent.FORWARD_BEGINS: "forward",
+    StepEvent.RECOMPUTATION_BEGINS: "recomputation",
+    StepEvent.BACKWARD_BEGINS: "backward",
+    StepEvent.REDUCTION_BEGINS: "reduce_scatter",
+}
+_END = {
+    StepEvent.CAST_ENDS: "cast",
+    StepEvent.GATHER_ENDS: "all_gather",
+    StepEvent.FORWARD_ENDS: "forward",
+    StepEvent.RECOMPUTATION_ENDS: "recomputation",
+    StepEvent.BACKWARD_ENDS: "backward",
+    StepEvent.REDUCTION_ENDS: "reduce_scatter",
+}
+
+
+class ProfilerNames(Observer):
+    """Marks the work of units for torch.profiler.
+
+    Args:
+        streams: the engine's, which report the work.
+        names: of the units.
+    """
+
+    def __init__(self, streams: Streams, names: Sequence[str]) -> None:
+        self._streams = streams
+        self._names = names
+        self._open: dict[tuple[str, int | None], Any] = {}  # by part and unit, the range that has begun
+
+    def look(self) -> None:
+        """A pass begins: mark its work if a profiler runs."""
+        observers, is_there = self._streams.observers, self in self._streams.observers
+        if is_profiled() and not is_there:
+            self._streams.observers = (*observers, self)
+        elif is_there and not is_profiled():
+            self._streams.observers = tuple(each for each in observers if each is not self)
+            self._open.clear()
+
+    def on_event(self, moment: StepEvent, unit: int | None) -> None:
+        """See `Observer`. A unit's backward ends where the next unit's begins."""
+        part = _BEGIN.get(moment, "")
+        if part == "backward" or moment is StepEvent.BACKWARD_ENDS:
+            for key in [key for key in self._open if key[0] == "backward"]:
+                self._open.pop(key).__exit__(None, None, None)
+        elif moment in _END and (begun := self._open.pop((_END[moment], unit), None)) is not None:
+            begun.__exit__(None, None, None)
+        if part and unit is not None:
+            self._open[part, unit] = record_function(f"StreamShard::{part} {self._names[unit]}")
+            self._open[part, unit].__enter__()
