@@ -15,13 +15,15 @@ import torch
 from torch import nn
 
 from streamshard.config import Precision
-from streamshard.core.edge import OutsideParameters, ask_for, compute_in_fp32, take_gradients, watch
+from streamshard.core.edge import ask_for, compute_in_fp32, take_gradients, watch
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.module_state import Handle, refuse_in_pass
+from streamshard.core.outside import OutsideParameters
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import Structure
+from streamshard.guards.modules import ModuleEdits
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.planning.discovery import FoundUnit, owners_of
 from streamshard.planning.structure import InFp32, join_names, modules_inside, modules_of, params_of
@@ -38,6 +40,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
     """
     take_gradients(engine)
+    edits = ModuleEdits()
+    engine.edits_of = weakref.ref(edits)
     shards: dict[nn.Parameter, Param] = {}
     owner = owners_of(found)
     layers: dict[nn.Module, Unit] = {}
@@ -52,30 +56,31 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             unit.guard.set_present(False, marks=False)
     for module in modules_inside(root):
         if any(param is not None for param in module._parameters.values()):
-            module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine)
+            edits.set_entry(module, "_parameters", OutsideParameters(module._parameters, places, engine))
     for unit, here in zip(engine.units[1:], found, strict=True):
         layers.update(dict.fromkeys(here.modules, unit))
     for name, module in modules_of(root):
-        _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards)
+        _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards, edits)
         if module._parameters or module._buffers:
-            module.register_load_state_dict_pre_hook(functools.partial(_before_loading, engine, name, shards))
+            hook = functools.partial(_before_loading, engine, name, shards)
+            edits.add_hook(module, module.register_load_state_dict_pre_hook(hook))
         if module._parameters:
-            module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
+            edits.add_hook(module, module.register_state_dict_pre_hook(functools.partial(_before_saving, engine)))
     structure = Structure(root)
     engine.structure_of = weakref.ref(structure)
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:
-            compute_in_fp32(module)
+            compute_in_fp32(module, edits)
     for module in list(modules_inside(root)):
         layer_of, cast_dtype = layers.get(module), _input_dtype(module, engine.precision, in_fp32)
         if module is root:
             units, output_dtype = frozenset(range(len(engine.units))), engine.precision.output_dtype
-            watch(root, Handle(engine, None, units, cast_dtype, output_dtype, True, structure), base)
+            watch(root, Handle(engine, None, units, cast_dtype, output_dtype, True, structure, edits), edits, base)
         elif layer_of is not None:
-            watch(module, Handle(engine, layer_of, frozenset((ROOT_UNIT, layer_of.index)), cast_dtype, None))
+            watch(module, Handle(engine, layer_of, frozenset((ROOT_UNIT, layer_of.index)), cast_dtype, None), edits)
         elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
             inside = frozenset(layers[child].index for child in modules_inside(module) if child in layers)
-            watch(module, Handle(engine, None, inside | {ROOT_UNIT}, cast_dtype, None))
+            watch(module, Handle(engine, None, inside | {ROOT_UNIT}, cast_dtype, None), edits)
 
 
 def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> torch.dtype | None:
@@ -89,7 +94,7 @@ def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> to
     return None if in_fp32.params and own and in_fp32.params.issuperset(own) else precision.param_dtype
 
 
-def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param]) -> None:
+def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param], edits: ModuleEdits) -> None:
     """Let `module` hold unsharded parameters while `unit` is bound.
 
     RNNs keep their weights in a list for cuDNN too, and weak references to them.
@@ -99,7 +104,7 @@ def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param]) -> N
         computing = {name: None if param is None else shards[param].unsharded for name, param in sharded.items()}
         unit.add_binding(module, "_parameters", sharded, computing)
     if isinstance(module, nn.RNNBase):
-        module.__dict__["flatten_parameters"] = lambda: None  # it would move weights out of the slot
+        edits.set_entry(module, "flatten_parameters", lambda: None)  # it would move weights out of the slot
         weights = [shards[param].unsharded if param in shards else param for param in module._flat_weights]
         refs = [None if weight is None else weakref.ref(weight) for weight in weights]
         unit.add_binding(module, "_flat_weights", module._flat_weights, weights)

@@ -18,9 +18,9 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,10 +28,11 @@ from torch import nn
 from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
-from streamshard.core.module_state import HANDLE, Handle, ShardedModule, change_class, handle_of, watched_class
+from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.params import LEFT_STATES, Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
+from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
 from streamshard.guards.weights import advice, refuse_absent
 from streamshard.nested import Copies, cast, cast_inputs, cast_output, refuse_lost_writes, tensors_in
 from streamshard.planning.structure import modules_inside
@@ -73,10 +74,10 @@ class WatchedRoot(Watched):
             ) from None
 
 
-def watch(module: nn.Module, handle: Handle, base: type = Watched) -> None:
+def watch(module: nn.Module, handle: Handle, edits: ModuleEdits, base: type = Watched) -> None:
     """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
-    module.__dict__[HANDLE] = handle
-    change_class(module, watched_class(type(module), base))
+    edits.set_entry(module, HANDLE, handle)
+    edits.set_class(module, watched_class(type(module), base))
 
 
 # -- calls --------------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def _attributes_in(layer: Any) -> list[Any]:
     ]
 
 
-def compute_in_fp32(module: nn.Module) -> None:
+def compute_in_fp32(module: nn.Module, edits: ModuleEdits) -> None:
     """Let `module`, which is no unit, compute in fp32: cast its inputs to fp32, and its outputs to the inputs' dtype.
 
     Code around the module sees no difference. Units need no such cast: the module that takes their outputs casts.
@@ -169,7 +170,7 @@ def compute_in_fp32(module: nn.Module) -> None:
         output = method(*args, **kwargs)
         return output if given is None else cast(output, given)
 
-    _wrap_method(module, "forward", forward)
+    _wrap_method(module, "forward", forward, edits)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -193,10 +194,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             "or a module around them"
         )
     call = call_pass if handle.unit is None else call_unit
-    _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, method, args, kwargs))
+    edits = handle.engine.edits_of()
+    assert edits is not None  # `module` is a part of the model
+    _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, method, args, kwargs), edits)
 
 
-def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
+def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any], edits: ModuleEdits) -> None:
     """Let ``module.name(...)`` call ``wrapper(method, ...)``, where `method` is what ``module.name`` was."""
     method: Any = getattr(module, name)
     # Not the bound method, which would keep the module that keeps it.
@@ -206,7 +209,7 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> N
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(bind(), *args, **kwargs)
 
-    module.__dict__[name] = wrapped
+    edits.set_entry(module, name, wrapped)
 
 
 # -- backward ------------------------------------------------------------------------------------------------------
@@ -427,65 +430,8 @@ def ask_for(engine_of: Callable[[], Engine | None], index: int, layer: str) -> C
     return ask
 
 
-class OutsideParameters(dict[str, Any]):
-    """The ``_parameters`` dict of a module that is not bound: its sharded parameters.
-
-    Inside a pass a look-up gives the unsharded parameter. A resident unit is all-gathered first, a streamed unit's
-    parameter is absent ([Note: absent weights]). ``items()`` and ``values()`` all-gather nothing:
-    ``next(module.parameters()).dtype`` needs no weights.
-
-    Outside of a pass a look-up gives the sharded parameter, for optimizers, initialisations and logs. The sharded
-    parameter itself refuses computations that need the full tensor (see `streamshard.guards.sharded_tensor`).
-
-    Args:
-        params: name to sharded parameter.
-        places: by sharded parameter, the indices of its unit and of the parameter in the unit.
-        engine: the model's.
-    """
-
-    __slots__ = ("_engine_of", "_places")
-
-    def __init__(
-        self,
-        params: Mapping[str, nn.Parameter | None],
-        places: Mapping[nn.Parameter, tuple[int, int]],
-        engine: Engine,
-    ) -> None:
-        super().__init__(params)
-        self._engine_of = weakref.ref(engine)
-        self._places: dict[Any, tuple[int, int]] = {
-            param: places[param] for param in params.values() if param is not None
-        }
-
-    def __getitem__(self, key: str) -> Any:
-        """The unsharded parameter `key` inside a pass, the sharded one outside."""
-        engine = self._engine_of()
-        place = self._places.get(self.get(key))
-        if place is not None and engine is not None and engine.current is not None:
-            return _read_weight(engine, *place)
-        return super().__getitem__(key)
-
-    def items(self) -> Any:
-        """Unsharded parameters inside a forward, for ``module.parameters()``; else, as in backward's hooks, sharded."""
-        engine, items = self._engine_of(), super().items()
-        if engine is None or engine.phase is None or not engine.phase.is_forward:
-            return items
-        views = {param: engine.units[unit].params[index].unsharded for param, (unit, index) in self._places.items()}
-        return [(key, views.get(value, value)) for key, value in items]
-
-    def values(self) -> Any:
-        """As `items`."""
-        return [value for _, value in self.items()]
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ShardingError(
-            f"a module with the parameters {', '.join(self)} is part of a model sharded by StreamShard, and cannot be "
-            "copied or pickled: they are pieces. Use full_state_dict()"
-        )
-
-
 @skip  # torch.compile breaks its graph where weights are read
-def _read_weight(engine: Engine, unit: int, index: int) -> nn.Parameter:
+def read_weight(engine: Engine, unit: int, index: int) -> nn.Parameter:
     """An unsharded parameter, for a look-up inside a pass. A resident unit is all-gathered first."""
     phase, read = engine.current, engine.units[unit]
     if phase is not None and not read.is_streamed:

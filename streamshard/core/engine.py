@@ -25,6 +25,7 @@ from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.loop import Structure, refuse_transforms
+from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.unit_order import UnitOrder
 
@@ -129,7 +130,8 @@ class Engine:
         is_whole: this rank's shards are the whole units.
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
         are_weights_current: no weights have changed since the last pass, unless their versions say so.
-        structure_of: returns the modules and parameters that were sharded, None once the model is gone.
+        structure_of, edits_of: return the modules and parameters that were sharded, and all changes of modules; None
+            once the model is gone.
         profiler: names the work of units while a profiler runs.
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
@@ -154,6 +156,7 @@ class Engine:
         self.is_synced = True
         self.are_weights_current = False
         self.structure_of: Callable[[], Structure | None] = lambda: None
+        self.edits_of: Callable[[], ModuleEdits | None] = lambda: None
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.shared)
         self.inputs = Inputs()

@@ -1,16 +1,8 @@
-"""The state and the class of a sharded model's modules.
-
-Each layer of a unit, and each module that has units inside or parameters of the root unit, gets a `Handle`. The
-module's class becomes a subclass of the same name, which reports calls (`streamshard.core.edge`) and refuses methods
-that would take pieces for full parameters.
-"""
+"""The state of a sharded model's modules: from a module to its engine, and what may be done between steps."""
 
 from __future__ import annotations
 
-import abc
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +10,7 @@ from torch import nn
 from streamshard.core.engine import Engine
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-
-HANDLE = "_streamshard"  # the key of the handle in a watched module's __dict__
+from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule
 
 
 class Handle(NamedTuple):
@@ -32,7 +23,8 @@ class Handle(NamedTuple):
         cast_dtype: floating-point inputs are cast to it; None leaves them as they are.
         output_dtype: floating-point outputs are cast to it; None leaves them as they are.
         is_root: the module is the whole model.
-        structure: the modules and parameters that were sharded; of the root. The engine refers to it weakly.
+        structure, edits: the modules and parameters that were sharded, and all changes of modules; of the root. The
+            engine refers to both weakly, because it must not hold the model.
     """
 
     engine: Engine
@@ -42,6 +34,7 @@ class Handle(NamedTuple):
     output_dtype: torch.dtype | None
     is_root: bool = False
     structure: object = None
+    edits: ModuleEdits | None = None
 
 
 def handle_of(module: nn.Module) -> Handle | None:
@@ -116,127 +109,3 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) 
     if not accepts_empty:
         engine.refuse_empty(what)
     return engine
-
-
-# -- classes ----------------------------------------------------------------------------------------------------------
-
-_ORIGINAL = "_streamshard_original"
-_classes: dict[tuple[type, type], type] = {}
-
-
-def change_class(module: nn.Module, kind: type) -> None:
-    """Change the class of `module`. The module's own ``__setattr__`` may refuse, or record, changes."""
-    object.__setattr__(module, "__class__", kind)
-
-
-def original_class(kind: type) -> type:
-    """The user's or the library's class of which `watched_class` has made `kind`; any other class itself."""
-    original: type = kind.__dict__.get(_ORIGINAL, kind)
-    return original
-
-
-def watched_class(original: type, base: type) -> type:
-    """The subclass of `original` that reports calls. It has the name and the module of `original`.
-
-    If both classes have a method of one name, ``model.name`` is the user's and ``base.name(model)`` is StreamShard's.
-    Neither the ``__init_subclass__`` of `original` nor its metaclass runs for the subclass: such code wants arguments,
-    or keeps registers by name.
-
-    Args:
-        original: the module's class.
-        base: comes before `original` in the bases, or at least before nn.Module in the order of its methods.
-    """
-    key = (original, base)
-    if key not in _classes:
-        entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        entries[_ORIGINAL] = original
-        users = [name for name in vars(base) if not name.startswith("_") and hasattr(original, name)]
-        entries.update((name, inspect.getattr_static(original, name)) for name in users)
-        kind = type(original)
-        make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
-        made = make(kind, original.__name__, (base, original), entries)
-        try:
-            change_class(object.__new__(original), made)
-        except TypeError:  # instances of `class Module(ABC, nn.Module)`, sentence-transformers', have ABC's layout
-            entries["__init__"] = base.__init__  # type: ignore[misc]  # StreamShard's: Python calls it
-            made = make(kind, original.__name__, (original, base), entries)
-        _classes[key] = made
-    return _classes[key]
-
-
-class _InstanceProperty(property):
-    """A property that is falsy when read on the class."""
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class ShardedModule(nn.Module):
-    """Refuses what does not work with a module whose parameters are pieces."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """``type(module)(...)`` makes an ordinary module of the user's class: libraries copy modules in this way."""
-        if _ORIGINAL not in cls.__dict__:
-            raise ShardingError(
-                f"{cls.__name__} derives from StreamShard, or from the class of a sharded model: StreamShard is no "
-                "base class. Derive from the model's own class, and shard the model: StreamShard(model)"
-            )
-        return cls.__dict__[_ORIGINAL](*args, **kwargs)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        if _ORIGINAL not in cls.__dict__:
-            super().__init_subclass__(**kwargs)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard and cannot be copied: shard a second model and load "
-            "full_state_dict(rank0_only=False) into it. An average of the weights (EMA) is such a second model: "
-            "average = StreamShard(Model().requires_grad_(False)), and after each step "
-            "streamshard.optim.update_parameters(average, model, step, multi_avg_fn=get_ema_multi_avg_fn(0.999))"
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard and cannot be pickled, its parameters are pieces: use "
-            "export_safetensors or full_state_dict()"
-        )
-
-    def _replicate_for_data_parallel(self) -> NoReturn:
-        self._refuse_wrapper("DataParallel")
-
-    def _refuse_fsdp(self, value: bool) -> None:
-        self._refuse_wrapper("FullyShardedDataParallel")
-
-    _is_fsdp_managed_module = _InstanceProperty(lambda _: False, _refuse_fsdp)
-    """FullyShardedDataParallel sets it on all modules before it changes any.
-
-    torch.compile reads it too (2.15 on the class, by `inspect.getattr_static`), and would look for FSDP's attributes.
-    """
-
-    def _refuse_wrapper(self, name: str) -> NoReturn:
-        raise ShardingError(f"{name} around {type(self).__name__}, which StreamShard has sharded: use one or the other")
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Refused."""
-        raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard: to_empty() would leave it without its weights. Call "
-            "to_empty() before StreamShard(model)"
-        )
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Called by .to(), .half(), .cuda(). Changes buffers only, if parameters have that dtype and device already."""
-        handle = handle_of(self)
-        if handle is None:
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
-        device = handle.engine.streams.device
-        probe = fn(torch.empty(0, device=device))
-        # The CPU is one device, whether one says "cpu" or "cpu:0"; .to() copies from the one to the other.
-        is_there = probe.device.type == device.type and (device.type == "cpu" or probe.device == device)
-        if probe.dtype is not torch.float32 or not is_there:
-            raise ShardingError(
-                f"{type(self).__name__} is sharded by StreamShard and cannot be moved or cast to {probe.dtype} on "
-                f"{probe.device}: its main weights are fp32 on {device}. Precision(param_dtype=...) sets what layers "
-                "compute with"
-            )
-        kept = {id(tensor): tensor for param in self.parameters() for tensor in (param, param.grad)}
-        return super()._apply(lambda tensor: tensor if id(tensor) in kept else fn(tensor), recurse)  # type: ignore[no-untyped-call]

@@ -26,18 +26,11 @@ from torch import nn
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.core.engine import Engine
-from streamshard.core.module_state import (
-    ShardedModule,
-    change_class,
-    engine_at_rest,
-    handle_of,
-    not_a_layer,
-    original_class,
-    watched_class,
-)
+from streamshard.core.module_state import engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import gather_full, under_params
+from streamshard.guards.modules import ShardedModule, change_class, original_class, watched_class
 from streamshard.guards.sharded_tensor import is_piece
 from streamshard.integrations.huggingface import (
     HuggingFace,
@@ -68,10 +61,12 @@ class _Conventions(HuggingFace):
         Modules inside layers have their libraries' own classes until now. These get a class of StreamShard's too, so
         that its methods refuse.
         """
+        edits = engine_of(root).edits_of()
+        assert edits is not None
         for module in modules_inside(root):
             if methods := _methods_of(module, is_root=module is root):
                 if not isinstance(module, ShardedModule):
-                    change_class(module, watched_class(type(module), _Inside))
+                    edits.set_class(module, watched_class(type(module), _Inside))
                 for name, method in methods.items():
                     setattr(type(module), name, method)
 

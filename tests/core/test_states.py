@@ -1,0 +1,93 @@
+"""The states of gradients and slots: which transitions there are, and that no other one goes unnoticed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from streamshard import StreamShard
+from streamshard.core.params import GRAD_TRANSITIONS, GradState, Param, move_all
+from streamshard.core.slots import SLOT_TRANSITIONS, WEIGHT_TRANSITIONS, GradSlot, SlotState, WeightSlot, WeightState
+from streamshard.errors import StateError
+from tests import scenarios
+from tests.models import Stack
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, engine_inside
+
+
+@on_ranks(1)
+def test_each_pair_of_states_is_a_transition_or_raises(context: RankContext) -> None:
+    """Of a gradient, a weight slot and a gradient slot."""
+    unit = engine_inside(StreamShard(Stack(), precision=FP32)).units[1]
+    param, weights, grads = unit.params[0], unit.weight_slot, unit.grad_slot
+    machines: list[tuple[Any, Any, Any, Any]] = [
+        (GradState, GRAD_TRANSITIONS, param, lambda state: move_all((param,), state)),
+        (WeightState, WEIGHT_TRANSITIONS, weights, lambda state: weights.move(state, 1)),
+        (SlotState, SLOT_TRANSITIONS, grads, lambda state: grads.move(state, 1)),
+    ]
+    for states, table, owner, move in machines:
+        assert set(table) == set(states)
+        for before, after in itertools.product(states, states):
+            owner.state = before
+            if after in table[before]:
+                move(after)
+                assert owner.state is after
+            else:
+                with pytest.raises(StateError, match=before.name):
+                    move(after)
+                assert owner.state is before
+
+
+# Transitions that need more than the scenarios do.
+_RARE: dict[tuple[Any, Any], str] = {
+    (SlotState.HELD, SlotState.FREE): "a backward fails while it begins",
+    (GradState.NONE, GradState.UNREDUCED): "replicas average nothing inside no_sync(), and another rank has a gradient",
+    (GradState.REDUCED, GradState.UNREDUCED): "replicas average nothing inside no_sync()",
+    (GradState.UNREDUCED, GradState.REDUCED): "a backward follows",
+    (GradState.UNREDUCED, GradState.NONE): "zero_grad() inside no_sync()",
+    (GradState.IN_SLOT, GradState.SPILLED): "layers run before and after layers of another unit in the same slot",
+    (GradState.SPILLED, GradState.IN_SLOT): "the layers run again",
+    (GradState.IN_SLOT, GradState.IN_SLOT): "a second large gradient of the same backward",
+    (GradState.LEFT, GradState.LEFT): "a second small gradient of the same backward",
+    (GradState.LEFT_TOO, GradState.LEFT_TOO): "a third one",
+    (GradState.LEFT, GradState.NONE): "a gradient from another stream, or a parameter frozen in backward",
+    (GradState.REDUCED, GradState.LEFT): "a small gradient after the reduction",
+    (GradState.REDUCED, GradState.IN_SLOT): "a large gradient after the reduction",
+    (GradState.REDUCED, GradState.NONE): "a parameter frozen in backward, after its gradient was made",
+}
+
+
+class _Walked:
+    """The attribute ``state`` of a class: notes each change in `seen`."""
+
+    def __init__(self, seen: set[tuple[Any, Any]]) -> None:
+        self.seen = seen
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return owner.__dict__["state"]
+
+    def __set__(self, owner: Any, state: Any) -> None:
+        self.seen.add((owner.__dict__.get("state", state), state))
+        owner.__dict__["state"] = state
+
+
+@on_ranks(2)
+def test_training_takes_the_transitions_of_the_tables(context: RankContext) -> None:
+    """No other ones, and all except rare ones. A backward that fails discards gradients from any state."""
+    tables: dict[type, Any] = {Param: GRAD_TRANSITIONS, WeightSlot: WEIGHT_TRANSITIONS, GradSlot: SLOT_TRANSITIONS}
+    seen: dict[type, set[tuple[Any, Any]]] = {kind: set() for kind in tables}
+    with contextlib.ExitStack() as stack:
+        for kind in tables:
+            stack.enter_context(mock.patch.object(kind, "state", _Walked(seen[kind]), create=True))
+        for scenario in scenarios.SCENARIOS:
+            for settings in ({}, {"weight_slots": "all", "grad_slots": "all"}):
+                scenarios.train(scenarios.sharded(scenario, scenarios.BF16, **settings), scenario, context)
+    for kind, table in tables.items():
+        wanted = {(before, after) for before, afters in table.items() for after in afters}
+        discards = {(before, state) for before, state in seen[kind] if state in (GradState.NONE, SlotState.FREE)}
+        assert {pair for pair in seen[kind] - wanted - discards if pair[0] is not pair[1]} == set()
+        assert wanted - seen[kind] <= set(_RARE), sorted(wanted - seen[kind] - set(_RARE))

@@ -1,0 +1,95 @@
+"""Guards refuse and imitate; they compute nothing. Without them all numbers are the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamshard import StreamShard
+from streamshard.core import backward as backward_module
+from streamshard.core import edge, engine, forward, optimizer_hooks
+from streamshard.guards import sharded_tensor
+from streamshard.guards.loop import Structure
+from streamshard.guards.weights import WeightGuard
+from streamshard.torch_private import AsTensors
+from tests import scenarios
+from tests.models import TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import Call, adamw, lm_step
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Instead of a guard."""
+
+
+def _as_tensor(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Pieces are ordinary tensors of this rank's elements."""
+    with AsTensors():
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_guards() -> Iterator[None]:
+    """Inside, nothing is refused: absent weights, writes, exchanged modules, operations on pieces, forgotten steps."""
+    with contextlib.ExitStack() as stack:
+        for name in ("check", "set_present", "begin_use", "end_use", "mark_absent", "remember"):
+            stack.enter_context(mock.patch.object(WeightGuard, name, _nothing))
+        for owner, names in (
+            (Structure, ["check"]),
+            (engine, ["refuse_transforms"]),
+            (forward, ["note_forward"]),
+            (backward_module, ["note_backward", "note_gradients", "refuse_changed"]),
+            (optimizer_hooks, ["note_step", "refuse_step_without_backward"]),
+            (edge, ["refuse_absent"]),
+        ):
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, _nothing))
+        closed_list = classmethod(_as_tensor)
+        stack.enter_context(mock.patch.object(sharded_tensor.ShardedTensor, "__torch_function__", closed_list))
+        yield
+
+
+def _trained(context: RankContext, **settings: Any) -> list[Tensor]:
+    """A language model's loss, norm and weights after three clipped steps, the second one of two micro-batches."""
+    torch.manual_seed(0)
+    model = StreamShard(TinyLM(), **settings)
+    optimizer = adamw(model)
+    found: list[Tensor] = []
+    for step in range(3):
+        if step == 1:
+            with model.no_sync():
+                lm_step(model, Call(7, context.rank, context.world_size, 1.0))
+        found.append(lm_step(model, Call(step, context.rank, context.world_size, 1.0)))
+        found.append(model.clip_grad_norm_(1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*(each.detach().clone() for each in found), *model.full_state_dict(rank0_only=False).values()]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("slots", [2, "all"])
+def test_without_guards_all_numbers_are_the_same(context: RankContext, precision: str, slots: Any) -> None:
+    """To the bit: losses, norms and weights."""
+    settings = {"precision": precision, "weight_slots": slots, "grad_slots": slots}
+    wanted = _trained(context, **settings)
+    with without_guards():
+        found = _trained(context, **settings)
+    assert len(found) == len(wanted) > 10
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scenario", ["reentrant checkpointing", "adapters", "weights read elsewhere"])
+def test_other_ways_of_training_give_the_same_without_guards(context: RankContext, scenario: str) -> None:
+    """Recomputed layers, frozen weights, and weights that other layers read."""
+    wanted = scenarios.trained(context, scenario, scenarios.BF16)
+    with without_guards():
+        found = scenarios.trained(context, scenario, scenarios.BF16)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
