@@ -278,7 +278,7 @@ class _Dict(dict[Any, Any]):
 
 _TAKEN_OVER = """PROTO FRAME STOP MARK BINGET LONG_BINGET MEMOIZE BINPUT LONG_BINPUT NONE NEWTRUE NEWFALSE
     BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE
-    EMPTY_LIST APPEND APPENDS SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID""".split()
+    EMPTY_LIST APPEND APPENDS SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID"""
 
 
 class _Reader(pickle._Unpickler):
@@ -316,7 +316,10 @@ class _Reader(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Any]] = {
         **dict.fromkeys(pickle._Unpickler.dispatch, _refuse),
-        **{code: pickle._Unpickler.dispatch[code] for (code,) in (getattr(pickle, name) for name in _TAKEN_OVER)},
+        **{
+            code: pickle._Unpickler.dispatch[code]
+            for (code,) in (getattr(pickle, name) for name in _TAKEN_OVER.split())
+        },
         pickle.EMPTY_DICT[0]: lambda self: self.stack.append(_Dict()),
         pickle.REDUCE[0]: _make,
         pickle.NEWOBJ[0]: _make,

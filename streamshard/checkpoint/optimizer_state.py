@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,20 @@ from streamshard.unit.shard import ParamShard
 
 State = dict[str, dict[str, Any]]
 """JSON of what an optimizer keeps for each parameter, by the parameter's name."""
+
+
+class OptimizerPart(NamedTuple):
+    """One rank's part of an optimizer's state, without tensors. Ranks compare and join their parts.
+
+    Attributes:
+        state: of parameters of which this rank has some state.
+        options: by group, what can be compared: options that are numbers, strings, or sequences of them; and whether
+            this rank has stepped its piece of each parameter, because a rank may have left out the first step.
+    """
+
+    state: State
+    options: list[dict[str, Any]]
+
 
 Sharded = Mapping[nn.Parameter, tuple[Engine, ParamShard]]
 """Sharded parameters: their engines and shards."""
@@ -77,7 +91,7 @@ def of_replica(pieces: Iterable[Piece], engine: Engine) -> list[Piece]:
 
 def local_state(
     name: str, optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded, ranks: Communicator
-) -> tuple[State, list[Piece]]:
+) -> tuple[OptimizerPart, list[Piece]]:
     """Collect this rank's part of an optimizer's state.
 
     Args:
@@ -88,7 +102,7 @@ def local_state(
         ranks: all that collect. State of parameters that are not sharded is the first rank's.
 
     Returns:
-        JSON, without parameters of which this rank has no part, and this rank's pieces of tensors.
+        This rank's part, and its pieces of tensors.
 
     Raises:
         CheckpointError, ShardingError: names state that cannot be put together.
@@ -117,23 +131,10 @@ def local_state(
                 "them together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
             )
         pieces.extend(of_replica(found, engine))
-    return state, pieces
+    return OptimizerPart(state, _options_in(optimizer, names, sharded)), pieces
 
 
-def join_states(states: Sequence[State]) -> State:
-    """The state of all parameters, from every rank's. Of a parameter in slices, ranks have some entries each."""
-    joined: State = {}
-    for state in reversed(states):  # the first rank's entries win
-        for name, values in state.items():
-            joined.setdefault(name, {}).update(values)
-    return joined
-
-
-def options_in(optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded) -> list[dict[str, Any]]:
-    """By group, what can be compared between ranks: options that are numbers, strings, or sequences of them.
-
-    And whether this rank has stepped its piece of each parameter: a rank may have left out the first step.
-    """
+def _options_in(optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded) -> list[dict[str, Any]]:
     owners, options = owners_of(optimizer), []
     for group in optimizer.param_groups:
         own = {key: plain for key, value in group.items() if key != "params" and (plain := _plain(value)) is not None}
@@ -152,21 +153,20 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def refuse_differences(
-    name: str, options: Sequence[Sequence[Mapping[str, Any]]], states: Sequence[Mapping[str, Mapping[str, Any]]]
-) -> None:
-    """Raise if ranks step with other options, or have stepped another number of times. The same on all ranks.
+def join_parts(name: str, parts: Sequence[OptimizerPart]) -> State:
+    """The state of all parameters, from the parts of all ranks. Of a parameter each rank may have some entries.
 
     Args:
         name: the optimizer's.
-        options: by rank and group, see `options_in`.
-        states: by rank, its part of the state, see `local_state`. Of each parameter some ranks have entries.
+        parts: by rank.
 
     Raises:
-        RankMismatchError: names the option or the state, the group or the parameter, and the values of two ranks.
+        RankMismatchError: on all ranks alike; ranks step with other options, or have stepped another number of times.
+            Names the option or the state, the group or the parameter, and the values of two ranks.
     """
     first: dict[tuple[str, str], tuple[int, Any]] = {}
-    for rank, (groups, state) in enumerate(zip(options, states, strict=True)):
+    joined: State = {}
+    for rank, (state, groups) in enumerate(parts):
         found: dict[tuple[str, str], Any] = {("the optimizer", "number of groups"): len(groups)}
         found |= {(f"group {number}", key): each for number, own in enumerate(groups) for key, each in own.items()}
         found |= {(param, key): each for param, own in state.items() for key, each in own.items()}
@@ -180,6 +180,9 @@ def refuse_differences(
                     "Nothing is written. To go on with these weights, set options to the same values and save again, "
                     "or save without this optimizer. Or load the last checkpoint"
                 )
+        for param, own in state.items():
+            joined[param] = own | joined.get(param, {})
+    return joined
 
 
 def _shown(value: Any) -> Any:
@@ -209,16 +212,16 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
     mine: list[Piece] = []
 
-    def outline() -> tuple[State, dict[str, TensorRecord], list[dict[str, Any]]]:
-        state, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
+    def outline() -> tuple[OptimizerPart, dict[str, TensorRecord]]:
+        part, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
         mine.extend(pieces if not ranks.replica else ())
-        return state, {piece.name: piece.record(ranks.number) for piece in mine}, options_in(optimizer, names, sharded)
+        return part, {piece.name: piece.record(ranks.number) for piece in mine}
 
     told = ranks.gather_results("collect the optimizer's state", outline)
-    refuse_differences(type(optimizer).__name__, [each for *_, each in told], [state for state, *_ in told])
+    joined = join_parts(type(optimizer).__name__, [part for part, _ in told])
     own = {piece.name: piece.data for piece in mine}
     wholes: dict[str, torch.Tensor] = {}
-    for name, record in join_records(records for _, records, _ in told).items():
+    for name, record in join_records(records for _, records in told).items():
         if ranks.is_first or not rank0_only:
             wholes[name] = torch.empty(record.shape, dtype=record.dtype)
         for source, start, stop, _ in record.pieces:
@@ -229,7 +232,6 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
                 wholes[name].view(-1)[start:stop] = part
     if rank0_only and not ranks.is_first:
         return {}
-    joined = join_states([state for state, *_ in told])
     state = {
         number: decode(values, lambda name, _: wholes[name], _CPU)
         for number, param in enumerate(params_in(optimizer.param_groups))

@@ -23,13 +23,11 @@ from streamshard.checkpoint.disk_layout import Piece, local_pieces, saved_names
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import name_of_rank
 from streamshard.checkpoint.optimizer_state import (
+    OptimizerPart,
     Sharded,
-    State,
-    join_states,
+    join_parts,
     local_state,
     of_replica,
-    options_in,
-    refuse_differences,
     settle,
 )
 from streamshard.checkpoint.safetensors_file import bytes_of
@@ -194,15 +192,15 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)
 
-    def collect_here() -> tuple[dict[str, State], dict[str, str], dict[str, list[dict[str, Any]]]]:
-        states = {}
+    def collect_here() -> tuple[dict[str, OptimizerPart], dict[str, str]]:
+        optimizer_parts = {}
         for name, (model, engine) in parts.models.items():
             saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
             own = local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values()
             pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
         for name, optimizer in parts.optimizers.items():
             names, sharded = param_names(optimizer, parts)
-            states[name], moments = local_state(name, optimizer, names, sharded, ranks)
+            optimizer_parts[name], moments = local_state(name, optimizer, names, sharded, ranks)
             pieces.extend(moments)
             tensors: dict[str, torch.Tensor] = {}
             saved["optimizers"][name] = encode(_without_state(optimizer, names), name, tensors)
@@ -210,17 +208,15 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
         for name, value in parts.trees.items():
             tensors = {}
             trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
-        options = {name: options_in(each, *param_names(each, parts)) for name, each in parts.optimizers.items()}
-        return states, {name: _digest(*tree) for name, tree in trees.items()}, options
+        return optimizer_parts, {name: _digest(*tree) for name, tree in trees.items()}
 
     told = gather_from_all_ranks(ranks, "save", collect_here)
-    if any(digests.keys() != told[0][1].keys() for _, digests, _ in told):
-        raise CheckpointError(f"ranks save different things: {[sorted(digests) for _, digests, _ in told]}")
+    digests = [each for _, each in told]
+    if any(each.keys() != digests[0].keys() for each in digests):
+        raise CheckpointError(f"ranks save different things: {[sorted(each) for each in digests]}")
     for name, json_of in saved["optimizers"].items():
-        by_rank = [states[name] for states, *_ in told]
-        refuse_differences(name, [options[name] for *_, options in told], by_rank)
-        json_of["state"] = join_states(by_rank)
-    differing = {name for _, digests, _ in told for name, digest in digests.items() if digest != told[0][1][name]}
+        json_of["state"] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
+    differing = {name for name in trees if len({each[name] for each in digests}) > 1}
     their_trees = gather_from_all_ranks(ranks, "save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
         if name in differing:
