@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
-from streamshard.checkpoint.safetensors_file import TensorSpec, contiguous_runs
+from streamshard.checkpoint.safetensors_file import TensorSpec
 from streamshard.errors import CheckpointError
 from streamshard.integrations import huggingface
 from streamshard.torch_private import TorchDispatchMode
@@ -109,7 +109,7 @@ class Rearrangement(TorchDispatchMode):
 
     def _of_view(self, name: str, view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[str, int, int]]:
         """Elements [start, start + numel) of `view` in row-major order, as (source, source start, numel)."""
-        for offset, length in contiguous_runs(view, start, numel):
+        for offset, length in _contiguous_runs(view, start, numel):
             yield from self._of_storage(name, _storage(view), offset, length)
 
     def _of_storage(self, name: str, storage: int, offset: int, numel: int) -> Iterator[tuple[str, int, int]]:
@@ -133,6 +133,23 @@ class Rearrangement(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # meta storages all have data pointer 0; this tells them apart
+
+
+def _contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
+    dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
+    block, end = 1, start + numel  # so many elements in row-major order are neighbours in storage
+    while dims and dims[-1][1] == block:
+        block *= dims.pop()[0]
+    while start < end:
+        row, within = divmod(start, block)
+        position = int(view.storage_offset()) + within
+        for size, stride in reversed(dims):
+            row, along = divmod(row, size)
+            position += along * stride
+        length = min(block - within, end - start)
+        yield position, length
+        start += length
 
 
 class Piece(NamedTuple):

@@ -224,7 +224,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     for name, record in join_records(records for _, records in told).items():
         if ranks.is_first or not rank0_only:
             wholes[name] = torch.empty(record.shape, dtype=record.dtype)
-        for source, start, stop, _ in record.pieces:
+        for source, start, stop in record.pieces:
             is_mine = source == ranks.number
             part = own[name].to(device) if is_mine else torch.empty(stop - start, dtype=record.dtype, device=device)
             ranks.broadcast(part, source)

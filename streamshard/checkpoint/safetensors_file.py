@@ -336,23 +336,6 @@ class OpenFiles:
         return tensor
 
 
-def contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
-    """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
-    dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
-    block, end = 1, start + numel  # so many elements in row-major order are neighbours in storage
-    while dims and dims[-1][1] == block:
-        block *= dims.pop()[0]
-    while start < end:
-        row, within = divmod(start, block)
-        position = int(view.storage_offset()) + within
-        for size, stride in reversed(dims):
-            row, along = divmod(row, size)
-            position += along * stride
-        length = min(block - within, end - start)
-        yield position, length
-        start += length
-
-
 def copy_range(stored: torch.Tensor, start: int, target: torch.Tensor) -> None:
     """Fill `target` by elements [start, start + target.numel()) of `stored` flattened, converted. Memory: one chunk.
 
