@@ -146,7 +146,7 @@ class Manifest(NamedTuple):
             CheckpointError: it would be too large to be read.
         """
         files = [record._asdict() for record in self.files]
-        tensors = {name: each._replace(dtype=name_of(each.dtype))._asdict() for name, each in self.tensors.items()}
+        tensors = {name: {**each._asdict(), "dtype": name_of(each.dtype)} for name, each in self.tensors.items()}
         content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
         text = sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
         if len(text) > MAX_TEXT_BYTES:

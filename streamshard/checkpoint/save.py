@@ -2,6 +2,10 @@
 
 Owns the save in the background (at most one per process) and the process groups of such saves.
 
+Weights and moments are saved by the parameter's name and by ranges of elements. So a checkpoint does not depend on
+units, slots or the number of ranks. Everything else is a tree (see `json_codec.encode`): one tree if all ranks have the
+same, else one per rank.
+
 collect -> copy to the host, if training goes on meanwhile -> make a partial directory (rank 0) ->
 write and fsync one file (every rank) -> publish by renaming (rank 0)
 """
@@ -9,6 +13,8 @@ write and fsync one file (every rank) -> publish by renaming (rank 0)
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import os
 import threading
 import weakref
@@ -19,14 +25,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from streamshard import __version__
 from streamshard.checkpoint.directory import Partial, publish_checkpoint, write_together
-from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.disk_layout import Piece, local_pieces, saved_names
 from streamshard.checkpoint.find import next_number
-from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
-from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect, name_parts
-from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
+from streamshard.checkpoint.json_codec import encode
+from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
+from streamshard.checkpoint.optimizer_state import OptimizerPart, join_parts, local_state, of_replica, settle
+from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, class_name, has_state, name_parts, param_names
+from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, bytes_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import is_closed, make_host_group
 from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
@@ -135,6 +145,83 @@ def _say_what_is_lost(parts: Parts) -> None:
             )
 
 
+# ------------------------------------------------------------------------------------------------ collecting
+
+
+def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
+    """Collect everything to save. Collective.
+
+    Returns:
+        JSON, the same on all ranks, and this rank's pieces of tensors: its own memory, not copies.
+
+    Raises:
+        CheckpointError: on every rank; names a part that cannot be saved.
+        RankMismatchError: on every rank; names an option of an optimizer that differs between ranks.
+    """
+    ranks = parts.engine.ranks
+    saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
+    pieces: list[Piece] = []
+    trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    for optimizer in parts.optimizers.values():
+        settle(optimizer, ranks)
+
+    def collect_here() -> tuple[dict[str, OptimizerPart], dict[str, str]]:
+        optimizer_parts = {}
+        for name, (model, engine) in parts.models.items():
+            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
+            own = local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values()
+            pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
+        for name, optimizer in parts.optimizers.items():
+            names, sharded = param_names(optimizer, parts)
+            optimizer_parts[name], moments = local_state(name, optimizer, names, sharded, ranks)
+            pieces.extend(moments)
+            tensors: dict[str, torch.Tensor] = {}
+            saved["optimizers"][name] = encode(_without_state(optimizer, names), name, tensors)
+            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
+        for name, value in parts.trees.items():
+            tensors = {}
+            trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
+        return optimizer_parts, {name: _digest(*tree) for name, tree in trees.items()}
+
+    told = gather_from_all_ranks(ranks, "save", collect_here)
+    digests = [each for _, each in told]
+    if any(each.keys() != digests[0].keys() for each in digests):
+        raise CheckpointError(f"ranks save different things: {[sorted(each) for each in digests]}")
+    for name, json_of in saved["optimizers"].items():
+        json_of["state"] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
+    differing = {name for name in trees if len({each[name] for each in digests}) > 1}
+    their_trees = gather_from_all_ranks(ranks, "save", lambda: {name: trees[name][0] for name in differing})
+    for name, (tree, tensors) in trees.items():
+        if name in differing:
+            saved["trees"][name] = [theirs[name] for theirs in their_trees]
+            pieces.extend(Piece.whole(name_of_rank(each, ranks.number), tensor) for each, tensor in tensors.items())
+        else:
+            saved["trees"][name] = [tree]
+            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
+    return saved, pieces
+
+
+def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """An optimizer's state dict without the state of parameters, and with their names."""
+    rest = dict(optimizer.state_dict())
+    groups = [
+        {**saved, "params": [names[param] for param in own["params"]]}
+        for own, saved in zip(optimizer.param_groups, rest.pop("param_groups"), strict=True)
+    ]
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    del rest["state"]
+    return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
+
+
+def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Says whether two ranks have the same."""
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(bytes_of(tensor.cpu().contiguous()))
+    return digest.hexdigest()
+
+
 # ------------------------------------------------------------------------------------------------ in the background
 
 
@@ -149,6 +236,8 @@ def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts)
     def write() -> Path:
         try:
             return write_checkpoint(root, number, keep, group, state, finish())
+        except CommunicationError as error:
+            raise CheckpointError(f"{root}/checkpoint-{number} was not saved: {error}") from error
         except StreamShardError:  # on all ranks
             raise
         except BaseException as error:
@@ -251,10 +340,7 @@ class Saving:
             self.path = write()
         except BaseException as error:
             self._error = error
-            if isinstance(error, CommunicationError):
-                self._error = CheckpointError(f"{self.path} was not saved: {error}")
-                self._error.__cause__ = error
-            log.error("%s", self._error)
+            log.error("%s", error)
 
 
 _running: Saving | None = None
@@ -270,9 +356,9 @@ def finish_running() -> None:
         _running.wait()
 
 
-# Groups that only saves in the background use, by the group of all ranks. Weak: destroy_process_group() has to end
-# gloo's threads, which must not outlive Python (they take its lock).
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+# Groups that only saves in the background use, by the name of the group of all ranks. Weak: destroy_process_group() has
+# to end gloo's threads, which must not outlive Python (they take its lock).
+_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 
 
 def background_ranks(ranks: Communicator) -> RankGroup:
@@ -285,11 +371,11 @@ def background_ranks(ranks: Communicator) -> RankGroup:
     """
     if ranks.total_size == 1:
         return RankGroup()
-    group = _groups.get(ranks.users_group, lambda: None)()
+    users = ranks.users_group
+    group = _groups.get(users.group_name)
     if not all(ranks.gather_objects(group is not None and not is_closed(group))):
         with ranks.guard("making a group for saves in the background"):
-            group = make_host_group(ranks.users_group, WRITTEN_WITHIN, MADE_WITHIN)
-            _groups[ranks.users_group] = weakref.ref(group)
+            group = _groups[users.group_name] = make_host_group(users, WRITTEN_WITHIN, MADE_WITHIN)
     return RankGroup(group, meeting="saving in the background", timeout=WRITTEN_WITHIN)
 
 
