@@ -172,6 +172,11 @@ class Piece(NamedTuple):
         """A piece that is all of `tensor`."""
         return cls(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
 
+    @classmethod
+    def wholes(cls, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+        """Whole tensors, by name."""
+        return [cls.whole(name, tensor) for name, tensor in tensors.items()]
+
     def record(self, rank: int) -> TensorRecord:
         """What other ranks hear of the piece, which `rank` has."""
         stop = self.start + self.data.numel()

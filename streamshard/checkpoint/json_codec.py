@@ -100,7 +100,7 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     while path in tensors:  # a key may have a dot in it
         path += "'"
     tensors[path] = data
-    return reference(path) | where
+    return {_KIND: "tensor", "tensor": path, **where}
 
 
 def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -113,11 +113,6 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.T
         for key, each in value.items()
     ]
     return {_KIND: kind, "value": items}
-
-
-def reference(name: str) -> dict[str, str]:
-    """JSON for a tensor in CPU memory that is saved as `name`."""
-    return {_KIND: "tensor", "tensor": name}
 
 
 def references(saved: Any) -> Iterator[str]:

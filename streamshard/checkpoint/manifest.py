@@ -6,8 +6,8 @@ inside the directory, that the tensors fit into their files, and that values ref
 checkpoint takes no more time and memory than its files have bytes.
 
 [Note: names of tensors]
-A weight is called "model/", then its name; state of an optimizer "optimizer/model/", its name and the key; a tensor in
-`extra` "extra.", then its key. If ranks or replicas have different tensors of one name, "rank3/" or "replica1/" comes
+A weight is called "model/", then its name; state of an optimizer "optimizer/model/", the weight's name, "." and the
+key; a tensor in `extra` "extra.", then its key. If ranks or replicas have different tensors of one name, "rank3/" or "replica1/" comes
 first. No other name begins so.
 """
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.checkpoint.json_codec import decode, encode, reference
+from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
 from streamshard.comm.communicator import Communicator
 from streamshard.engine.engine import Engine
@@ -66,21 +66,20 @@ def settle(optimizer: Optimizer, ranks: Communicator) -> None:
         act(ranks)
 
 
-def _moments_in(values: Mapping[str, Any], path: str, shard: ParamShard) -> dict[str, Piece]:
-    """This rank's pieces of what has the parameter's shape, by key."""
-    moments = {}
-    for key, value in values.items():
-        if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
-            data = value.as_subclass(torch.Tensor).detach()
-            if data.shape == shard.piece.shape:
-                moments[key] = Piece(f"{path}/{key}", shard.layout.shape, shard.local.start, data.reshape(-1))
-    return moments
+def _moments_in(values: Mapping[str, Any], shard: ParamShard) -> dict[str, torch.Tensor]:
+    """This rank's pieces of state with the parameter's shape, by key; [n] 1-D."""
+    return {
+        key: value.as_subclass(torch.Tensor).detach().reshape(-1)
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
+        if value.as_subclass(torch.Tensor).shape == shard.piece.shape
+    }
 
 
 def of_replica(pieces: Iterable[Piece], engine: Engine) -> list[Piece]:
-    """Those of `pieces` that this rank's replica saves, under the names that they have in files.
+    """The pieces that this rank's replica saves, under their names in files.
 
-    In local SGD each replica trains on its own, so each saves its weights. Else the first one saves.
+    In local SGD each replica trains on its own, so each saves its weights. Otherwise only the first one saves.
     """
     replicas, number = engine.reductions.replicas, engine.ranks.replica
     if not number:
@@ -113,24 +112,25 @@ def local_state(
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
         values: Mapping[str, Any] = optimizer.state.get(param, {})
-        path, tensors, moments = f"{name}/{names[param]}", dict[str, torch.Tensor](), dict[str, Piece]()
+        path, tensors, moments = f"{name}/{names[param]}", dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if param in sharded:
             engine, shard = sharded[param]
             values = values if steps_here(owners.get(id(param)), engine, shard) else {}
-            if id(param) not in owners:
-                moments = _moments_in(values, path, shard)
-        saved = encode({key: each for key, each in values.items() if key not in moments}, path, tensors)
-        state[names[param]] = saved | {key: reference(each.name) for key, each in moments.items()}
-        found = [*moments.values(), *(Piece.whole(*each) for each in tensors.items())]
+            moments = _moments_in(values, shard) if id(param) not in owners else {}
+        state[names[param]] = encode({**values, **moments}, path, tensors)
         if param not in sharded:
-            pieces.extend(found if ranks.is_first else ())
-            continue
-        if tensors and id(param) not in owners:
+            pieces += Piece.wholes(tensors) if ranks.is_first else []
+        elif id(param) in owners:
+            pieces += of_replica(Piece.wholes(tensors), engine)
+        elif len(tensors) > len(moments):
             raise ShardingError(
-                f"{', '.join(tensors)}: tensors without one number for each element of the parameter. Ranks cannot put "
-                "them together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
+                f"{', '.join(tensors.keys() - {f'{path}.{key}' for key in moments})}: tensors without one number for "
+                "each element of the parameter. Ranks cannot put them together. Leave this optimizer out (save the "
+                "weights alone), or use one of torch.optim"
             )
-        pieces.extend(of_replica(found, engine))
+        else:
+            shape, start = shard.layout.shape, shard.local.start
+            pieces += of_replica([Piece(each, shape, start, data) for each, data in tensors.items()], engine)
     return OptimizerPart(state, _options_in(optimizer, names, sharded)), pieces
 
 

@@ -177,7 +177,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
             pieces.extend(moments)
             tensors: dict[str, torch.Tensor] = {}
             saved["optimizers"][name] = encode(_without_state(optimizer, names), name, tensors)
-            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
+            pieces.extend(Piece.wholes(tensors) if ranks.is_first else ())
         for name, value in parts.trees.items():
             tensors = {}
             trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
@@ -194,10 +194,10 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     for name, (tree, tensors) in trees.items():
         if name in differing:
             saved["trees"][name] = [theirs[name] for theirs in their_trees]
-            pieces.extend(Piece.whole(name_of_rank(each, ranks.number), tensor) for each, tensor in tensors.items())
+            pieces.extend(Piece.wholes({name_of_rank(each, ranks.number): tensors[each] for each in tensors}))
         else:
             saved["trees"][name] = [tree]
-            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
+            pieces.extend(Piece.wholes(tensors) if ranks.is_first else ())
     return saved, pieces
 
 
