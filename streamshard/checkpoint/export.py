@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,22 +43,20 @@ from streamshard.checkpoint.safetensors_file import (
     MODEL_FILES,
     FileLayout,
     FileNames,
+    Held,
     TensorSpec,
-    in_chunks,
     lay_out,
     opened,
     read_text,
     sync_directory,
     write_all,
+    write_ranges,
 )
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError, log
 from streamshard.integrations import huggingface
 from streamshard.unit.shard import ParamShard
-
-Held = Mapping[str, tuple[torch.dtype, Sequence[tuple[int, torch.Tensor]]]]
-"""By tensor, its dtype in the file and the ranges that a rank holds: the first element, and the data, 1-D."""
 
 
 def export_shards(
@@ -93,7 +91,7 @@ def export_shards(
         # Replicas hold the same, or in local SGD nearly the same: one of them writes.
         pieces = {} if group.replica else local_pieces(model, shards, buffers=group.is_first)
         runs_of = plan_disk(model, shards, wanted)
-        held = {spec.name: (spec.dtype, list(overlaps(runs, pieces))) for spec, runs in runs_of.items()}
+        held = {spec.name: list(overlaps(runs, pieces)) for spec, runs in runs_of.items()}
         return plan_files(list(runs_of), max_file_bytes, names), held
 
     def prepare(partial: Path) -> None:
@@ -105,11 +103,12 @@ def export_shards(
         if huggingface.is_diffusers_model(model):
             cast(Any, model).save_config(partial)
         elif huggingface.is_transformers_model(model):
-            first = next((dtype for dtype, _ in held.values() if dtype.is_floating_point), None)
+            dtype_of = {name: dtype for file in files for name, (_, dtype) in file.places.items()}
+            first = next((dtype_of[name] for name in held if dtype_of[name].is_floating_point), None)
             huggingface.write_config(model, partial, first)
 
     def write(partial: Path) -> int:
-        return sum(_write(partial / file.name, file, held) for file in files)
+        return sum(write_ranges(partial, file, held) for file in files)
 
     def publish(partial: Partial, written: list[int]) -> list[str]:
         if sum(written) != sum(file.size_bytes - len(file.header) for file in files):
@@ -170,7 +169,7 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
     total_bytes = sum(file.size_bytes - len(file.header) for file in files)
     index = {
         "metadata": {"total_parameters": total_parameters, "total_size": total_bytes},
-        "weight_map": {name: file.name for file in files for name in file.offsets},
+        "weight_map": {name: file.name for file in files for name in file.places},
     }
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
@@ -183,20 +182,6 @@ def _name(root: Path, partial: Path, files: Sequence[FileLayout], names: FileNam
     for old, new in zip(files, named, strict=True):
         os.rename(partial / old.name, partial / new.name)
     return named
-
-
-def _write(path: Path, file: FileLayout, held: Held) -> int:
-    """Write this rank's ranges of one file. Returns the number of bytes."""
-    mine = [(held[name][0], offset, *piece) for name, offset in file.offsets.items() for piece in held[name][1]]
-    total = 0
-    if mine:
-        with opened(path, "r+b") as descriptor:
-            for dtype, offset, start, data in mine:
-                position = offset + start * dtype.itemsize
-                for part in in_chunks(data, dtype):
-                    write_all(descriptor, part, position)
-                    position, total = position + len(part), total + len(part)
-    return total
 
 
 def _publish(partial: Partial, root: Path, names: FileNames, index: bytes) -> None:

@@ -123,10 +123,10 @@ def local_state(
         elif id(param) in owners:
             pieces += of_replica(Piece.wholes(tensors), engine)
         elif len(tensors) > len(moments):
+            others = ", ".join(sorted(tensors.keys() - {f"{path}.{key}" for key in moments}))
             raise ShardingError(
-                f"{', '.join(tensors.keys() - {f'{path}.{key}' for key in moments})}: tensors without one number for "
-                "each element of the parameter. Ranks cannot put them together. Leave this optimizer out (save the "
-                "weights alone), or use one of torch.optim"
+                f"{others}: tensors without one number for each element of the parameter, which ranks cannot put "
+                "together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
             )
         else:
             shape, start = shard.layout.shape, shard.local.start

@@ -400,14 +400,14 @@ def write_checkpoint(
     """
     name = f"checkpoint-{number}"
     file = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
-    data_of = {piece.name: piece.data for piece in pieces}
+    held = {piece.name: [(0, piece.data)] for piece in pieces}
 
     def write(partial: Path) -> tuple[FileRecord, dict[str, TensorRecord]]:
-        if len(data_of) < len(pieces):
+        if len(held) < len(pieces):
             twice = Counter(piece.name for piece in pieces).most_common(1)[0][0]
             raise CheckpointError(f"several tensors are named {twice!r}: give other keys in extra= or model=")
         specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in pieces if each.data.numel()]
-        written = write_file(partial, lay_out(file, specs), data_of)
+        written = write_file(partial, lay_out(file, specs), held)
         return written, {piece.name: piece.record(group.number) for piece in pieces}
 
     def publish(partial: Partial, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
