@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import RankGroup, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, describe, log, printable
 
@@ -207,7 +207,7 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
         CheckpointError: on every rank. `root` is a checkpoint and damaged: names the newest intact one beside it. Or no
             checkpoint in `root` is intact: says why of each.
     """
-    is_one = gather_from_all_ranks(ranks, f"load {root}", lambda: ranks.is_first and is_checkpoint(root))[0]
+    is_one = run_on_first(ranks, f"load {root}", lambda: is_checkpoint(root))
     if is_one:
         try:
             return _verified(root, ranks), {}
@@ -233,21 +233,20 @@ def _newest_intact(
 ) -> tuple[CheckpointFiles | None, dict[Path, str]]:
     """The newest checkpoint whose files match their checksums; and why others are passed over. Collective."""
 
-    def find() -> tuple[list[tuple[Path, dict[Path, str]]], dict[Path, str]]:
-        if not ranks.is_first:
-            return [], {}
+    def find() -> list[tuple[Path | None, dict[Path, str]]]:
         found = survey(directory)
         newest_first = [each for each in reversed(found.whole) if each.path != without]
-        return [(each.path, found.passed_over(each)) for each in newest_first], found.passed_over(None)
+        return [(each and each.path, found.passed_over(each)) for each in (*newest_first, None)]
 
-    whole, others = gather_from_all_ranks(ranks, f"load {directory}", find)[0]
     failed: dict[Path, str] = {}
-    for path, passed_over in whole:
+    for path, passed_over in run_on_first(ranks, f"load {directory}", find):
+        if path is None:
+            break
         try:
             return _verified(path, ranks), failed | passed_over
         except CheckpointError as error:  # the same on all ranks
             failed[path] = str(error)
-    return None, failed | others
+    return None, failed | passed_over
 
 
 def _verified(path: Path, ranks: RankGroup) -> CheckpointFiles:

@@ -20,7 +20,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -305,6 +305,11 @@ def run_on_all_ranks(
 def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> list[_T]:
     """As `run_on_all_ranks`; returns the results of all ranks, in rank order. Results are pickled."""
     return group.gather_results(doing, action, CheckpointError)
+
+
+def run_on_first(group: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
+    """The result of `action` on the first rank, which alone runs it. Pickled. If it fails, raise on all ranks."""
+    return cast(_T, gather_from_all_ranks(group, doing, lambda: action() if group.is_first else None)[0])
 
 
 def raise_if(error: Exception | None) -> None:

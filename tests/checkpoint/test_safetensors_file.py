@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from streamshard.checkpoint.export import encode_index, plan_files
 from streamshard.checkpoint.load import StoredDirectory
-from streamshard.checkpoint.safetensors_file import _DTYPE_NAMES, FileLayout, TensorSpec, lay_out
+from streamshard.checkpoint.safetensors_file import _DTYPE_NAMES, FileLayout, TensorSpec
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError
 
