@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
-from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.find import PARTIAL, next_number, open_intact
 from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
@@ -171,7 +171,7 @@ def from_dcp(
         left_out -= {f"{own}{key}" for key in taken}
     stepped = {name for each in optimizers.values() for group in each["param_groups"] for name in group["params"]}
     names = _names_in(weights, stepped)
-    pieces = Piece.wholes({f"model/{name}": weights[name] for name in sorted(set(names.values()))} | tensors)
+    pieces = TensorPiece.wholes({f"model/{name}": weights[name] for name in sorted(set(names.values()))} | tensors)
     saved = {"models": {"model": {"class": None, "names": names}}, "optimizers": optimizers, "trees": {}}
     return write_checkpoint(root, next_number(root), None, RankGroup(), saved, pieces), sorted(left_out)
 

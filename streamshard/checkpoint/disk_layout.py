@@ -152,7 +152,7 @@ def _contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tup
         start += length
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """What a rank holds of the tensor `name`: elements [start, start + data.numel()) of the flattened tensor.
 
     Attributes:
@@ -168,12 +168,12 @@ class Piece(NamedTuple):
     data: torch.Tensor
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
+    def whole(cls, name: str, tensor: torch.Tensor) -> TensorPiece:
         """A piece that is all of `tensor`."""
         return cls(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
 
     @classmethod
-    def wholes(cls, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    def wholes(cls, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
         """Whole tensors, by name."""
         return [cls.whole(name, tensor) for name, tensor in tensors.items()]
 
@@ -237,7 +237,7 @@ def plan_disk(
     }
 
 
-def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: bool) -> dict[str, Piece]:
+def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: bool) -> dict[str, TensorPiece]:
     """What this rank holds, by parameter name; with `buffers`, persistent buffers too, whole.
 
     Buffers that are not contiguous are copied.
@@ -245,18 +245,20 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     Raises:
         CheckpointError: a buffer has no values.
     """
-    pieces = {shard.name: Piece(shard.name, shard.layout.shape, shard.local.start, shard.main) for shard in shards}
+    pieces = {
+        shard.name: TensorPiece(shard.name, shard.layout.shape, shard.local.start, shard.main) for shard in shards
+    }
     if buffers:
         for name, source in saved_names(model, shards).items():
             if source not in pieces:
                 buffer = model.get_buffer(name)
                 if buffer.is_meta:
                     raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
-                pieces[source] = Piece.whole(source, buffer.detach())
+                pieces[source] = TensorPiece.whole(source, buffer.detach())
     return pieces
 
 
-def overlaps(runs: Iterable[Run], pieces: Mapping[str, Piece]) -> Iterator[tuple[int, torch.Tensor]]:
+def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator[tuple[int, torch.Tensor]]:
     """What `pieces` hold of a tensor that consists of `runs`: each first element, and the data from there on."""
     for run in (run for run in runs if run.source in pieces):
         piece = pieces[run.source]
@@ -280,12 +282,17 @@ def whole_tensors(
     return tensors
 
 
+def by_source(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """All names of each parameter and buffer. Tied parameters have several."""
+    found: dict[str, list[str]] = {}
+    for name, source in names.items():
+        found.setdefault(source, []).append(name)
+    return found
+
+
 def _dropped(model: nn.Module, names: Mapping[str, str]) -> set[str]:
     """Names that are not saved: further ones of tied parameters, and those the model's class leaves out."""
-    groups: dict[str, list[str]] = {}
-    for name, source in names.items():  # a buffer is called by its own name alone
-        groups.setdefault(source, []).append(name)
-    tied = [group for group in groups.values() if len(group) > 1]
+    tied = [group for group in by_source(names).values() if len(group) > 1]
     if not huggingface.is_transformers_model(model):
         return {name for group in tied for name in group[1:]}
     return huggingface.drop_tied_names(model, tied) | huggingface.ignored_on_save(model)

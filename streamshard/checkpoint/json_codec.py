@@ -85,10 +85,8 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     if is_piece(value):
         raise CheckpointError(
             f"{path} is one rank's piece of a sharded tensor: a checkpoint holds pieces of models and of moments only. "
-            "Average weights in a second sharded model, average = StreamShard(Model().requires_grad_(False)), by "
-            "streamshard.optim.update_parameters(average, model, step, ..), and save both: "
-            'model={"model": model, "average": average} . '
-            "Of a number give float(value)"
+            "Average weights in a second sharded model, by streamshard.optim.update_parameters, and save both: "
+            'model={"model": model, "average": average} . Of a number give float(value)'
         )
     if value.is_meta:
         raise CheckpointError(f"{path} is on the meta device: it has no values yet")

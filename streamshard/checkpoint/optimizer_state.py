@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
 from streamshard.comm.communicator import Communicator
@@ -76,7 +76,7 @@ def _moments_in(values: Mapping[str, Any], shard: ParamShard) -> dict[str, torch
     }
 
 
-def of_replica(pieces: Iterable[Piece], engine: Engine) -> list[Piece]:
+def of_replica(pieces: Iterable[TensorPiece], engine: Engine) -> list[TensorPiece]:
     """The pieces that this rank's replica saves, under their names in files.
 
     In local SGD each replica trains on its own, so each saves its weights. Otherwise only the first one saves.
@@ -90,7 +90,7 @@ def of_replica(pieces: Iterable[Piece], engine: Engine) -> list[Piece]:
 
 def local_state(
     name: str, optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded, ranks: Communicator
-) -> tuple[OptimizerPart, list[Piece]]:
+) -> tuple[OptimizerPart, list[TensorPiece]]:
     """Collect this rank's part of an optimizer's state.
 
     Args:
@@ -108,7 +108,7 @@ def local_state(
     """
     take_over_state(optimizer)
     state: State = {}
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
         values: Mapping[str, Any] = optimizer.state.get(param, {})
@@ -119,9 +119,9 @@ def local_state(
             moments = _moments_in(values, shard) if id(param) not in owners else {}
         state[names[param]] = encode({**values, **moments}, path, tensors)
         if param not in sharded:
-            pieces += Piece.wholes(tensors) if ranks.is_first else []
+            pieces += TensorPiece.wholes(tensors) if ranks.is_first else []
         elif id(param) in owners:
-            pieces += of_replica(Piece.wholes(tensors), engine)
+            pieces += of_replica(TensorPiece.wholes(tensors), engine)
         elif len(tensors) > len(moments):
             others = ", ".join(sorted(tensors.keys() - {f"{path}.{key}" for key in moments}))
             raise ShardingError(
@@ -130,7 +130,7 @@ def local_state(
             )
         else:
             shape, start = shard.layout.shape, shard.local.start
-            pieces += of_replica([Piece(each, shape, start, data) for each, data in tensors.items()], engine)
+            pieces += of_replica([TensorPiece(each, shape, start, data) for each, data in tensors.items()], engine)
     return OptimizerPart(state, _options_in(optimizer, names, sharded)), pieces
 
 
@@ -210,7 +210,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     names = {param: str(number) for number, param in enumerate(params_in(optimizer.param_groups))}
     sharded = {shard.param: (engine, shard) for shard in engine.param_shards if shard.param in names}
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
-    mine: list[Piece] = []
+    mine: list[TensorPiece] = []
 
     def outline() -> tuple[OptimizerPart, dict[str, TensorRecord]]:
         part, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from streamshard import __version__
 from streamshard.checkpoint.directory import Partial, publish_checkpoint, write_together
-from streamshard.checkpoint.disk_layout import Piece, local_pieces, saved_names
+from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces, saved_names
 from streamshard.checkpoint.find import next_number
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
@@ -39,7 +39,7 @@ from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, class_na
 from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, bytes_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import is_closed, make_host_group
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
 from streamshard.errors import (
@@ -117,21 +117,18 @@ def save_checkpoint(
 
 def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
     """The checkpoint's number. Raises unless all ranks pass the same arguments, models and optimizers."""
-    ranks = parts.engine.ranks
     mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
     mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers)}
 
-    def find() -> tuple[int, dict[str, Any]]:
+    def begin() -> dict[str, Any]:
         finish_running()
         _say_what_is_lost(parts)
-        return next_number(root) if step is None and ranks.is_first else step or 0, mine
+        return mine
 
-    found = gather_from_all_ranks(ranks, f"save to {root}", find)
-    number, first = found[0]
-    if any(theirs != first for _, theirs in found):
-        given = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found) if theirs != first)
+    first, *others = gather_from_all_ranks(parts.engine.ranks, f"save to {root}", begin)
+    if given := "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(others, 1) if theirs != first):
         raise RankMismatchError(f"save_checkpoint wants the same on all ranks. Rank 0 gives {first}; {given}")
-    return number
+    return step if step is not None else run_on_first(parts.engine.ranks, f"save to {root}", lambda: next_number(root))
 
 
 def _say_what_is_lost(parts: Parts) -> None:
@@ -148,7 +145,7 @@ def _say_what_is_lost(parts: Parts) -> None:
 # ------------------------------------------------------------------------------------------------ collecting
 
 
-def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
+def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
     """Collect everything to save. Collective.
 
     Returns:
@@ -160,7 +157,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     """
     ranks = parts.engine.ranks
     saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)
@@ -177,7 +174,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
             pieces.extend(moments)
             tensors: dict[str, torch.Tensor] = {}
             saved["optimizers"][name] = encode(_without_state(optimizer, names), name, tensors)
-            pieces.extend(Piece.wholes(tensors) if ranks.is_first else ())
+            pieces.extend(TensorPiece.wholes(tensors) if ranks.is_first else ())
         for name, value in parts.trees.items():
             tensors = {}
             trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
@@ -194,10 +191,10 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     for name, (tree, tensors) in trees.items():
         if name in differing:
             saved["trees"][name] = [theirs[name] for theirs in their_trees]
-            pieces.extend(Piece.wholes({name_of_rank(each, ranks.number): tensors[each] for each in tensors}))
+            pieces.extend(TensorPiece.wholes({name_of_rank(each, ranks.number): tensors[each] for each in tensors}))
         else:
             saved["trees"][name] = [tree]
-            pieces.extend(Piece.wholes(tensors) if ranks.is_first else ())
+            pieces.extend(TensorPiece.wholes(tensors) if ranks.is_first else ())
     return saved, pieces
 
 
@@ -253,7 +250,7 @@ def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts)
     return _running
 
 
-def start_copies(pieces: Sequence[Piece], device: torch.device) -> Callable[[], list[Piece]]:
+def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callable[[], list[TensorPiece]]:
     """Start to copy `pieces` into new host memory, on the current stream of `device`, for which the host does not wait.
 
     What this stream does later, such as the next optimizer step, comes behind the copies. The host memory is freed with
@@ -283,7 +280,7 @@ def start_copies(pieces: Sequence[Piece], device: torch.device) -> Callable[[], 
     copied = module.Event()
     copied.record(stream)
 
-    def finish() -> list[Piece]:
+    def finish() -> list[TensorPiece]:
         copied.synchronize()
         sources.clear()
         return copies
@@ -383,7 +380,7 @@ def background_ranks(ranks: Communicator) -> RankGroup:
 
 
 def write_checkpoint(
-    root: Path, number: int, keep: int | None, group: RankGroup, state: Mapping[str, Any], pieces: Sequence[Piece]
+    root: Path, number: int, keep: int | None, group: RankGroup, state: Mapping[str, Any], pieces: Sequence[TensorPiece]
 ) -> Path:
     """Write this rank's file, then let rank 0 publish all files. Collective.
 
