@@ -245,16 +245,13 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     Raises:
         CheckpointError: a buffer has no values.
     """
-    pieces = {
-        shard.name: TensorPiece(shard.name, shard.layout.shape, shard.local.start, shard.main) for shard in shards
-    }
-    if buffers:
-        for name, source in saved_names(model, shards).items():
-            if source not in pieces:
-                buffer = model.get_buffer(name)
-                if buffer.is_meta:
-                    raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
-                pieces[source] = TensorPiece.whole(source, buffer.detach())
+    pieces = {each.name: TensorPiece(each.name, each.layout.shape, each.local.start, each.main) for each in shards}
+    for name, source in saved_names(model, shards).items() if buffers else ():
+        if source not in pieces:
+            buffer = model.get_buffer(name)
+            if buffer.is_meta:
+                raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
+            pieces[source] = TensorPiece.whole(source, buffer.detach())
     return pieces
 
 
