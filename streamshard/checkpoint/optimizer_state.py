@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
+from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
@@ -25,25 +26,19 @@ from streamshard.torch_private import is_traceable_wrapper_subclass
 from streamshard.unit.optimizer_hooks import NUMBERS, params_in, take_over_state
 from streamshard.unit.shard import ParamShard
 
-State = dict[str, dict[str, Any]]
-"""JSON of what an optimizer keeps for each parameter, by the parameter's name."""
-
 
 class OptimizerPart(NamedTuple):
-    """One rank's part of an optimizer's state, without tensors. Ranks compare and join their parts.
+    """One rank's part of an optimizer, without tensors. Ranks compare and join their parts.
 
     Attributes:
-        state: of parameters of which this rank has some state.
-        options: by group, what can be compared: options that are numbers, strings, or sequences of them; and whether
-            this rank has stepped its piece of each parameter, because a rank may have left out the first step.
+        saved: JSON of the optimizer's state dict, with names of parameters; of its class; and, as "state", of the state
+            by the parameter's name. Of each parameter ranks have some entries.
+        stepped: by name, whether this rank has stepped its piece of a parameter. It may have left out the first step.
     """
 
-    state: State
-    options: list[dict[str, Any]]
+    saved: dict[str, Any]
+    stepped: dict[str, bool]
 
-
-Sharded = Mapping[nn.Parameter, tuple[Engine, ParamShard]]
-"""Sharded parameters: their engines and shards."""
 
 _CPU = torch.device("cpu")
 _REL_TOLERANCE = 1e-6  # machines may compute a schedule's cosine with other last bits
@@ -107,15 +102,21 @@ def local_state(
         CheckpointError, ShardingError: names state that cannot be put together.
     """
     take_over_state(optimizer)
-    state: State = {}
-    pieces: list[TensorPiece] = []
+    tensors: dict[str, torch.Tensor] = {}
+    saved = encode(_without_state(optimizer, names), name, tensors)
+    pieces = TensorPiece.wholes(tensors) if ranks.is_first else []
+    state: dict[str, dict[str, Any]] = {}
+    stepped: dict[str, bool] = {}
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
         values: Mapping[str, Any] = optimizer.state.get(param, {})
-        path, tensors, moments = f"{name}/{names[param]}", dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        path, tensors, moments = f"{name}/{names[param]}", {}, dict[str, torch.Tensor]()
         if param in sharded:
             engine, shard = sharded[param]
-            values = values if steps_here(owners.get(id(param)), engine, shard) else {}
+            if steps_here(owners.get(id(param)), engine, shard):
+                stepped[names[param]] = bool(values)
+            else:
+                values = {}
             moments = _moments_in(values, shard) if id(param) not in owners else {}
         state[names[param]] = encode({**values, **moments}, path, tensors)
         if param not in sharded:
@@ -131,30 +132,23 @@ def local_state(
         else:
             shape, start = shard.layout.shape, shard.local.start
             pieces += of_replica([TensorPiece(each, shape, start, data) for each, data in tensors.items()], engine)
-    return OptimizerPart(state, _options_in(optimizer, names, sharded)), pieces
+    return OptimizerPart({**saved, "state": state}, stepped), pieces
 
 
-def _options_in(optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded) -> list[dict[str, Any]]:
-    owners, options = owners_of(optimizer), []
-    for group in optimizer.param_groups:
-        own = {key: plain for key, value in group.items() if key != "params" and (plain := _plain(value)) is not None}
-        for param in group["params"]:
-            if param in sharded and steps_here(owners.get(id(param)), *sharded[param]):
-                own[f"has stepped {names[param]}"] = bool(optimizer.state.get(param))
-        options.append(own)
-    return options
+def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """An optimizer's state dict without the state of parameters, and with their names."""
+    rest = dict(optimizer.state_dict())
+    groups = [
+        {**saved, "params": [names[param] for param in own["params"]]}
+        for own, saved in zip(optimizer.param_groups, rest.pop("param_groups"), strict=True)
+    ]
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    del rest["state"]
+    return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, bool | int | float | str) else None
-
-
-def join_parts(name: str, parts: Sequence[OptimizerPart]) -> State:
-    """The state of all parameters, from the parts of all ranks. Of a parameter each rank may have some entries.
+def join_parts(name: str, parts: Sequence[OptimizerPart]) -> dict[str, Any]:
+    """JSON of the optimizer, with the state of all parameters.
 
     Args:
         name: the optimizer's.
@@ -165,11 +159,13 @@ def join_parts(name: str, parts: Sequence[OptimizerPart]) -> State:
             Names the option or the state, the group or the parameter, and the values of two ranks.
     """
     first: dict[tuple[str, str], tuple[int, Any]] = {}
-    joined: State = {}
-    for rank, (state, groups) in enumerate(parts):
+    joined: dict[str, dict[str, Any]] = {}
+    for rank, (saved, stepped) in enumerate(parts):
+        groups = dict(enumerate(saved["param_groups"]))
         found: dict[tuple[str, str], Any] = {("the optimizer", "number of groups"): len(groups)}
-        found |= {(f"group {number}", key): each for number, own in enumerate(groups) for key, each in own.items()}
-        found |= {(param, key): each for param, own in state.items() for key, each in own.items()}
+        found |= {(f"group {number}", key): each for number, own in groups.items() for key, each in own.items()}
+        found |= {(param, "has stepped"): each for param, each in stepped.items()}
+        found |= {(param, key): each for param, own in saved["state"].items() for key, each in own.items()}
         for (where, key), value in found.items():
             known, wanted = first.setdefault((where, key), (rank, value))
             if not _are_close(value, wanted):
@@ -180,9 +176,9 @@ def join_parts(name: str, parts: Sequence[OptimizerPart]) -> State:
                     "Nothing is written. To go on with these weights, set options to the same values and save again, "
                     "or save without this optimizer. Or load the last checkpoint"
                 )
-        for param, own in state.items():
+        for param, own in saved["state"].items():
             joined[param] = own | joined.get(param, {})
-    return joined
+    return {**parts[0].saved, "state": joined}
 
 
 def _shown(value: Any) -> Any:
@@ -218,7 +214,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
         return part, {piece.name: piece.record(ranks.number) for piece in mine}
 
     told = ranks.gather_results("collect the optimizer's state", outline)
-    joined = join_parts(type(optimizer).__name__, [part for part, _ in told])
+    joined = join_parts(type(optimizer).__name__, [part for part, _ in told])["state"]
     own = {piece.name: piece.data for piece in mine}
     wholes: dict[str, torch.Tensor] = {}
     for name, record in join_records(records for _, records in told).items():

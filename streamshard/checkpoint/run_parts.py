@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.optimizer_state import Sharded
 from streamshard.device import module_of
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import engine_at_rest
@@ -26,6 +25,9 @@ RANDOM = "random"
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = Optimizer | Mapping[str, Optimizer]
+
+Sharded = Mapping[nn.Parameter, tuple[Engine, ParamShard]]
+"""Sharded parameters: their engines and shards."""
 
 
 class Parts(NamedTuple):

@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from streamshard import __version__
 from streamshard.checkpoint.directory import Partial, publish_checkpoint, write_together
@@ -172,11 +170,8 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
             names, sharded = param_names(optimizer, parts)
             optimizer_parts[name], moments = local_state(name, optimizer, names, sharded, ranks)
             pieces.extend(moments)
-            tensors: dict[str, torch.Tensor] = {}
-            saved["optimizers"][name] = encode(_without_state(optimizer, names), name, tensors)
-            pieces.extend(TensorPiece.wholes(tensors) if ranks.is_first else ())
         for name, value in parts.trees.items():
-            tensors = {}
+            tensors: dict[str, torch.Tensor] = {}
             trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
         return optimizer_parts, {name: _digest(*tree) for name, tree in trees.items()}
 
@@ -184,8 +179,8 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
     digests = [each for _, each in told]
     if any(each.keys() != digests[0].keys() for each in digests):
         raise CheckpointError(f"ranks save different things: {[sorted(each) for each in digests]}")
-    for name, json_of in saved["optimizers"].items():
-        json_of["state"] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
+    for name in parts.optimizers:
+        saved["optimizers"][name] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
     differing = {name for name in trees if len({each[name] for each in digests}) > 1}
     their_trees = gather_from_all_ranks(ranks, "save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
@@ -196,18 +191,6 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
             saved["trees"][name] = [tree]
             pieces.extend(TensorPiece.wholes(tensors) if ranks.is_first else ())
     return saved, pieces
-
-
-def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """An optimizer's state dict without the state of parameters, and with their names."""
-    rest = dict(optimizer.state_dict())
-    groups = [
-        {**saved, "params": [names[param] for param in own["params"]]}
-        for own, saved in zip(optimizer.param_groups, rest.pop("param_groups"), strict=True)
-    ]
-    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    del rest["state"]
-    return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
 
 
 def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
