@@ -223,7 +223,7 @@ def plan_disk(
         CheckpointError: a tensor on disk would not consist of ranges of parameters.
     """
     names = saved_names(model, shards)
-    dropped = _dropped(model, names)
+    dropped = conventions().left_out(model, [group for group in by_source(names).values() if len(group) > 1])
     names = {name: source for name, source in names.items() if name not in dropped}
     tensors = whole_tensors(model, shards, names, dtype)
     with Rearrangement(tensors) as followed:
@@ -284,8 +284,3 @@ def by_source(names: Mapping[str, str]) -> dict[str, list[str]]:
     for name, source in names.items():
         found.setdefault(source, []).append(name)
     return found
-
-
-def _dropped(model: nn.Module, names: Mapping[str, str]) -> set[str]:
-    """Names that are not saved: further ones of tied parameters, and those the model's class leaves out."""
-    return conventions().left_out(model, [group for group in by_source(names).values() if len(group) > 1])
