@@ -254,5 +254,5 @@ def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
     if not ranks.are_equal(repr((manifest.files, manifest.versions))):
         raise CheckpointError(f"ranks see different checkpoints at {path}: it has to be on shared storage")
     files = CheckpointFiles(path, manifest)
-    files.verify_together(ranks)
+    run_on_all_ranks(ranks, f"verify {path}", lambda: files.verify(ranks.total_rank, ranks.total_size))
     return files

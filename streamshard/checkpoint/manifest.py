@@ -35,7 +35,6 @@ from streamshard.checkpoint.safetensors_file import (
     read_text,
     verify_files,
 )
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 
 MANIFEST_NAME = "checkpoint.json"
@@ -261,25 +260,23 @@ class CheckpointFiles(OpenFiles):
         super().__init__(path)
         self.manifest = manifest
 
-    def verify_together(self, ranks: RankGroup) -> None:
-        """Compare the files with their checksums and with the manifest, and decode its values. Ranks share the work.
+    def verify(self, part: int, parts: int) -> None:
+        """Compare the files with their checksums and with the manifest, and decode its values.
+
+        Args:
+            part, parts: do one of so many equal shares of the work.
 
         Raises:
-            CheckpointError: on all ranks, names the file or the value that is damaged.
+            CheckpointError: names the file or the value that is damaged.
         """
-        part, parts = ranks.total_rank, ranks.total_size
-
-        def verify() -> None:
-            verify_files(self.root, self.manifest.files, part, parts)
-            for name, record in self.manifest.tensors.items():
-                for piece in record.pieces:
-                    if piece.file % parts == part and piece.start < piece.stop:
-                        self._stored(name, record, piece)
-            state = self.manifest.state
-            for saved in [*state["optimizers"].values(), *chain(*state["trees"].values())][part::parts]:
-                decode(saved, lambda name, device: torch.empty(0), _CPU)
-
-        run_on_all_ranks(ranks, f"verify {self.root}", verify)
+        verify_files(self.root, self.manifest.files, part, parts)
+        for name, record in self.manifest.tensors.items():
+            for piece in record.pieces:
+                if piece.file % parts == part and piece.start < piece.stop:
+                    self._stored(name, record, piece)
+        state = self.manifest.state
+        for saved in [*state["optimizers"].values(), *chain(*state["trees"].values())][part::parts]:
+            decode(saved, lambda name, device: torch.empty(0), _CPU)
 
     def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> torch.Tensor:
         """A piece as a file stores it, 1-D: a view of the mapped file."""
