@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.find import PARTIAL, next_number, open_intact
-from streamshard.checkpoint.json_codec import decode, encode
+from streamshard.checkpoint.json_codec import CPU, decode, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
@@ -34,8 +34,6 @@ from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.core.optimizer_hooks import NUMBERS
 from streamshard.errors import CheckpointError, ConfigError
-
-_CPU = torch.device("cpu")
 
 
 def _files_of(root: Path) -> list[DcpFiles]:
@@ -104,8 +102,8 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
 def _optimizer_out(files: CheckpointFiles, saved: Mapping[str, Any]) -> dict[str, Any]:
     models = files.manifest.state["models"]
     fqns = {f"{model}/{name}": name for model, each in models.items() for name in each["names"]}  # DCP's names
-    state = {fqns.get(param, param): decode(values, files.read_whole, _CPU) for param, values in saved["state"].items()}
-    groups = decode(saved["param_groups"], files.read_whole, _CPU)
+    state = {fqns.get(param, param): decode(values, files.read_whole, CPU) for param, values in saved["state"].items()}
+    groups = decode(saved["param_groups"], files.read_whole, CPU)
     for group in groups:
         group["params"] = [fqns.get(param, param) for param in group["params"]]
     flattened = {

@@ -19,7 +19,7 @@ from streamshard.guards.sharded_tensor import is_piece
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _KIND = "$"
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
@@ -166,7 +166,7 @@ def _decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], 
         return saved
     if _KIND not in saved:
         return {key: _decode(each, tensor_of, device) for key, each in saved.items()}
-    where = device if "device" in saved else _CPU
+    where = device if "device" in saved else CPU
     if saved[_KIND] == "tensor":
         return tensor_of(saved["tensor"], where)
     value = _decode(saved["value"], tensor_of, device)

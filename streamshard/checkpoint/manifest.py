@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.json_codec import decode, dtype_named, name_of, references
+from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, name_of, references
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     FILE_NAME,
@@ -45,7 +45,6 @@ MAX_GENERATION = 1 << 40
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = b"\n}\n"
 _VERSIONS = {"streamshard", "torch", "saved_at"}
-_CPU = torch.device("cpu")
 _MAX_DIMS, _MAX_SIZE = 64, (1 << 63) - 1  # torch's
 
 Found = tuple[torch.Tensor, int, torch.Tensor]
@@ -276,7 +275,7 @@ class CheckpointFiles(OpenFiles):
                     self._stored(name, record, piece)
         state = self.manifest.state
         for saved in [*state["optimizers"].values(), *chain(*state["trees"].values())][part::parts]:
-            decode(saved, lambda name, device: torch.empty(0), _CPU)
+            decode(saved, lambda name, device: torch.empty(0), CPU)
 
     def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> torch.Tensor:
         """A piece as a file stores it, 1-D: a view of the mapped file."""
@@ -306,7 +305,7 @@ class CheckpointFiles(OpenFiles):
                 stored = self._stored(name, record, piece)
                 yield stored, first - piece.start, target[first - start : last - start]
 
-    def read_whole(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
+    def read_whole(self, name: str, device: torch.device = CPU) -> torch.Tensor:
         """A tensor, in new memory."""
         record = self.manifest.tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype, device=device)

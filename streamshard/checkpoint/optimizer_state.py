@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import TensorPiece
-from streamshard.checkpoint.json_codec import decode, encode
+from streamshard.checkpoint.json_codec import CPU, decode, encode
 from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
 from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
@@ -40,7 +40,6 @@ class OptimizerPart(NamedTuple):
     stepped: dict[str, bool]
 
 
-_CPU = torch.device("cpu")
 _REL_TOLERANCE = 1e-6  # machines may compute a schedule's cosine with other last bits
 
 
@@ -229,7 +228,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     if rank0_only and not ranks.is_first:
         return {}
     state = {
-        number: decode(values, lambda name, _: wholes[name], _CPU)
+        number: decode(values, lambda name, _: wholes[name], CPU)
         for number, param in enumerate(params_in(optimizer.param_groups))
         if (values := joined[names[param]])
     }
