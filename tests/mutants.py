@@ -126,7 +126,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/find": [
         ("read_entry", Drop("check_sizes(path, manifest)"), "directory"),
         ("Entry.order", Swap("generation, self.manifest.number", "number, self.manifest.generation"), "directory"),
-        ("_verified", Drop("files.verify_together(ranks)"), "find"),
+        ("open_verified", Drop('run_on_all_ranks(ranks, f"verify {path}"'), "find"),
     ],
     "checkpoint/manifest": [
         ("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find"),

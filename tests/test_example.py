@@ -20,8 +20,9 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from streamshard.checkpoint.find import open_checkpoint
+from streamshard.checkpoint.find import open_verified
 from streamshard.checkpoint.json_codec import decode
+from streamshard.comm.ranks import RankGroup
 from tests.launched import ROOT, Launched, run_file
 
 JOB = "docs/examples/train_llama.py"
@@ -107,7 +108,7 @@ def test_the_main_job_goes_on_after_it_was_killed_and_after_its_end(tmp_path: Pa
     longer, first = _curve(whole), _curve(killed)
     assert longer["held_out_step"] == [20, 40, 60]
     assert longer["train_loss"][: len(first["train_loss"])] == first["train_loss"]
-    files = open_checkpoint(whole / "checkpoints" / "checkpoint-60")
+    files = open_verified(whole / "checkpoints" / "checkpoint-60", RankGroup())
     (saved,) = files.manifest.state["optimizers"].values()
     rates = {group["lr"] for group in decode(saved["param_groups"], files.read_whole, torch.device("cpu"))}
     assert [*rates] == [pytest.approx(2e-3 / 10)]  # the end of the cosine of 60 steps

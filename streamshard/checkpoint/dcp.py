@@ -14,8 +14,7 @@ import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
-from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.find import PARTIAL, next_number, open_intact
-from streamshard.checkpoint.json_codec import decode, encode, reference
+from streamshard.checkpoint.json_codec import CPU, decode, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
-from streamshard.comm.ranks import RankGroup
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.core.optimizer_hooks import NUMBERS
 from streamshard.errors import CheckpointError, ConfigError
-
-_CPU = torch.device("cpu")
 
 
 def _files_of(root: Path) -> list[DcpFiles]:
@@ -49,20 +46,6 @@ def _files_of(root: Path) -> list[DcpFiles]:
             "pytorch_model_fsdp_0 in it"
         )
     return [DcpFiles(path) for path in found]
-
-
-@contextmanager
-def _errors(doing: str) -> Iterator[None]:
-    """Turn errors of torch's writer into a CheckpointError of one line."""
-    try:
-        with warnings.catch_warnings():  # a conversion needs no process group
-            warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)
-            yield
-    except (Exception, CheckpointException) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        if not isinstance(cause, Exception):  # an interrupt
-            raise cause from None
-        raise CheckpointError(f"cannot {doing}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}") from error
 
 
 # ------------------------------------------------------------------------------------------------ to DCP
@@ -98,22 +81,29 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
         tensors = {source: files.read_whole(f"{name}/{source}") for source in each["names"].values()}
         state[name] = {own: tensors[source] for own, source in each["names"].items()}  # state dicts have all names
     state |= {name: _optimizer_out(files, each) for name, each in saved["optimizers"].items()}
-    with _errors(f"write {root}"):
+
+    def write() -> None:
         root.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(PARTIAL, f"{root.name}.", root.parent) as staging:
+        with tempfile.TemporaryDirectory(PARTIAL, f"{root.name}.", root.parent) as staging, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)  # none is needed
             made = Path(staging, "made")  # `staging` has other permissions: for the user alone
-            state_dict_saver.save(state, storage_writer=FileSystemWriter(made), no_dist=True)
+            try:
+                state_dict_saver.save(state, storage_writer=FileSystemWriter(made), no_dist=True)
+            except CheckpointException as error:
+                raise next(iter(error.failures.values()))[0] from None
             sync_directory(made)
             os.rename(made, root)
         sync_directory(root.parent)
+
+    run_on_all_ranks(RankGroup(), f"write {root}", write)
     return files.root
 
 
 def _optimizer_out(files: CheckpointFiles, saved: Mapping[str, Any]) -> dict[str, Any]:
     models = files.manifest.state["models"]
     fqns = {f"{model}/{name}": name for model, each in models.items() for name in each["names"]}  # DCP's names
-    state = {fqns.get(param, param): decode(values, files.read_whole, _CPU) for param, values in saved["state"].items()}
-    groups = decode(saved["param_groups"], files.read_whole, _CPU)
+    state = {fqns.get(param, param): decode(values, files.read_whole, CPU) for param, values in saved["state"].items()}
+    groups = decode(saved["param_groups"], files.read_whole, CPU)
     for group in groups:
         group["params"] = [fqns.get(param, param) for param in group["params"]]
     flattened = {
@@ -179,8 +169,7 @@ def from_dcp(
         left_out -= {f"{own}{key}" for key in taken}
     stepped = {name for each in optimizers.values() for group in each["param_groups"] for name in group["params"]}
     names = _names_in(weights, stepped)
-    pieces = [Piece.whole(f"model/{name}", weights[name]) for name in sorted(set(names.values()))]
-    pieces += [Piece.whole(name, each) for name, each in tensors.items()]
+    pieces = TensorPiece.wholes({f"model/{name}": weights[name] for name in sorted(set(names.values()))} | tensors)
     saved = {"models": {"model": {"class": None, "names": names}}, "optimizers": optimizers, "trees": {}}
     return write_checkpoint(root, next_number(root), None, RankGroup(), saved, pieces), sorted(left_out)
 
@@ -217,18 +206,14 @@ def _optimizer_in(
         what, _, rest = key.partition(".")
         name, _, each = rest.rpartition(".")
         if what == "state" and name in weights:
-            own, path = state.setdefault(f"model/{name}", {}), f"optimizer/model/{name}/{each}"
+            own, path = state.setdefault(f"model/{name}", {}), f"optimizer/model/{name}.{each}"
             shape = value.shape if isinstance(value, torch.Tensor) else None
-            if shape == weights[name].shape and each not in NUMBERS:
-                tensors[path] = value
-                own[each] = reference(path)
-            elif shape:
+            if shape and (shape != weights[name].shape or each in NUMBERS):
                 raise CheckpointError(
                     f"the optimizer's {each!r} of {name!r} has shape {list(shape)}, the parameter "
                     f"{list(weights[name].shape)}: StreamShard loads only state with one number for each element"
                 )
-            else:
-                own[each] = encode(value, path, tensors)
+            own[each] = encode(value, path, tensors)
         elif what == "param_groups" and (name.isdecimal() or name in weights):
             options_of.setdefault(name, {})[each] = value
         else:

@@ -28,12 +28,12 @@ import stat
 from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from streamshard.checkpoint.find import PARTIAL, Survey, check_sizes, is_named_as_ours, may_access, survey
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, Manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
 from streamshard.errors import CheckpointError, StreamShardError, log
 
 _LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")
@@ -76,23 +76,20 @@ def write_together(
     mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
 
     def start() -> str:
-        if not ranks.is_first:
-            return ""
         mine.append(create_partial(root, name, alone=alone))
         prepare(mine[0].path)
         return mine[0].path.name
 
     try:
-        path = root / ranks.gather_results(doing, start)[0]
+        path = root / run_on_first(ranks, doing, start)
         written = ranks.gather_results(doing, lambda: write(path))
-        published = ranks.gather_results(doing, lambda: publish(mine[0], written) if mine else None)[0]
+        return run_on_first(ranks, doing, lambda: publish(mine[0], written))
     except BaseException:
         for partial in mine:
             remove_partial(partial)
         with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
             run_on_all_ranks(ranks, doing, lambda: None)  # no rank returns before the directory is gone
         raise
-    return cast(_Published, published)
 
 
 class Partial(NamedTuple):

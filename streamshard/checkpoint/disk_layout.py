@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
-from streamshard.checkpoint.safetensors_file import TensorSpec, contiguous_runs
+from streamshard.checkpoint.safetensors_file import TensorSpec
 from streamshard.conventions import conventions
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError
@@ -109,7 +109,7 @@ class Rearrangement(TorchDispatchMode):
 
     def _of_view(self, name: str, view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[str, int, int]]:
         """Elements [start, start + numel) of `view` in row-major order, as (source, source start, numel)."""
-        for offset, length in contiguous_runs(view, start, numel):
+        for offset, length in _contiguous_runs(view, start, numel):
             yield from self._of_storage(name, _storage(view), offset, length)
 
     def _of_storage(self, name: str, storage: int, offset: int, numel: int) -> Iterator[tuple[str, int, int]]:
@@ -135,7 +135,24 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # meta storages all have data pointer 0; this tells them apart
 
 
-class Piece(NamedTuple):
+def _contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
+    dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
+    block, end = 1, start + numel  # so many elements in row-major order are neighbours in storage
+    while dims and dims[-1][1] == block:
+        block *= dims.pop()[0]
+    while start < end:
+        row, within = divmod(start, block)
+        position = int(view.storage_offset()) + within
+        for size, stride in reversed(dims):
+            row, along = divmod(row, size)
+            position += along * stride
+        length = min(block - within, end - start)
+        yield position, length
+        start += length
+
+
+class TensorPiece(NamedTuple):
     """What a rank holds of the tensor `name`: elements [start, start + data.numel()) of the flattened tensor.
 
     Attributes:
@@ -151,9 +168,14 @@ class Piece(NamedTuple):
     data: torch.Tensor
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
+    def whole(cls, name: str, tensor: torch.Tensor) -> TensorPiece:
         """A piece that is all of `tensor`."""
         return cls(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
+
+    @classmethod
+    def wholes(cls, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
+        """Whole tensors, by name."""
+        return [cls.whole(name, tensor) for name, tensor in tensors.items()]
 
     def record(self, rank: int) -> TensorRecord:
         """What other ranks hear of the piece, which `rank` has."""
@@ -201,7 +223,7 @@ def plan_disk(
         CheckpointError: a tensor on disk would not consist of ranges of parameters.
     """
     names = saved_names(model, shards)
-    dropped = _dropped(model, names)
+    dropped = conventions().left_out(model, [group for group in by_source(names).values() if len(group) > 1])
     names = {name: source for name, source in names.items() if name not in dropped}
     tensors = whole_tensors(model, shards, names, dtype)
     with Rearrangement(tensors) as followed:
@@ -214,7 +236,7 @@ def plan_disk(
     }
 
 
-def local_pieces(model: nn.Module, shards: Sequence[Param], *, buffers: bool) -> dict[str, Piece]:
+def local_pieces(model: nn.Module, shards: Sequence[Param], *, buffers: bool) -> dict[str, TensorPiece]:
     """What this rank holds, by parameter name; with `buffers`, persistent buffers too, whole.
 
     Buffers that are not contiguous are copied.
@@ -222,18 +244,17 @@ def local_pieces(model: nn.Module, shards: Sequence[Param], *, buffers: bool) ->
     Raises:
         CheckpointError: a buffer has no values.
     """
-    pieces = {shard.name: Piece(shard.name, shard.layout.shape, shard.local.start, shard.main) for shard in shards}
-    if buffers:
-        for name, source in saved_names(model, shards).items():
-            if source not in pieces:
-                buffer = model.get_buffer(name)
-                if buffer.is_meta:
-                    raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
-                pieces[source] = Piece.whole(source, buffer.detach())
+    pieces = {each.name: TensorPiece(each.name, each.layout.shape, each.local.start, each.main) for each in shards}
+    for name, source in saved_names(model, shards).items() if buffers else ():
+        if source not in pieces:
+            buffer = model.get_buffer(name)
+            if buffer.is_meta:
+                raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
+            pieces[source] = TensorPiece.whole(source, buffer.detach())
     return pieces
 
 
-def overlaps(runs: Iterable[Run], pieces: Mapping[str, Piece]) -> Iterator[tuple[int, torch.Tensor]]:
+def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator[tuple[int, torch.Tensor]]:
     """What `pieces` hold of a tensor that consists of `runs`: each first element, and the data from there on."""
     for run in (run for run in runs if run.source in pieces):
         piece = pieces[run.source]
@@ -257,10 +278,9 @@ def whole_tensors(
     return tensors
 
 
-def _dropped(model: nn.Module, names: Mapping[str, str]) -> set[str]:
-    """Names that are not saved: further ones of tied parameters, and those the model's class leaves out."""
-    groups: dict[str, list[str]] = {}
-    for name, source in names.items():  # a buffer is called by its own name alone
-        groups.setdefault(source, []).append(name)
-    tied = [group for group in groups.values() if len(group) > 1]
-    return conventions().left_out(model, tied)
+def by_source(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """All names of each parameter and buffer. Tied parameters have several."""
+    found: dict[str, list[str]] = {}
+    for name, source in names.items():
+        found.setdefault(source, []).append(name)
+    return found

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -41,22 +41,20 @@ from streamshard.checkpoint.safetensors_file import (
     MODEL_FILES,
     FileLayout,
     FileNames,
+    Held,
     TensorSpec,
-    in_chunks,
     lay_out,
     opened,
     read_text,
     sync_directory,
     write_all,
+    write_ranges,
 )
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_bytes
 from streamshard.conventions import conventions
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ConfigError, log
-
-Held = Mapping[str, tuple[torch.dtype, Sequence[tuple[int, torch.Tensor]]]]
-"""By tensor, its dtype in the file and the ranges that a rank holds: the first element, and the data, 1-D."""
 
 
 def export_shards(
@@ -86,12 +84,13 @@ def export_shards(
     wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
     names = FileNames(conventions().file_stem(model))
 
-    def plan() -> tuple[list[FileLayout], Held]:
+    def plan() -> tuple[list[FileLayout], Held, torch.dtype | None]:
         # Replicas hold the same, or in local SGD nearly the same: one of them writes.
         pieces = {} if ranks.replica else local_pieces(model, shards, buffers=ranks.is_first)
         runs_of = plan_disk(model, shards, wanted)
-        held = {spec.name: (spec.dtype, list(overlaps(runs, pieces))) for spec, runs in runs_of.items()}
-        return plan_files(list(runs_of), max_file_bytes, names), held
+        held = {spec.name: list(overlaps(runs, pieces)) for spec, runs in runs_of.items()}
+        floating = (spec.dtype for spec in runs_of if spec.dtype.is_floating_point)
+        return plan_files(list(runs_of), max_file_bytes, names), held, next(floating, None)
 
     def prepare(partial: Path) -> None:
         _sweep(root, names)
@@ -99,11 +98,10 @@ def export_shards(
             with opened(partial / file.name, "xb") as descriptor:
                 write_all(descriptor, file.header, 0)
                 os.ftruncate(descriptor, file.size_bytes)
-        first = next((dtype for dtype, _ in held.values() if dtype.is_floating_point), None)
-        conventions().write_config(model, partial, first)
+        conventions().write_config(model, partial, first_dtype)
 
     def write(partial: Path) -> int:
-        return sum(_write(partial / file.name, file, held) for file in files)
+        return sum(write_ranges(partial, file, held) for file in files)
 
     def publish(partial: Partial, written: list[int]) -> list[str]:
         if sum(written) != sum(file.size_bytes - len(file.header) for file in files):
@@ -112,7 +110,7 @@ def export_shards(
         _publish(partial, root, names, encode_index(named, sum(shard.layout.numel for shard in shards)))
         return [file.name for file in named] + ([names.index] if len(named) > 1 else [])
 
-    files, held = run_on_all_ranks(ranks, "plan the export", plan)
+    files, held, first_dtype = run_on_all_ranks(ranks, "plan the export", plan)
     doing = f"export to {root}"
     written = write_together(ranks, doing, root, "model", prepare=prepare, write=write, publish=publish, alone=True)
     log.info("exported %s", root)
@@ -172,7 +170,7 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
     total_bytes = sum(file.size_bytes - len(file.header) for file in files)
     index = {
         "metadata": {"total_parameters": total_parameters, "total_size": total_bytes},
-        "weight_map": {name: file.name for file in files for name in file.offsets},
+        "weight_map": {name: file.name for file in files for name in file.places},
     }
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
@@ -185,20 +183,6 @@ def _name(root: Path, partial: Path, files: Sequence[FileLayout], names: FileNam
     for old, new in zip(files, named, strict=True):
         os.rename(partial / old.name, partial / new.name)
     return named
-
-
-def _write(path: Path, file: FileLayout, held: Held) -> int:
-    """Write this rank's ranges of one file. Returns the number of bytes."""
-    mine = [(held[name][0], offset, *piece) for name, offset in file.offsets.items() for piece in held[name][1]]
-    total = 0
-    if mine:
-        with opened(path, "r+b") as descriptor:
-            for dtype, offset, start, data in mine:
-                position = offset + start * dtype.itemsize
-                for part in in_chunks(data, dtype):
-                    write_all(descriptor, part, position)
-                    position, total = position + len(part), total + len(part)
-    return total
 
 
 def _publish(partial: Partial, root: Path, names: FileNames, index: bytes) -> None:

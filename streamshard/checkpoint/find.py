@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, describe, log, printable
 
@@ -130,18 +130,6 @@ def read_entry(path: Path) -> Entry:
     return Entry(path, manifest)
 
 
-def open_checkpoint(path: Path) -> CheckpointFiles:
-    """The files of one checkpoint. Their contents have not been verified.
-
-    Raises:
-        CheckpointError: the checkpoint is not whole, or cannot be read.
-    """
-    entry = read_entry(path)
-    if entry.wrong or entry.manifest is None:
-        raise CheckpointError(entry.wrong)
-    return CheckpointFiles(path, entry.manifest)
-
-
 def no_checkpoint(directory: Path, why_of: Mapping[Path, str]) -> CheckpointError:
     """The error to raise for a directory without an intact checkpoint, with the reason for each entry."""
     reasons = "; ".join(why_of.values()) or "wanted a directory that save_checkpoint has written to"
@@ -207,10 +195,10 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
         CheckpointError: on every rank. `root` is a checkpoint and damaged: names the newest intact one beside it. Or no
             checkpoint in `root` is intact: says why of each.
     """
-    is_one = ranks.gather_results(f"load {root}", lambda: ranks.is_first and is_checkpoint(root))[0]
+    is_one = run_on_first(ranks, f"load {root}", lambda: is_checkpoint(root))
     if is_one:
         try:
-            return _verified(root, ranks), {}
+            return open_verified(root, ranks), {}
         except CheckpointError as caught:  # the same on all ranks
             error = caught
     else:
@@ -233,27 +221,38 @@ def _newest_intact(
 ) -> tuple[CheckpointFiles | None, dict[Path, str]]:
     """The newest checkpoint whose files match their checksums; and why others are passed over. Collective."""
 
-    def find() -> tuple[list[tuple[Path, dict[Path, str]]], dict[Path, str]]:
-        if not ranks.is_first:
-            return [], {}
+    def find() -> list[tuple[Path | None, dict[Path, str]]]:
         found = survey(directory)
         newest_first = [each for each in reversed(found.whole) if each.path != without]
-        return [(each.path, found.passed_over(each)) for each in newest_first], found.passed_over(None)
+        return [(each and each.path, found.passed_over(each)) for each in (*newest_first, None)]
 
-    whole, others = ranks.gather_results(f"load {directory}", find)[0]
     failed: dict[Path, str] = {}
-    for path, passed_over in whole:
+    for path, passed_over in run_on_first(ranks, f"load {directory}", find):
+        if path is None:
+            break
         try:
-            return _verified(path, ranks), failed | passed_over
+            return open_verified(path, ranks), failed | passed_over
         except CheckpointError as error:  # the same on all ranks
             failed[path] = str(error)
-    return None, failed | others
+    return None, failed | passed_over
 
 
-def _verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
-    """The files of the checkpoint `path`; each rank has read an equal share of all bytes. Collective."""
-    files = run_on_all_ranks(ranks, f"load {path}", lambda: open_checkpoint(path))
-    if not ranks.are_equal(repr((files.manifest.files, files.manifest.versions))):
+def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
+    """The files of the checkpoint `path`; each rank has read an equal share of all bytes. Collective.
+
+    Raises:
+        CheckpointError: on all ranks; names the file or the value that is missing or damaged, or cannot be read.
+    """
+
+    def find() -> Manifest:
+        entry = read_entry(path)
+        if entry.wrong or entry.manifest is None:
+            raise CheckpointError(entry.wrong)
+        return entry.manifest
+
+    manifest = run_on_all_ranks(ranks, f"load {path}", find)
+    if not ranks.are_equal(repr((manifest.files, manifest.versions))):
         raise CheckpointError(f"ranks see different checkpoints at {path}: it has to be on shared storage")
-    files.verify_together(ranks)
+    files = CheckpointFiles(path, manifest)
+    run_on_all_ranks(ranks, f"verify {path}", lambda: files.verify(ranks.total_rank, ranks.total_size))
     return files

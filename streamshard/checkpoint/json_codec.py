@@ -19,7 +19,7 @@ from streamshard.guards.sharded_tensor import is_piece
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _KIND = "$"
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
@@ -85,10 +85,8 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     if is_piece(value):
         raise CheckpointError(
             f"{path} is one rank's piece of a sharded tensor: a checkpoint holds pieces of models and of moments only. "
-            "Average weights in a second sharded model, average = StreamShard(Model().requires_grad_(False)), by "
-            "streamshard.optim.update_parameters(average, model, step, ..), and save both: "
-            'model={"model": model, "average": average} . '
-            "Of a number give float(value)"
+            "Average weights in a second sharded model, by streamshard.optim.update_parameters, and save both: "
+            'model={"model": model, "average": average} . Of a number give float(value)'
         )
     if value.is_meta:
         raise CheckpointError(f"{path} is on the meta device: it has no values yet")
@@ -100,7 +98,7 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     while path in tensors:  # a key may have a dot in it
         path += "'"
     tensors[path] = data
-    return reference(path) | where
+    return {_KIND: "tensor", "tensor": path, **where}
 
 
 def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -113,11 +111,6 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.T
         for key, each in value.items()
     ]
     return {_KIND: kind, "value": items}
-
-
-def reference(name: str) -> dict[str, str]:
-    """JSON for a tensor in CPU memory that is saved as `name`."""
-    return {_KIND: "tensor", "tensor": name}
 
 
 def references(saved: Any) -> Iterator[str]:
@@ -173,7 +166,7 @@ def _decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], 
         return saved
     if _KIND not in saved:
         return {key: _decode(each, tensor_of, device) for key, each in saved.items()}
-    where = device if "device" in saved else _CPU
+    where = device if "device" in saved else CPU
     if saved[_KIND] == "tensor":
         return tensor_of(saved["tensor"], where)
     value = _decode(saved["value"], tensor_of, device)

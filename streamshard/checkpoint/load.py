@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.disk_layout import (
-    Piece,
     Rearrangement,
     Run,
+    TensorPiece,
+    by_source,
     local_pieces,
     overlaps,
     saved_names,
     whole_tensors,
 )
-from streamshard.checkpoint.safetensors_file import MODEL_FILES, FileNames, OpenFiles, copy_range, read_text
+from streamshard.checkpoint.safetensors_file import MODEL_FILES, FileNames, OpenFiles, bytes_of, copy_range, read_text
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.conventions import conventions
 from streamshard.core.params import Param
@@ -57,8 +58,8 @@ class StoredDirectory(OpenFiles):
         digest = hashlib.sha256()
         for name, tensor in sorted(self.tensors.items()):
             digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
-            middle = tensor.view(-1)[tensor.numel() // 2 :][: _SAMPLE_BYTES // tensor.dtype.itemsize].clone()
-            digest.update(middle.view(torch.uint8).numpy().tobytes())
+            middle = tensor.view(-1)[tensor.numel() // 2 :][: _SAMPLE_BYTES // tensor.dtype.itemsize]
+            digest.update(bytes_of(middle))
         return digest.hexdigest()
 
     def _read_index(self, names: FileNames) -> dict[str, str]:
@@ -95,7 +96,7 @@ def load_shards(
             "or the disks of two hosts hold different copies"
         )
 
-    def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, Piece]]:
+    def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, TensorPiece]]:
         return *_compare(model, shards, stored.tensors), local_pieces(model, shards, buffers=True)
 
     runs, difference, pieces = run_on_all_ranks(ranks, f"load {root}", compare)
@@ -157,10 +158,7 @@ def _compare(
         made, failed, used, optional = conventions().rearrange_for_loading(model, metas, wanted)
     difference = Difference([], [], [])
     runs: dict[str, list[Run]] = {}
-    tied: dict[str, list[str]] = {}
-    for name, source in names.items():
-        tied.setdefault(source, []).append(name)
-    for source, own in tied.items():
+    for source, own in by_source(names).items():
         found = next((name for name in own if name in made), None)  # of tied names one is enough; the first counts
         bad = next((name for name in own if name in failed), None)
         try:
@@ -185,7 +183,7 @@ def _check_kind(there: torch.Tensor, wanted: torch.Tensor) -> None:
         raise CheckpointError(f"is {there.dtype}, wanted {wanted.dtype}")
 
 
-def put_back_buffers(model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+def put_back_buffers(model: nn.Module, pieces: Mapping[str, TensorPiece]) -> None:
     """Copy loaded values into buffers that are not contiguous, from the contiguous copies that were read."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in pieces and not buffer.is_contiguous():

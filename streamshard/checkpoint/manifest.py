@@ -6,9 +6,9 @@ inside the directory, that the tensors fit into their files, and that values ref
 checkpoint takes no more time and memory than its files have bytes.
 
 [Note: names of tensors]
-A weight is called "model/", then its name; state of an optimizer "optimizer/model/", its name and the key; a tensor in
-`extra` "extra.", then its key. If ranks or replicas have different tensors of one name, "rank3/" or "replica1/" comes
-first. No other name begins so.
+A weight is called "model/", then its name; state of an optimizer "optimizer/model/", the weight's name, "." and the
+key; a tensor in `extra` "extra.", then its key. If ranks or replicas have different tensors of one name, "rank3/" or
+"replica1/" comes first. No other name begins so.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.json_codec import decode, dtype_named, name_of, references
+from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, name_of, references
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     FILE_NAME,
     MAX_TEXT_BYTES,
     FileRecord,
     OpenFiles,
-    contiguous_runs,
     copy_range,
     read_text,
     verify_files,
 )
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 
 MANIFEST_NAME = "checkpoint.json"
@@ -47,43 +45,33 @@ MAX_GENERATION = 1 << 40
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = b"\n}\n"
 _VERSIONS = {"streamshard", "torch", "saved_at"}
-_CPU = torch.device("cpu")
 _MAX_DIMS, _MAX_SIZE = 64, (1 << 63) - 1  # torch's
 
 Found = tuple[torch.Tensor, int, torch.Tensor]
 """A view of a mapped file, the place in it of the first element, and what is filled from there."""
 
 
-Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: start and size in each dimension."""
-
-
 class PieceRecord(NamedTuple):
-    """A piece of a tensor, in file number `file`, under the tensor's name, 1-D.
-
-    The piece holds elements [start, stop) of the flattened box. For example, columns 4 to 7 of a tensor of shape [6, 8]
-    are the box ((0, 6), (4, 4)), and elements [4, 12) of this box are rows 1 and 2 of these columns.
+    """Elements [start, stop) of a flattened tensor, in file number `file`, under the tensor's name, 1-D.
 
     Attributes:
         file: its place in the manifest's list of files.
         start: first element.
         stop: after the last element.
-        box: the part of the tensor; () is the whole tensor.
     """
 
     file: int
     start: int
     stop: int
-    box: Box = ()
 
 
 class TensorRecord(NamedTuple):
-    """A tensor, in pieces that together hold each of its elements once: pieces fill their box, boxes the tensor.
+    """A tensor, in pieces that together hold each of its elements once.
 
     Attributes:
         shape: of the whole.
         dtype: of the tensor.
-        pieces: those of each box in the order of their elements.
+        pieces: in the order of their elements.
     """
 
     shape: tuple[int, ...]
@@ -94,39 +82,21 @@ class TensorRecord(NamedTuple):
         """The same, with its pieces in order. It may come from anybody.
 
         Raises:
-            CheckpointError: pieces leave gaps, overlap, or lie outside of the shape, or boxes are no grid.
+            CheckpointError: pieces leave gaps, overlap, or lie outside of the shape; or numbers are none of torch's.
             TypeError: starts cannot be ordered.
         """
-        pieces = tuple(sorted(self.pieces, key=lambda piece: piece[1:3]))
-        if not _hold_each_element_once(self.shape, pieces):
-            have = ", ".join(f"{each[1]}:{each[2]} of {each.box or self.shape} in file {each.file}" for each in pieces)
+        pieces = tuple(sorted(self.pieces, key=lambda piece: piece[1:]))
+        edges = [0, *chain(*(piece[1:] for piece in pieces)), math.prod(self.shape)]
+        numbers = (*self.shape, *edges, *(piece.file for piece in pieces))
+        if (
+            len(self.shape) > _MAX_DIMS
+            or not all(type(each) is int and 0 <= each <= _MAX_SIZE for each in numbers)
+            or edges[::2] != edges[1::2]
+            or edges != sorted(edges)
+        ):
+            have = ", ".join(f"{each.start}:{each.stop} of {self.shape} in file {each.file}" for each in pieces)
             raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have or 'none':.300}")
         return self._replace(pieces=pieces)
-
-
-def _hold_each_element_once(shape: tuple[int, ...], pieces: Sequence[PieceRecord]) -> bool:
-    """Whether pieces, ordered by `start`, fill their boxes one after another, and the boxes are a grid of the tensor.
-
-    Linear in the number of pieces, and exact: distinct cells of a grid, as many as it has, fill it without overlap.
-    """
-    edges_of: dict[Box, list[int]] = {}
-    for piece in pieces:
-        edges_of.setdefault(piece.box or tuple((0, size) for size in shape), [0]).extend(piece[1:3])
-    numbers = chain(shape, *edges_of.values(), *chain(*edges_of), (piece.file for piece in pieces))
-    if len(shape) > _MAX_DIMS or not all(type(each) is int and 0 <= each <= _MAX_SIZE for each in numbers):
-        return False
-    if not edges_of:
-        return math.prod(shape) == 0
-    for box, edges in edges_of.items():
-        edges.append(math.prod(size for _, size in box))
-        if len(box) != len(shape) or edges[::2] != edges[1::2] or edges != sorted(edges):
-            return False
-    cuts = [sorted({box[dim] for box in edges_of}) for dim in range(len(shape))]
-    for size, parts in zip(shape, cuts, strict=True):
-        ends = [0, *accumulate(length for _, length in parts)]
-        if ends != [*(start for start, _ in parts), size]:
-            return False
-    return len(edges_of) == math.prod(map(len, cuts))
 
 
 def join_records(by_rank: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
@@ -174,10 +144,7 @@ class Manifest(NamedTuple):
             CheckpointError: it would be too large to be read.
         """
         files = [record._asdict() for record in self.files]
-        tensors = {}
-        for name, (shape, dtype, pieces) in self.tensors.items():
-            places = [piece if piece.box else piece[:3] for piece in pieces]
-            tensors[name] = {"shape": shape, "dtype": name_of(dtype), "pieces": places}
+        tensors = {name: {**each._asdict(), "dtype": name_of(each.dtype)} for name, each in self.tensors.items()}
         content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
         text = sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
         if len(text) > MAX_TEXT_BYTES:
@@ -221,7 +188,7 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
         raise CheckpointError("it lists a file twice")
     found, left = {}, {place: record.size_bytes for place, record in enumerate(records)}
     for name, told in tensors.items():
-        pieces = tuple(_piece_of(*piece) for piece in told["pieces"])
+        pieces = tuple(PieceRecord(*piece) for piece in told["pieces"])
         found[name] = record = TensorRecord(tuple(told["shape"]), dtype_named(told["dtype"]), pieces).ordered(name)
         for piece in pieces:
             left[piece.file] -= (piece.stop - piece.start) * record.dtype.itemsize
@@ -280,11 +247,6 @@ def name_of_replica(name: str, replica: int) -> str:
     return f"replica{replica}/{name}"
 
 
-def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] = ()) -> PieceRecord:
-    """The piece. JSON has lists in the place of tuples."""
-    return PieceRecord(file, start, stop, tuple((first, size) for first, size in box))
-
-
 class CheckpointFiles(OpenFiles):
     """The files of one checkpoint, read by ranges of the tensors that are spread over them.
 
@@ -297,25 +259,23 @@ class CheckpointFiles(OpenFiles):
         super().__init__(path)
         self.manifest = manifest
 
-    def verify_together(self, ranks: RankGroup) -> None:
-        """Compare the files with their checksums and with the manifest, and decode its values. Ranks share the work.
+    def verify(self, part: int, parts: int) -> None:
+        """Compare the files with their checksums and with the manifest, and decode its values.
+
+        Args:
+            part, parts: do one of so many equal shares of the work.
 
         Raises:
-            CheckpointError: on all ranks, names the file or the value that is damaged.
+            CheckpointError: names the file or the value that is damaged.
         """
-        part, parts = ranks.total_rank, ranks.total_size
-
-        def verify() -> None:
-            verify_files(self.root, self.manifest.files, part, parts)
-            for name, record in self.manifest.tensors.items():
-                for piece in record.pieces:
-                    if piece.file % parts == part and piece.start < piece.stop:
-                        self._stored(name, record, piece)
-            state = self.manifest.state
-            for saved in [*state["optimizers"].values(), *chain(*state["trees"].values())][part::parts]:
-                decode(saved, lambda name, device: torch.empty(0), _CPU)
-
-        run_on_all_ranks(ranks, f"verify {self.root}", verify)
+        verify_files(self.root, self.manifest.files, part, parts)
+        for name, record in self.manifest.tensors.items():
+            for piece in record.pieces:
+                if piece.file % parts == part and piece.start < piece.stop:
+                    self._stored(name, record, piece)
+        state = self.manifest.state
+        for saved in [*state["optimizers"].values(), *chain(*state["trees"].values())][part::parts]:
+            decode(saved, lambda name, device: torch.empty(0), CPU)
 
     def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> torch.Tensor:
         """A piece as a file stores it, 1-D: a view of the mapped file."""
@@ -339,20 +299,13 @@ class CheckpointFiles(OpenFiles):
             CheckpointError: names what is not where the manifest says.
         """
         record, stop = self.manifest.tensors[name], start + target.numel()
-        whole = torch.empty(record.shape, device="meta")
         for piece in record.pieces:
-            box = whole[tuple(slice(first, first + size) for first, size in piece.box)] if piece.box else whole
-            place, wanted = 0, []
-            for run, numel in contiguous_runs(box, piece.start, piece.stop - piece.start):
-                first, last = max(run, start), min(run + numel, stop)
-                if first < last:
-                    wanted.append((place + first - run, target[first - start : last - start]))
-                place += numel
-            if wanted:
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first < last:
                 stored = self._stored(name, record, piece)
-                yield from ((stored, *each) for each in wanted)
+                yield stored, first - piece.start, target[first - start : last - start]
 
-    def read_whole(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
+    def read_whole(self, name: str, device: torch.device = CPU) -> torch.Tensor:
         """A tensor, in new memory."""
         record = self.manifest.tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype, device=device)

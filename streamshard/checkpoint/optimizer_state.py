@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.disk_layout import Piece
-from streamshard.checkpoint.json_codec import decode, encode, reference
+from streamshard.checkpoint.disk_layout import TensorPiece
+from streamshard.checkpoint.json_codec import CPU, decode, encode
 from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
+from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.core.engine import Engine
 from streamshard.core.optimizer_hooks import NUMBERS, params_in, take_over_state
@@ -25,13 +26,20 @@ from streamshard.core.params import Param
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
-State = dict[str, dict[str, Any]]
-"""JSON of what an optimizer keeps for each parameter, by the parameter's name."""
 
-Sharded = Mapping[nn.Parameter, tuple[Engine, Param]]
-"""Sharded parameters: their engines and shards."""
+class OptimizerPart(NamedTuple):
+    """One rank's part of an optimizer, without tensors. Ranks compare and join their parts.
 
-_CPU = torch.device("cpu")
+    Attributes:
+        saved: JSON of the optimizer's state dict, with names of parameters; of its class; and, as "state", of the state
+            by the parameter's name. Of each parameter ranks have some entries.
+        stepped: by name, whether this rank has stepped its piece of a parameter. It may have left out the first step.
+    """
+
+    saved: dict[str, Any]
+    stepped: dict[str, bool]
+
+
 _REL_TOLERANCE = 1e-6  # machines may compute a schedule's cosine with other last bits
 
 
@@ -52,21 +60,20 @@ def settle(optimizer: Optimizer, ranks: Communicator) -> None:
         act(ranks)
 
 
-def _moments_in(values: Mapping[str, Any], path: str, shard: Param) -> dict[str, Piece]:
-    """This rank's pieces of what has the parameter's shape, by key."""
-    moments = {}
-    for key, value in values.items():
-        if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
-            data = value.as_subclass(torch.Tensor).detach()
-            if data.shape == shard.piece.shape:
-                moments[key] = Piece(f"{path}/{key}", shard.layout.shape, shard.local.start, data.reshape(-1))
-    return moments
+def _moments_in(values: Mapping[str, Any], shard: Param) -> dict[str, torch.Tensor]:
+    """This rank's pieces of state with the parameter's shape, by key; [n] 1-D."""
+    return {
+        key: value.as_subclass(torch.Tensor).detach().reshape(-1)
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
+        if value.as_subclass(torch.Tensor).shape == shard.piece.shape
+    }
 
 
-def of_replica(pieces: Iterable[Piece], engine: Engine) -> list[Piece]:
-    """Those of `pieces` that this rank's replica saves, under the names that they have in files.
+def of_replica(pieces: Iterable[TensorPiece], engine: Engine) -> list[TensorPiece]:
+    """The pieces that this rank's replica saves, under their names in files.
 
-    In local SGD each replica trains on its own, so each saves its weights. Else the first one saves.
+    In local SGD each replica trains on its own, so each saves its weights. Otherwise only the first one saves.
     """
     replicas, number = engine.reductions.replicas, engine.ranks.replica
     if not number:
@@ -77,7 +84,7 @@ def of_replica(pieces: Iterable[Piece], engine: Engine) -> list[Piece]:
 
 def local_state(
     name: str, optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded, ranks: Communicator
-) -> tuple[State, list[Piece]]:
+) -> tuple[OptimizerPart, list[TensorPiece]]:
     """Collect this rank's part of an optimizer's state.
 
     Args:
@@ -88,88 +95,76 @@ def local_state(
         ranks: all that collect. State of parameters that are not sharded is the first rank's.
 
     Returns:
-        JSON, without parameters of which this rank has no part, and this rank's pieces of tensors.
+        This rank's part, and its pieces of tensors.
 
     Raises:
         CheckpointError, ShardingError: names state that cannot be put together.
     """
     take_over_state(optimizer)
-    state: State = {}
-    pieces: list[Piece] = []
+    tensors: dict[str, torch.Tensor] = {}
+    saved = encode(_without_state(optimizer, names), name, tensors)
+    pieces = TensorPiece.wholes(tensors) if ranks.is_first else []
+    state: dict[str, dict[str, Any]] = {}
+    stepped: dict[str, bool] = {}
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
         values: Mapping[str, Any] = optimizer.state.get(param, {})
-        path, tensors, moments = f"{name}/{names[param]}", dict[str, torch.Tensor](), dict[str, Piece]()
+        path, tensors, moments = f"{name}/{names[param]}", {}, dict[str, torch.Tensor]()
         if param in sharded:
             engine, shard = sharded[param]
-            values = values if steps_here(owners.get(id(param)), engine, shard) else {}
-            if id(param) not in owners:
-                moments = _moments_in(values, path, shard)
-        saved = encode({key: each for key, each in values.items() if key not in moments}, path, tensors)
-        state[names[param]] = saved | {key: reference(each.name) for key, each in moments.items()}
-        found = [*moments.values(), *(Piece.whole(*each) for each in tensors.items())]
+            if steps_here(owners.get(id(param)), engine, shard):
+                stepped[names[param]] = bool(values)
+            else:
+                values = {}
+            moments = _moments_in(values, shard) if id(param) not in owners else {}
+        state[names[param]] = encode({**values, **moments}, path, tensors)
         if param not in sharded:
-            pieces.extend(found if ranks.is_first else ())
-            continue
-        if tensors and id(param) not in owners:
+            pieces += TensorPiece.wholes(tensors) if ranks.is_first else []
+        elif id(param) in owners:
+            pieces += of_replica(TensorPiece.wholes(tensors), engine)
+        elif len(tensors) > len(moments):
+            others = ", ".join(sorted(tensors.keys() - {f"{path}.{key}" for key in moments}))
             raise ShardingError(
-                f"{', '.join(tensors)}: tensors without one number for each element of the parameter. Ranks cannot put "
-                "them together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
+                f"{others}: tensors without one number for each element of the parameter, which ranks cannot put "
+                "together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
             )
-        pieces.extend(of_replica(found, engine))
-    return state, pieces
+        else:
+            shape, start = shard.layout.shape, shard.local.start
+            pieces += of_replica([TensorPiece(each, shape, start, data) for each, data in tensors.items()], engine)
+    return OptimizerPart({**saved, "state": state}, stepped), pieces
 
 
-def join_states(states: Sequence[State]) -> State:
-    """The state of all parameters, from every rank's. Of a parameter in slices, ranks have some entries each."""
-    joined: State = {}
-    for state in reversed(states):  # the first rank's entries win
-        for name, values in state.items():
-            joined.setdefault(name, {}).update(values)
-    return joined
+def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """An optimizer's state dict without the state of parameters, and with their names."""
+    rest = dict(optimizer.state_dict())
+    groups = [
+        {**saved, "params": [names[param] for param in own["params"]]}
+        for own, saved in zip(optimizer.param_groups, rest.pop("param_groups"), strict=True)
+    ]
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    del rest["state"]
+    return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
 
 
-def options_in(optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded) -> list[dict[str, Any]]:
-    """By group, what can be compared between ranks: options that are numbers, strings, or sequences of them.
-
-    And whether this rank has stepped its piece of each parameter: a rank may have left out the first step.
-    """
-    owners, options = owners_of(optimizer), []
-    for group in optimizer.param_groups:
-        own = {key: plain for key, value in group.items() if key != "params" and (plain := _plain(value)) is not None}
-        for param in group["params"]:
-            if param in sharded and steps_here(owners.get(id(param)), *sharded[param]):
-                own[f"has stepped {names[param]}"] = bool(optimizer.state.get(param))
-        options.append(own)
-    return options
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, bool | int | float | str) else None
-
-
-def refuse_differences(
-    name: str, options: Sequence[Sequence[Mapping[str, Any]]], states: Sequence[Mapping[str, Mapping[str, Any]]]
-) -> None:
-    """Raise if ranks step with other options, or have stepped another number of times. The same on all ranks.
+def join_parts(name: str, parts: Sequence[OptimizerPart]) -> dict[str, Any]:
+    """JSON of the optimizer, with the state of all parameters.
 
     Args:
         name: the optimizer's.
-        options: by rank and group, see `options_in`.
-        states: by rank, its part of the state, see `local_state`. Of each parameter some ranks have entries.
+        parts: by rank.
 
     Raises:
-        RankMismatchError: names the option or the state, the group or the parameter, and the values of two ranks.
+        RankMismatchError: on all ranks alike; ranks step with other options, or have stepped another number of times.
+            Names the option or the state, the group or the parameter, and the values of two ranks.
     """
     first: dict[tuple[str, str], tuple[int, Any]] = {}
-    for rank, (groups, state) in enumerate(zip(options, states, strict=True)):
+    joined: dict[str, dict[str, Any]] = {}
+    for rank, (saved, stepped) in enumerate(parts):
+        groups = dict(enumerate(saved["param_groups"]))
         found: dict[tuple[str, str], Any] = {("the optimizer", "number of groups"): len(groups)}
-        found |= {(f"group {number}", key): each for number, own in enumerate(groups) for key, each in own.items()}
-        found |= {(param, key): each for param, own in state.items() for key, each in own.items()}
+        found |= {(f"group {number}", key): each for number, own in groups.items() for key, each in own.items()}
+        found |= {(param, "has stepped"): each for param, each in stepped.items()}
+        found |= {(param, key): each for param, own in saved["state"].items() for key, each in own.items()}
         for (where, key), value in found.items():
             known, wanted = first.setdefault((where, key), (rank, value))
             if not _are_close(value, wanted):
@@ -180,6 +175,9 @@ def refuse_differences(
                     "Nothing is written. To go on with these weights, set options to the same values and save again, "
                     "or save without this optimizer. Or load the last checkpoint"
                 )
+        for param, own in saved["state"].items():
+            joined[param] = own | joined.get(param, {})
+    return {**parts[0].saved, "state": joined}
 
 
 def _shown(value: Any) -> Any:
@@ -207,22 +205,21 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     names = {param: str(number) for number, param in enumerate(params_in(optimizer.param_groups))}
     sharded = {shard.param: (engine, shard) for shard in engine.param_shards if shard.param in names}
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
-    mine: list[Piece] = []
+    mine: list[TensorPiece] = []
 
-    def outline() -> tuple[State, dict[str, TensorRecord], list[dict[str, Any]]]:
-        state, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
+    def outline() -> tuple[OptimizerPart, dict[str, TensorRecord]]:
+        part, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
         mine.extend(pieces if not ranks.replica else ())
-        records = {piece.name: piece.record(ranks.total_rank) for piece in mine}
-        return state, records, options_in(optimizer, names, sharded)
+        return part, {piece.name: piece.record(ranks.total_rank) for piece in mine}
 
     told = ranks.gather_results("collect the optimizer's state", outline, ShardingError)
-    refuse_differences(type(optimizer).__name__, [each for *_, each in told], [state for state, *_ in told])
+    joined = join_parts(type(optimizer).__name__, [part for part, _ in told])["state"]
     own = {piece.name: piece.data for piece in mine}
     wholes: dict[str, torch.Tensor] = {}
-    for name, record in join_records(records for _, records, _ in told).items():
+    for name, record in join_records(records for _, records in told).items():
         if ranks.is_first or not rank0_only:
             wholes[name] = torch.empty(record.shape, dtype=record.dtype)
-        for source, start, stop, _ in record.pieces:
+        for source, start, stop in record.pieces:
             is_mine = source == ranks.total_rank
             part = own[name].to(device) if is_mine else torch.empty(stop - start, dtype=record.dtype, device=device)
             ranks.broadcast(part, source)
@@ -230,9 +227,8 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
                 wholes[name].view(-1)[start:stop] = part
     if rank0_only and not ranks.is_first:
         return {}
-    joined = join_states([state for state, *_ in told])
     state = {
-        number: decode(values, lambda name, _: wholes[name], _CPU)
+        number: decode(values, lambda name, _: wholes[name], CPU)
         for number, param in enumerate(params_in(optimizer.param_groups))
         if (values := joined[names[param]])
     }

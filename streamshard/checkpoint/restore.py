@@ -92,13 +92,13 @@ def load_checkpoint(
     run_on_all_ranks(ranks, f"load {root}", finish_running)
     files, passed_over = open_intact(root, ranks)
     path = files.root
-    plan = run_on_all_ranks(ranks, f"load {path}", lambda: Plan(parts, files))
+    plan = run_on_all_ranks(ranks, f"load {path}", lambda: LoadPlan(parts, files))
     run_on_all_ranks(ranks, f"load {path}", lambda: [act() for act in plan.loads])
     # From here on only the storage itself can fail.
     half = f"finish loading {path}, and half of it is loaded now: load again before going on"
     run_on_all_ranks(ranks, half, lambda: [act() for act in plan.steps])
-    for name, (each, engine) in parts.models.items():
-        engine.fill(plan.filled.get(name, ()))
+    for each, engine in parts.models.values():
+        engine.fill(set(saved_names(each, engine.param_shards).values()))
         compute_buffers(engine, each)
     log.info("loaded %s", printable(str(path)))
     return Loaded(plan.values, path, passed_over)
@@ -107,7 +107,7 @@ def load_checkpoint(
 # ------------------------------------------------------------------------------------------------ comparing
 
 
-class Plan:
+class LoadPlan:
     """The steps in which a rank loads a checkpoint. Making a plan changes nothing.
 
     Args:
@@ -117,7 +117,6 @@ class Plan:
     Attributes:
         loads: calls of ``load_state_dict`` of the user's objects, which may raise.
         steps: then run in order: copies from the mapped files, and work that needs these copies.
-        filled: by model, the parameters and buffers that are loaded.
         values: saved plain values, by the user's key.
 
     Raises:
@@ -127,7 +126,6 @@ class Plan:
     def __init__(self, parts: Parts, files: CheckpointFiles) -> None:
         self.loads: list[Callable[[], object]] = []
         self.steps: list[Callable[[], object]] = []
-        self.filled: dict[str, set[str]] = {}
         self.values: dict[str, Any] = {}
         self._parts, self._files, self._tensors = parts, files, files.manifest.tensors
         self._device = parts.engine.streams.device
@@ -157,7 +155,7 @@ class Plan:
             self.steps.extend(partial(copy_range, *each) for each in self._files.find(tensor, start, target))
 
     def _of_replica(self, engine: Engine, tensor: str) -> str:
-        """The name in the files: of this rank's replica if it has saved its own tensor, else of the first one."""
+        """The name in the files of `tensor`: its own if this rank's replica has saved one, else the first replica's."""
         own = name_of_replica(tensor, engine.ranks.replica)
         return own if own in self._tensors else tensor
 
@@ -172,7 +170,6 @@ class Plan:
         for here, there in found.items():
             tensor, piece = self._of_replica(engine, f"{name}/{there}"), pieces[here]
             self._read(f"{name}: {here!r}", tensor, piece.shape, piece.start, piece.data)
-        self.filled[name] = set(found)
         self.steps.append(partial(put_back_buffers, model, pieces))
         if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):
             kind = saved["class"] or "a model"

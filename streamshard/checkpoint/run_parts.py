@@ -1,14 +1,7 @@
-"""The parts of a training run, their names in a checkpoint, and their content as named tensors and JSON.
-
-Weights and moments are saved by the parameter's name and by ranges of elements. So a checkpoint does not depend on
-units, slots or the number of ranks. Everything else is a tree (see `json_codec.encode`): one tree if all ranks have the
-same, else one per rank.
-"""
+"""The parts of a training run, and their names in a checkpoint."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 import sys
 from collections.abc import Mapping
@@ -19,26 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.disk_layout import Piece, local_pieces, saved_names
-from streamshard.checkpoint.json_codec import encode
-from streamshard.checkpoint.manifest import name_of_rank
-from streamshard.checkpoint.optimizer_state import (
-    Sharded,
-    State,
-    join_states,
-    local_state,
-    of_replica,
-    options_in,
-    refuse_differences,
-    settle,
-)
-from streamshard.checkpoint.safetensors_file import bytes_of
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest
 from streamshard.core.optimizer_hooks import params_in
 from streamshard.core.params import Param
 from streamshard.device import module_of
-from streamshard.errors import CheckpointError, ConfigError, ShardingError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.planning.structure import params_of
 
@@ -46,6 +25,9 @@ RANDOM = "random"
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = Optimizer | Mapping[str, Optimizer]
+
+Sharded = Mapping[nn.Parameter, tuple[Engine, Param]]
+"""Sharded parameters: their engines and shards."""
 
 
 class Parts(NamedTuple):
@@ -174,79 +156,3 @@ class RandomState:
             module_of(self._device).set_rng_state(state[self._device.type], self._device)
         if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.set_state(state["numpy"])
-
-
-def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
-    """Collect everything to save. Collective.
-
-    Returns:
-        JSON, the same on all ranks, and this rank's pieces of tensors: its own memory, not copies.
-
-    Raises:
-        CheckpointError: on every rank; names a part that cannot be saved.
-        RankMismatchError: on every rank; names an option of an optimizer that differs between ranks.
-    """
-    ranks = parts.engine.ranks
-    saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
-    pieces: list[Piece] = []
-    trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
-    for optimizer in parts.optimizers.values():
-        settle(optimizer, ranks)
-
-    def collect_here() -> tuple[dict[str, State], dict[str, str], dict[str, list[dict[str, Any]]]]:
-        states = {}
-        for name, (model, engine) in parts.models.items():
-            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
-            own = local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values()
-            pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
-        for name, optimizer in parts.optimizers.items():
-            names, sharded = param_names(optimizer, parts)
-            states[name], moments = local_state(name, optimizer, names, sharded, ranks)
-            pieces.extend(moments)
-            tensors: dict[str, torch.Tensor] = {}
-            saved["optimizers"][name] = encode(_without_state(optimizer, names), name, tensors)
-            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
-        for name, value in parts.trees.items():
-            tensors = {}
-            trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
-        options = {name: options_in(each, *param_names(each, parts)) for name, each in parts.optimizers.items()}
-        return states, {name: _digest(*tree) for name, tree in trees.items()}, options
-
-    told = ranks.gather_results("save", collect_here)
-    if any(digests.keys() != told[0][1].keys() for _, digests, _ in told):
-        raise CheckpointError(f"ranks save different things: {[sorted(digests) for _, digests, _ in told]}")
-    for name, json_of in saved["optimizers"].items():
-        by_rank = [states[name] for states, *_ in told]
-        refuse_differences(name, [options[name] for *_, options in told], by_rank)
-        json_of["state"] = join_states(by_rank)
-    differing = {name for _, digests, _ in told for name, digest in digests.items() if digest != told[0][1][name]}
-    their_trees = ranks.gather_results("save", lambda: {name: trees[name][0] for name in differing})
-    for name, (tree, tensors) in trees.items():
-        if name in differing:
-            saved["trees"][name] = [theirs[name] for theirs in their_trees]
-            pieces.extend(Piece.whole(name_of_rank(each, ranks.total_rank), tensor) for each, tensor in tensors.items())
-        else:
-            saved["trees"][name] = [tree]
-            pieces.extend(Piece.whole(*each) for each in tensors.items() if ranks.is_first)
-    return saved, pieces
-
-
-def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """An optimizer's state dict without the state of parameters, and with their names."""
-    rest = dict(optimizer.state_dict())
-    groups = [
-        {**saved, "params": [names[param] for param in own["params"]]}
-        for own, saved in zip(optimizer.param_groups, rest.pop("param_groups"), strict=True)
-    ]
-    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    del rest["state"]
-    return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
-
-
-def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Says whether two ranks have the same."""
-    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor.cpu().contiguous()))
-    return digest.hexdigest()

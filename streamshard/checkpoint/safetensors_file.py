@@ -117,14 +117,18 @@ class FileLayout(NamedTuple):
     Attributes:
         name: its name in the directory.
         header: its first bytes, length included.
-        offsets: byte offset in the file of each tensor's first element.
+        places: of each tensor, the byte in the file of its first element, and its dtype.
         size_bytes: of the whole file.
     """
 
     name: str
     header: bytes
-    offsets: dict[str, int]
+    places: dict[str, tuple[int, torch.dtype]]
     size_bytes: int
+
+
+Held = Mapping[str, Sequence[tuple[int, torch.Tensor]]]
+"""By tensor, the ranges that a rank holds: the first element, and the data, 1-D contiguous, on any device."""
 
 
 class FileRecord(NamedTuple):
@@ -145,16 +149,14 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     """Plan one file that holds all of `specs`, as `save_pretrained` would write it.
 
     Raises:
-        CheckpointError: two tensors have one name, or the format cannot hold a name or a dtype.
+        CheckpointError: the format cannot hold a name or a dtype.
     """
     contents: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    starts: dict[str, int] = {}
+    places: dict[str, tuple[int, torch.dtype]] = {}
     position = 0
     if strange := [spec for spec in specs if spec.dtype not in _DTYPE_NAMES]:
         raise CheckpointError(f"{strange[0].name!r} is {strange[0].dtype}, which safetensors cannot hold")
     for spec in sorted(specs, key=lambda spec: (_DTYPE_ORDER[spec.dtype], spec.name)):
-        if spec.name in starts:
-            raise CheckpointError(f"several tensors are named {spec.name!r}")
         if spec.name == _METADATA or not is_utf8(spec.name):
             raise CheckpointError(
                 f"a tensor is named {spec.name!r}: safetensors files take names in UTF-8, and keep {_METADATA!r} for "
@@ -162,32 +164,31 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
             )
         offsets = [position, position + spec.size_bytes]
         contents[spec.name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        starts[spec.name], position = offsets
+        places[spec.name], position = (position, spec.dtype), offsets[1]
     text = json.dumps(contents, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    starts = {tensor: len(header) + start for tensor, start in starts.items()}
-    return FileLayout(name, header, starts, len(header) + position)
+    places = {tensor: (len(header) + start, dtype) for tensor, (start, dtype) in places.items()}
+    return FileLayout(name, header, places, len(header) + position)
 
 
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_file(directory: Path, layout: FileLayout, data_of: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Write a new file and sync it to the disk. Extra memory: `CHUNK_BYTES`, for tensors on devices only.
+def write_file(directory: Path, layout: FileLayout, held: Held) -> FileRecord:
+    """Write a new file and sync it to the disk. Extra memory: see `in_chunks`.
 
     Args:
         directory: gets the file.
         layout: made by `lay_out`.
-        data_of: by name, a tensor's data, [n] 1-D contiguous, in the dtype of the file.
+        held: all tensors of the file, whole.
 
     Raises:
         CheckpointError: names the file that cannot be written.
     """
-    sums, crc32, position = [], 0, 0
-    tensors = (part for name in layout.offsets for part in in_chunks(data_of[name], data_of[name].dtype))
+    sums, crc32 = [], 0
     with opened(directory / layout.name, "xb") as descriptor:
-        for data in chain([memoryview(layout.header)], tensors):
+        for position, data in chain([(0, memoryview(layout.header))], in_chunks(layout, held)):
             write_all(descriptor, data, position)
             while data:
                 part = data[: CHUNK_BYTES - position % CHUNK_BYTES]
@@ -199,16 +200,34 @@ def write_file(directory: Path, layout: FileLayout, data_of: Mapping[str, torch.
     return FileRecord(layout.name, layout.size_bytes, sums)
 
 
-def in_chunks(data: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of `data`, [n] 1-D contiguous, in parts. The next part may overwrite the one before.
+def write_ranges(directory: Path, layout: FileLayout, held: Held) -> int:
+    """Write ranges into a file that is there, and sync them to the disk. Extra memory: see `in_chunks`.
 
-    Extra memory: `CHUNK_BYTES`, if `data` is on a device or of another dtype than `dtype`.
+    Returns:
+        The number of bytes.
     """
-    numel = CHUNK_BYTES // dtype.itemsize
-    is_ready = data.device.type == "cpu" and data.dtype is dtype
-    staging = None if is_ready else torch.empty(min(numel, data.numel()), dtype=dtype)
-    for part in data.detach().split(numel):
-        yield bytes_of(part if staging is None else staging[: part.numel()].copy_(part))
+    total = 0
+    if any(held[name] for name in layout.places):
+        with opened(directory / layout.name, "r+b") as descriptor:
+            for position, data in in_chunks(layout, held):
+                write_all(descriptor, data, position)
+                total += len(data)
+    return total
+
+
+def in_chunks(layout: FileLayout, held: Held) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of tensors, in order, and their places in the file. The next bytes may overwrite the ones before.
+
+    Extra memory: `CHUNK_BYTES`, for data on a device or in another dtype than the file's.
+    """
+    for name, (offset, dtype) in layout.places.items():
+        for start, data in held[name]:
+            numel, position = CHUNK_BYTES // dtype.itemsize, offset + start * dtype.itemsize
+            is_ready = data.device.type == "cpu" and data.dtype is dtype
+            staging = None if is_ready else torch.empty(min(numel, data.numel()), dtype=dtype)
+            for part in data.detach().split(numel):
+                yield position, bytes_of(part if staging is None else staging[: part.numel()].copy_(part))
+                position += part.numel() * dtype.itemsize
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -334,23 +353,6 @@ class OpenFiles:
         except (SafetensorError, AttributeError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"cannot read {name!r} of {self.root / file}: {error}") from None
         return tensor
-
-
-def contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
-    """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
-    dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
-    block, end = 1, start + numel  # so many elements in row-major order are neighbours in storage
-    while dims and dims[-1][1] == block:
-        block *= dims.pop()[0]
-    while start < end:
-        row, within = divmod(start, block)
-        position = int(view.storage_offset()) + within
-        for size, stride in reversed(dims):
-            row, along = divmod(row, size)
-            position += along * stride
-        length = min(block - within, end - start)
-        yield position, length
-        start += length
 
 
 def copy_range(stored: torch.Tensor, start: int, target: torch.Tensor) -> None:

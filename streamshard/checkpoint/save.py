@@ -2,6 +2,10 @@
 
 Owns the save in the background (at most one per process) and the process groups of such saves.
 
+Weights and moments are saved by the parameter's name and by ranges of elements. So a checkpoint does not depend on
+units, slots or the number of ranks. Everything else is a tree (see `json_codec.encode`): one tree if all ranks have the
+same, else one per rank.
+
 collect -> copy to the host, if training goes on meanwhile -> make a partial directory (rank 0) ->
 write and fsync one file (every rank) -> publish by renaming (rank 0)
 """
@@ -9,6 +13,8 @@ write and fsync one file (every rank) -> publish by renaming (rank 0)
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import os
 import threading
 from collections import Counter
@@ -20,14 +26,16 @@ import torch
 
 from streamshard import __version__
 from streamshard.checkpoint.directory import Partial, publish_checkpoint, write_together
-from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces, saved_names
 from streamshard.checkpoint.find import next_number
-from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
-from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, collect, name_parts
-from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
+from streamshard.checkpoint.json_codec import encode
+from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
+from streamshard.checkpoint.optimizer_state import OptimizerPart, join_parts, local_state, of_replica, settle
+from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, class_name, has_state, name_parts, param_names
+from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, bytes_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import make_host_group, state_of, weak
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
 from streamshard.errors import (
@@ -105,21 +113,19 @@ def save_checkpoint(
 
 def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
     """The checkpoint's number. Raises unless all ranks pass the same arguments, models and optimizers."""
-    ranks = parts.engine.ranks
     mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
     mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers)}
 
-    def find() -> tuple[int, dict[str, Any]]:
+    def begin() -> dict[str, Any]:
         finish_running()
         _say_what_is_lost(parts)
-        return next_number(root) if step is None and ranks.is_first else step or 0, mine
+        return mine
 
-    found = ranks.gather_results(f"save to {root}", find)
-    number, first = found[0]
-    if any(theirs != first for _, theirs in found):
-        given = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found) if theirs != first)
+    ranks = parts.engine.ranks
+    first, *others = ranks.gather_results(f"save to {root}", begin)
+    if given := "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(others, 1) if theirs != first):
         raise RankMismatchError(f"save_checkpoint wants the same on all ranks. Rank 0 gives {first}; {given}")
-    return number
+    return step if step is not None else run_on_first(ranks, f"save to {root}", lambda: next_number(root))
 
 
 def _say_what_is_lost(parts: Parts) -> None:
@@ -131,6 +137,68 @@ def _say_what_is_lost(parts: Parts) -> None:
                 f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "
                 "a run that goes on from it begins that step's micro-batches with none; save after optimizer.step()"
             )
+
+
+# ------------------------------------------------------------------------------------------------ collecting
+
+
+def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
+    """Collect everything to save. Collective.
+
+    Returns:
+        JSON, the same on all ranks, and this rank's pieces of tensors: its own memory, not copies.
+
+    Raises:
+        CheckpointError: on every rank; names a part that cannot be saved.
+        RankMismatchError: on every rank; names an option of an optimizer that differs between ranks.
+    """
+    ranks = parts.engine.ranks
+    saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
+    pieces: list[TensorPiece] = []
+    trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    for optimizer in parts.optimizers.values():
+        settle(optimizer, ranks)
+
+    def collect_here() -> tuple[dict[str, OptimizerPart], dict[str, str]]:
+        optimizer_parts = {}
+        for name, (model, engine) in parts.models.items():
+            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
+            own = local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values()
+            pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
+        for name, optimizer in parts.optimizers.items():
+            names, sharded = param_names(optimizer, parts)
+            optimizer_parts[name], moments = local_state(name, optimizer, names, sharded, ranks)
+            pieces.extend(moments)
+        for name, value in parts.trees.items():
+            tensors: dict[str, torch.Tensor] = {}
+            trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
+        return optimizer_parts, {name: _digest(*tree) for name, tree in trees.items()}
+
+    told = ranks.gather_results("save", collect_here)
+    digests = [each for _, each in told]
+    if any(each.keys() != digests[0].keys() for each in digests):
+        raise CheckpointError(f"ranks save different things: {[sorted(each) for each in digests]}")
+    for name in parts.optimizers:
+        saved["optimizers"][name] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
+    differing = {name for name in trees if len({each[name] for each in digests}) > 1}
+    their_trees = ranks.gather_results("save", lambda: {name: trees[name][0] for name in differing})
+    for name, (tree, tensors) in trees.items():
+        if name in differing:
+            saved["trees"][name] = [theirs[name] for theirs in their_trees]
+            pieces.extend(TensorPiece.wholes({name_of_rank(each, ranks.total_rank): tensors[each] for each in tensors}))
+        else:
+            saved["trees"][name] = [tree]
+            pieces.extend(TensorPiece.wholes(tensors) if ranks.is_first else ())
+    return saved, pieces
+
+
+def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Says whether two ranks have the same."""
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(bytes_of(tensor.cpu().contiguous()))
+    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------ in the background
@@ -147,6 +215,8 @@ def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts)
     def write() -> Path:
         try:
             return write_checkpoint(root, number, keep, own_ranks, state, finish())
+        except CommunicationError as error:
+            raise CheckpointError(f"{root}/checkpoint-{number} was not saved: {error}") from error
         except StreamShardError:  # on all ranks
             raise
         except BaseException as error:
@@ -162,7 +232,7 @@ def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts)
     return _running
 
 
-def start_copies(pieces: Sequence[Piece], device: torch.device) -> Callable[[], list[Piece]]:
+def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callable[[], list[TensorPiece]]:
     """Start to copy `pieces` into new host memory, on the current stream of `device`, for which the host does not wait.
 
     What this stream does later, such as the next optimizer step, comes behind the copies. The host memory is freed with
@@ -192,7 +262,7 @@ def start_copies(pieces: Sequence[Piece], device: torch.device) -> Callable[[], 
     copied = module.Event()
     copied.record(stream)
 
-    def finish() -> list[Piece]:
+    def finish() -> list[TensorPiece]:
         copied.synchronize()
         sources.clear()
         return copies
@@ -249,10 +319,7 @@ class Saving:
             self.path = write()
         except BaseException as error:
             self._error = error
-            if isinstance(error, CommunicationError):
-                self._error = CheckpointError(f"{self.path} was not saved: {error}")
-                self._error.__cause__ = error
-            log.error("%s", self._error)
+            log.error("%s", error)
 
 
 _running: Saving | None = None
@@ -291,7 +358,7 @@ def background_ranks(ranks: Communicator) -> RankGroup:
 
 
 def write_checkpoint(
-    root: Path, number: int, keep: int | None, ranks: RankGroup, state: Mapping[str, Any], pieces: Sequence[Piece]
+    root: Path, number: int, keep: int | None, ranks: RankGroup, state: Mapping[str, Any], pieces: Sequence[TensorPiece]
 ) -> Path:
     """Write this rank's file, then let rank 0 publish all files. Collective.
 
@@ -308,14 +375,14 @@ def write_checkpoint(
     """
     name = f"checkpoint-{number}"
     file = f"rank-{ranks.total_rank:05d}-of-{ranks.total_size:05d}.safetensors"
-    data_of = {piece.name: piece.data for piece in pieces}
+    held = {piece.name: [(0, piece.data)] for piece in pieces}
 
     def write(partial: Path) -> tuple[FileRecord, dict[str, TensorRecord]]:
-        if len(data_of) < len(pieces):
+        if len(held) < len(pieces):
             twice = Counter(piece.name for piece in pieces).most_common(1)[0][0]
             raise CheckpointError(f"several tensors are named {twice!r}: give other keys in extra= or model=")
         specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in pieces if each.data.numel()]
-        written = write_file(partial, lay_out(file, specs), data_of)
+        written = write_file(partial, lay_out(file, specs), held)
         return written, {piece.name: piece.record(ranks.total_rank) for piece in pieces}
 
     def publish(partial: Partial, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:

@@ -22,7 +22,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -289,6 +289,11 @@ def run_on_all_ranks(
     result: list[_T] = []
     ranks.gather_results(doing, lambda: result.append(action()), raises)
     return result[0]
+
+
+def run_on_first(ranks: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
+    """The result of `action` on the first rank, which alone runs it. Pickled. If it fails, raise on all ranks."""
+    return cast(_T, ranks.gather_results(doing, lambda: action() if ranks.is_first else None)[0])
 
 
 def raise_if(error: Exception | None) -> None:

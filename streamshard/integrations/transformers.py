@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import run_on_all_ranks, run_on_first
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_hooks import is_elementwise_class
 from streamshard.errors import ConfigError
@@ -138,7 +138,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         name = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         path, partial = root / name, root / f"{_PARTIAL}{name}" / name
         doing, save = f"save {path}", super()._save_checkpoint
-        _run_on_first(ranks, doing, lambda: _begin(partial))
+        run_on_first(ranks, doing, lambda: _begin(partial))
         self._staging = partial.parent
         try:
             run_on_all_ranks(ranks, doing, lambda: save(model, trial))
@@ -154,7 +154,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 
-        _run_on_first(ranks, doing, publish)
+        run_on_first(ranks, doing, publish)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(path))
 
@@ -189,7 +189,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
                 self.model.save_pretrained(directory)
             else:
                 export_safetensors(self.model, directory, max_shard_size="50GB")
-            _run_on_first(engine_of(self.model).ranks, f"save to {directory}", lambda: self._save_beside(directory))
+            run_on_first(engine_of(self.model).ranks, f"save to {directory}", lambda: self._save_beside(directory))
 
     @property
     def _writes_itself(self) -> bool:
@@ -274,11 +274,6 @@ def _publish(partial: Path, path: Path) -> None:
         os.replace(path, partial.parent / _REPLACED)
     os.replace(partial, path)
     shutil.rmtree(partial.parent, ignore_errors=True)
-
-
-def _run_on_first(ranks: RankGroup, doing: str, action: Callable[[], None]) -> None:
-    """Run `action` on the first rank. If it fails, raise on all."""
-    run_on_all_ranks(ranks, doing, action if ranks.is_first else lambda: None)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from streamshard.checkpoint.find import is_checkpoint, no_checkpoint, open_checkpoint, survey
+    from streamshard.checkpoint.find import is_checkpoint, no_checkpoint, open_verified, survey
     from streamshard.checkpoint.json_codec import name_of
     from streamshard.checkpoint.manifest import read_manifest
     from streamshard.comm.ranks import RankGroup
@@ -195,7 +195,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         for name, tensor in manifest.tensors.items():
             _say(f"  {name}  {name_of(tensor.dtype)}  {list(tensor.shape)}")
     sys.stdout.flush()  # before an error follows on the other stream
-    open_checkpoint(root).verify_together(RankGroup())
+    open_verified(root, RankGroup())
     _say("verified: all is as written")
 
 

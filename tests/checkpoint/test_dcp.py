@@ -16,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
-from streamshard.checkpoint.find import open_checkpoint
+from streamshard.checkpoint.find import open_verified
 from streamshard.checkpoint.manifest import CheckpointFiles
+from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.tools.command import main
 from tests.checkpoint import runs
@@ -138,7 +139,7 @@ def test_we_go_on_where_fsdp2_has_stopped(ranks: RankPool, tmp_path: Path, layou
 
 
 def _everything(path: Path) -> dict[str, torch.Tensor]:
-    opened = open_checkpoint(path)
+    opened = open_verified(path, RankGroup())
     return {name: opened.read_whole(name) for name in opened.manifest.tensors}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from streamshard.checkpoint.dcp import from_dcp
-from streamshard.checkpoint.dcp_files import DcpFiles
-from streamshard.checkpoint.pickle_data import plain_value, read_pickle
+from streamshard.checkpoint.dcp_files import DcpFiles, plain_value, read_pickle
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import write_dcp
 
@@ -80,16 +81,16 @@ def _named(name: str) -> bytes:
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (_named("Metadata") + b"}\x8c\x01x\x88sb", "applies the instruction BUILD to torch.*Metadata"),
-        (b"(" + _named("Metadata") + b"oN}\x8c\x01x\x88s\x86b", "the instruction OBJ, which DCP's files do not need"),
+        (_named("Metadata") + b"}\x8c\x01x\x88sb", "gives a state to torch.*Metadata"),
+        (b"(" + _named("Metadata") + b"oN}\x8c\x01x\x88s\x86b", "an instruction that DCP's files do not need"),
         (b"}K\x01K\x01s", "keys that are neither strings nor records"),
-        (b"K\x01\x93", "IndexError: the stack is empty"),
-        (b"]K\x01\x93", "something else in the place of a name"),
-        (b"h\x07", "KeyError: 7"),
-        (b"]q\xffj\xff\xff\xff\x7f", "KeyError: 2147483647"),
+        (b"K\x01\x93", "IndexError: pop from empty list"),
+        (b"]K\x01\x93", "STACK_GLOBAL requires str"),
+        (b"h\x07", "Memo value not found at index 7"),
+        (b"]q\xffj\xff\xff\xff\x7f", "Memo value not found at index 2147483647"),
         (b"]" + b"\x85" * 100_000, "something else in the place of a Metadata"),
-        (b"X\xff\xff\xff\x7fabc", "ValueError: expected 2147483647 bytes"),
-        (b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7fabc", "OverflowError|MemoryError|ValueError"),
+        (b"X\xff\xff\xff\x7fabc", "EOFError"),
+        (b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7fabc", "an instruction that DCP's files do not need"),
         (b"", "IndexError: pop from empty list"),
     ],
     ids=["build", "slots", "numbers", "empty", "name", "memo", "place", "deep", "length", "bytes", "nothing"],
@@ -102,12 +103,20 @@ def test_pickles_that_dcp_does_not_write_are_refused(tmp_path: Path, body: bytes
     assert not hasattr(Metadata, "x")
 
 
-@pytest.mark.parametrize("instruction", [b"]", b"("], ids=["list", "mark"])
-def test_a_pickle_that_fills_the_stack_is_refused_at_its_beginning(instruction: bytes) -> None:
-    file = io.BytesIO(b"\x80\x04" + instruction * 1_000_000 + b".")
-    with pytest.raises(CheckpointError, match="puts more than 10,000 entries on the stack"):
-        read_pickle(file)
-    assert file.tell() < 11_000
+@pytest.mark.parametrize(
+    "body",
+    [b"]" * 300_000, b"(" * 300_000, b"]r\xff\xff\xff\x7f", b"\x95" + b"\xff" * 7 + b"\x7f"],
+    ids=["lists", "marks", "memo", "frame"],
+)
+def test_a_pickle_takes_memory_in_proportion_to_its_bytes(body: bytes) -> None:
+    """Whatever lengths and numbers it has in it: Python's unpickler in C makes a memo as large as these."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(IndexError):
+            read_pickle(io.BytesIO(b"\x80\x04" + body + b"."))
+        assert tracemalloc.get_traced_memory()[1] < 100_000 + 200 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_few_bytes_that_stand_for_any_number_of_values_are_refused() -> None:
@@ -192,7 +201,7 @@ CLAIMS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda each: vars(_tensor(each)).update(
             size=torch.Size([2**40]), chunks=[ChunkStorageMetadata(torch.Size([0]), torch.Size([2**40]))]
         ),
-        "KeyError: '\\(0,\\)'",
+        "KeyError: .*'\\(0,\\)'",
     ),
     "large": (
         lambda each: vars(_tensor(each)).update(
@@ -200,7 +209,7 @@ CLAIMS: dict[str, tuple[Callable[[Any], object], str]] = {
         ),
         "is larger than its file",
     ),
-    "same piece twice": (lambda each: _tensor(each).chunks.append(_tensor(each).chunks[0]), "KeyError: '\\(0, 0\\)'"),
+    "same piece twice": (lambda each: _tensor(each).chunks.append(_tensor(each).chunks[0]), "KeyError: .*'\\(0, 0\\)'"),
     "gap": (lambda each: _tensor(each).chunks.clear(), "do not hold each element"),
     "outside": (lambda each: _two_pieces(each, (1, 0), (2, 0)), "a piece is outside of its tensor"),
     "other shape": (lambda each: _two_pieces(each, (0, 0), (1, 0)), "does not hold a piece of shape \\[1, 3\\]"),

@@ -22,7 +22,6 @@ from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint.find import open_intact
 from streamshard.checkpoint.manifest import (
     MANIFEST_NAME,
-    Box,
     CheckpointFiles,
     Manifest,
     PieceRecord,
@@ -136,11 +135,9 @@ def _flip_last(file: Path) -> None:
 # ------------------------------------------------------------------------------------------------ pieces
 
 
-def _record(
-    rank: int, start: int, stop: int, box: Box = (), dtype: torch.dtype = torch.float32
-) -> dict[str, TensorRecord]:
+def _record(rank: int, start: int, stop: int, dtype: torch.dtype = torch.float32) -> dict[str, TensorRecord]:
     """What a rank says of a tensor of six elements."""
-    return {"w": TensorRecord((2, 3), dtype, (PieceRecord(rank, start, stop, box),))}
+    return {"w": TensorRecord((2, 3), dtype, (PieceRecord(rank, start, stop),))}
 
 
 @pytest.mark.parametrize("other", [(1, 5, 6), (1, 3, 6), (1, 4, 5), (1, 4, 7)])
@@ -155,21 +152,17 @@ def test_ranks_that_have_a_tensor_in_two_dtypes_are_refused() -> None:
         join_records([_record(0, 0, 4), _record(1, 4, 6, dtype=torch.float16)])
 
 
-# ------------------------------------------------------------------------------------------------ boxes
-
-
 VERSIONS = dict.fromkeys(("streamshard", "torch", "saved_at"), "0")
 
 
-def _boxed(directory: Path, whole: torch.Tensor, pieces: Sequence[tuple[int, int, Box]]) -> CheckpointFiles:
-    """A checkpoint of tensor "w". Each piece, (first, last, box), lies in a file of its own."""
+def _cut(directory: Path, whole: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> CheckpointFiles:
+    """A checkpoint of tensor "w". Each piece, (first, last), lies in a file of its own."""
     files, records = [], []
-    for number, (first, last, box) in enumerate(pieces):
-        inside = whole[tuple(slice(place, place + size) for place, size in box)]
-        raw, name = save({"w": inside.reshape(-1)[first:last].clone()}), f"rank-{number}.safetensors"
+    for number, (first, last) in enumerate(pieces):
+        raw, name = save({"w": whole.reshape(-1)[first:last].clone()}), f"rank-{number}.safetensors"
         (directory / name).write_bytes(raw)
         files.append(FileRecord(name, len(raw), [f"{zlib.crc32(raw):08x}"]))
-        records.append(PieceRecord(number, first, last, box))
+        records.append(PieceRecord(number, first, last))
     tensors = {"w": TensorRecord(tuple(whole.shape), torch.int64, tuple(records)).ordered("w")}
     manifest = Manifest(1, 1, VERSIONS, tuple(files), tensors, {"models": {}, "optimizers": {}, "trees": {}})
     (directory / MANIFEST_NAME).write_bytes(manifest.encode())
@@ -177,28 +170,20 @@ def _boxed(directory: Path, whole: torch.Tensor, pieces: Sequence[tuple[int, int
     return CheckpointFiles(directory, read_manifest(directory))
 
 
-BOXED: dict[str, tuple[tuple[int, ...], list[tuple[int, int, Box]]]] = {
-    "a number": ((), [(0, 1, ())]),
-    "one dimension": ((7,), [(0, 3, ((4, 3),)), (0, 1, ((0, 4),)), (1, 4, ((0, 4),))]),
-    "rows": ((4, 3), [(0, 6, ((0, 2), (0, 3))), (0, 6, ((2, 2), (0, 3)))]),
-    "columns, split within a row": (
-        (4, 6),
-        [(0, 7, ((0, 4), (0, 4))), (7, 16, ((0, 4), (0, 4))), (0, 8, ((0, 4), (4, 2)))],
-    ),
-    "an empty box": ((2, 3), [(0, 0, ((0, 2), (3, 0))), (0, 6, ((0, 2), (0, 3)))]),
-    "three dimensions, the middle one": (
-        (2, 4, 3),
-        [(0, 5, ((0, 2), (0, 2), (0, 3))), (5, 12, ((0, 2), (0, 2), (0, 3))), (0, 12, ((0, 2), (2, 2), (0, 3)))],
-    ),
+CUTS: dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]] = {
+    "a number": ((), [(0, 1)]),
+    "one dimension, out of order": ((7,), [(4, 7), (0, 1), (1, 4)]),
+    "within rows": ((2, 4, 3), [(0, 5), (5, 22), (22, 24)]),
+    "no elements": ((0, 3), []),
 }
 
 
-@pytest.mark.parametrize("what", BOXED)
-def test_a_tensor_saved_in_boxes_is_read_whole_and_by_ranges(tmp_path: Path, what: str) -> None:
-    shape, pieces = BOXED[what]
+@pytest.mark.parametrize("what", CUTS)
+def test_a_tensor_saved_in_pieces_is_read_whole_and_by_ranges(tmp_path: Path, what: str) -> None:
+    shape, pieces = CUTS[what]
     numel = math.prod(shape)
     whole = torch.arange(1, numel + 1).view(shape)
-    files = _boxed(tmp_path, whole, pieces)
+    files = _cut(tmp_path, whole, pieces)
     assert torch.equal(files.read_whole("w"), whole)
     for first, last in itertools.combinations(range(numel + 1), 2):
         target = torch.zeros(last - first, dtype=torch.int64)
@@ -207,40 +192,12 @@ def test_a_tensor_saved_in_boxes_is_read_whole_and_by_ranges(tmp_path: Path, wha
         assert torch.equal(target, whole.view(-1)[first:last])
 
 
-def test_many_boxes_are_checked_in_time_that_grows_with_their_number() -> None:
-    """A stranger may write as many as a file takes. To compare each with each would take a minute."""
-    cells = itertools.product(range(150), range(150))
-    pieces = tuple(PieceRecord(0, 0, 1, ((row, 1), (column, 1))) for row, column in cells)
-    record = TensorRecord((150, 150), torch.uint8, pieces)
-    assert record.ordered("w").pieces
-    with pytest.raises(CheckpointError, match="once") as caught:
-        record._replace(pieces=pieces[:-1]).ordered("w")
-    assert len(str(caught.value)) < 1000
-
-
 def test_a_checkpoint_of_more_files_than_may_be_open_is_read(tmp_path: Path) -> None:
     whole = torch.arange(150)
-    files = _boxed(tmp_path, whole, [(place, place + 1, ()) for place in range(150)])
+    files = _cut(tmp_path, whole, [(place, place + 1) for place in range(150)])
     with few_files(100):
         verify_files(tmp_path, files.manifest.files, 0, 1)
         assert torch.equal(files.read_whole("w"), whole)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        (1, 0, 1, ((0, 2), (2, 1))),  # half of a box
-        (1, 0, 1, ((0, 1), (2, 1))),  # a box too few
-        (1, 0, 2, ((0, 2), (1, 1))),  # as many elements, and some of them twice
-        (1, 4, 6),  # a range of the whole tensor
-        (1, 0, 0, ((1, 0), (0, 3))),  # a box of no elements across another
-    ],
-)
-def test_boxes_with_a_gap_or_an_overlap_are_refused(other: Any) -> None:
-    columns = _record(0, 0, 4, ((0, 2), (0, 2)))
-    assert join_records([columns, _record(1, 0, 2, ((0, 2), (2, 1)))])
-    with pytest.raises(CheckpointError, match="each element of 'w' once"):
-        join_records([columns, _record(*other)])
 
 
 # ------------------------------------------------------------------------------------------------ strangers
@@ -264,14 +221,9 @@ STRANGE: dict[str, Callable[[Any], object]] = {
     ),
     "a range before the tensor": lambda c: _set(c, *TENSOR, "pieces", [[0, -1, 1]]),
     "a range that is not of integers": lambda c: _set(c, *TENSOR, "pieces", [[0, 0.0, 2.0]]),
-    "a piece with more": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[0, 2]], 0]]),
+    "a piece with more": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, 0]]),
     "negative sizes": lambda c: c["tensors"]["extra.values[0]"].update(shape=[-1, -2]),
-    "a box outside of the shape": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[1, 2]]]]),
-    "a box before the shape": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[-1, 2]]]]),
-    "a box of a negative size": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2], [0, 0, 0, [[2, -1]]]]),
-    "a box of other dimensions": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[0, 2], [0, 1]]]]),
-    "a box that is not of integers": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[0, 2.0]]]]),
-    "a range outside of its box": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, [[0, 1]]]]),
+    "a range outside of the tensor": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 3]]),
     "a range that ends before its start": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 3], [0, 3, 2]]),
     "no state": lambda c: c.pop("state"),
     "a file twice": lambda c: c["files"].append(c["files"][0]),

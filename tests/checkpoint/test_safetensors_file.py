@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from streamshard.checkpoint.export import encode_index, plan_files
 from streamshard.checkpoint.load import StoredDirectory
-from streamshard.checkpoint.safetensors_file import _DTYPE_NAMES, FileLayout, TensorSpec, lay_out
+from streamshard.checkpoint.safetensors_file import _DTYPE_NAMES, FileLayout, TensorSpec
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError
 
@@ -56,7 +56,7 @@ def test_file_equals_the_librarys(described: dict[str, Any]) -> None:
     (file,) = plan_files(_specs(described), 1 << 30)
     assert file.header + b"\0" * (file.size_bytes - len(file.header)) == save(_zeros(described), METADATA)
     assert len(file.header) % 8 == 0
-    assert all(file.offsets[name] % dtype.itemsize == 0 for name, (_, dtype) in described.items())
+    assert all(file.places[name][0] % dtype.itemsize == 0 for name, (_, dtype) in described.items())
 
 
 @given(filled, st.integers(1, 200))
@@ -64,7 +64,7 @@ def test_split_equals_huggingface_hubs(described: dict[str, Any], max_bytes: int
     files = plan_files(_specs(described), max_bytes)
     theirs = split_torch_state_dict_into_shards(_zeros(described), max_shard_size=max_bytes)
     want = theirs.filename_to_tensors or {"model.safetensors": []}
-    assert {file.name: set(file.offsets) for file in files} == {name: set(held) for name, held in want.items()}
+    assert {file.name: set(file.places) for file in files} == {name: set(held) for name, held in want.items()}
     index = json.loads(encode_index(files, 0))
     assert index["metadata"] == {**theirs.metadata, "total_parameters": 0}
     assert index["weight_map"] == theirs.tensor_to_filename
@@ -75,12 +75,6 @@ def test_invalid_sizes_raise(size: Any) -> None:
     """The message repeats what was given and shows an example."""
     with pytest.raises(ConfigError, match="max_shard_size=.*wanted a positive number of bytes"):
         parse_bytes("max_shard_size", size)
-
-
-def test_two_tensors_of_one_name_raise() -> None:
-    """A header cannot hold both."""
-    with pytest.raises(CheckpointError, match="several tensors are named 'a'"):
-        lay_out("a.safetensors", [TensorSpec("a", (1,), torch.float32), TensorSpec("a", (1,), torch.float32)])
 
 
 def test_dtype_without_a_name_raises() -> None:

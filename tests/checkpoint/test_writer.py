@@ -19,7 +19,7 @@ from torch import nn
 from streamshard import StreamShard, export_safetensors
 from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint import safetensors_file, save
-from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.export import export_shards
 from streamshard.errors import CheckpointError
 from streamshard.planning.layout import LocalRange
@@ -61,7 +61,7 @@ def test_copies_of_pieces_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(save, "_BUFFER_BYTES", 1024)
     dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.bool)
     sizes = itertools.product((0, 3, 1, 37, 100, 700), dtypes)
-    pieces = [Piece(f"{dtype} {numel}", (numel,), 0, torch.arange(numel).to(dtype)) for numel, dtype in sizes]
+    pieces = [TensorPiece(f"{dtype} {numel}", (numel,), 0, torch.arange(numel).to(dtype)) for numel, dtype in sizes]
     copies = save.start_copies(pieces, torch.device("cpu"))()
     for piece, copy in zip(pieces, copies, strict=True):
         assert torch.equal(copy.data, piece.data)

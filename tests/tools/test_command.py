@@ -50,7 +50,7 @@ def test_inspect_says_what_a_checkpoint_holds(saved: Path, capsys: pytest.Captur
     assert (rows["model"], rows["optimizer"]) == ("tests.checkpoint.runs.Counted", "torch.optim.adamw.AdamW")
     assert rows["extra.rank"] == "differs between 2 ranks; 0"
     assert {"extra.scheduler", "random"} <= rows.keys()
-    assert rows["optimizer/model/embedding.weight/exp_avg"] == "float32  [48, 16]"
+    assert rows["optimizer/model/embedding.weight.exp_avg"] == "float32  [48, 16]"
     assert lines[-1] == "verified: all is as written"
 
 

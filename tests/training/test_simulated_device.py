@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import LocalSGD, Precision, StreamShard
-from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.save import start_copies
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
@@ -461,7 +461,7 @@ def test_host_copies_hold_what_was_there_at_the_call() -> None:
     with simulated_device() as device, checking_streams(device) as checker:
         side = SimulatedStream()
         with device.stream(side):
-            pieces = [Piece("weight", (4,), 0, torch.ones(4)) for _ in range(60)]
+            pieces = [TensorPiece("weight", (4,), 0, torch.ones(4)) for _ in range(60)]
             finish = start_copies(pieces, CPU)
             for piece in pieces:
                 piece.data.zero_()
