@@ -161,7 +161,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:alone"),
     ],
     "comm/gloo": [
-        ("Exchange._abandon", Drop("_abandoned.setdefault(self.group, []).extend(self.messages)"), "transport"),
+        ("Exchange._abandon", Drop("state_of(self.group).abandoned.extend(self.messages)"), "transport"),
     ],
     "comm/nccl": [
         ("NcclTransport.start_flags", Swap("ReduceOp.MAX", "ReduceOp.SUM"), "transport"),

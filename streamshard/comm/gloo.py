@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.groups import state_of
 from streamshard.comm.issue_log import RecordKind
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
@@ -18,9 +18,6 @@ from streamshard.config import ReductionMode
 # is longer than the buffer of its receiver, so these messages must not be mixed up.
 _TAGS_PER_UNIT = 3
 _ALL_TO_ALL_TAG = 1 << 30  # higher than the tags of all units
-# Messages that nothing has waited for, for example of a deleted model, kept as long as their group. gloo cancels a
-# receive when its work object is freed. The message would then block the connection between the two ranks for good.
-_abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = weakref.WeakKeyDictionary()
 
 
 class PairwiseTransport(Transport):
@@ -128,6 +125,11 @@ class Exchange:
             finish()
 
     def _abandon(self) -> None:
+        """Keep messages that nothing has waited for, for example of a deleted model, as long as their group.
+
+        gloo cancels a receive when its work object is freed. The message would then block the connection between the
+        two ranks for good.
+        """
         if self.messages and self.group is not None:
-            _abandoned.setdefault(self.group, []).extend(self.messages)
+            state_of(self.group).abandoned.extend(self.messages)
             self.messages = ()

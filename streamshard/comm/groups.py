@@ -218,6 +218,7 @@ class GroupState:
         recorders: how many flight recorders the group has had.
         log_store: the part of the store in which flight recorders write; None: there was no recorder.
         connection: of the default group, a second connection to the store.
+        abandoned: messages that nothing has waited for.
     """
 
     def __init__(self) -> None:
@@ -226,6 +227,7 @@ class GroupState:
         self.recorders = 0
         self.log_store: Any = None
         self.connection: Any = None
+        self.abandoned: list[dist.Work] = []
 
 
 _states = weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState]()

@@ -90,7 +90,7 @@ class Transport(abc.ABC):
     """
 
     def __init__(self, ranks: RankGroup) -> None:
-        self._ranks_of = weakref.ref(ranks)
+        self._ranks_of = weakref.ref(ranks)  # they hold this object, and are freed with the model, not by the collector
         self.streams = ranks.streams
         self.stream = ranks.stream
         self._log = ranks.recorder.log

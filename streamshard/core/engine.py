@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.issue_log import RecordKind
 from streamshard.config import Precision
-from streamshard.core.buffer_sync import BufferSync
 from streamshard.core.params import Param
 from streamshard.core.profiler import ProfilerNames
 from streamshard.core.reductions import Reductions
@@ -28,6 +27,9 @@ from streamshard.guards.loop import Structure, refuse_transforms
 from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.unit_order import UnitOrder
+
+if TYPE_CHECKING:
+    from streamshard.core.buffer_sync import BufferSync
 
 ROOT_UNIT = 0  # index of the root unit
 

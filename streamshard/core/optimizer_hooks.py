@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import note_step, refuse_step_without_backward
-from streamshard.guards.sharded_parameter import ShardedParameter, grad_of, refuse_unreduced
+from streamshard.guards.sharded_parameter import OWN, ShardedParameter, grad_of, refuse_unreduced
 from streamshard.guards.sharded_tensor import Piece, ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, skip, untraced
 
@@ -239,8 +239,7 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
             if each.requires_grad is not param.requires_grad:
                 each.requires_grad = param.requires_grad
             if len(param.__dict__) > 2:  # beside `piece` and `plain`
-                own = {key: value for key, value in param.__dict__.items() if key not in ("piece", "plain")}
-                each.__dict__.update(own)
+                each.__dict__.update({key: value for key, value in param.__dict__.items() if key not in OWN})
 
 
 @skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +18,12 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
 from streamshard.core.params import GradState, Param, move_all
-from streamshard.core.replicas import Replicas
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.planning.memory import Category
+
+if TYPE_CHECKING:
+    from streamshard.core.replicas import Replicas
 
 # The states in which a small gradient is left in ``.grad``, with the state that follows.
 LEAVING = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,12 +26,12 @@ class Edit(NamedTuple):
     """One change of a module.
 
     Attributes:
-        module: the module.
+        module_of: returns the module; weak, because the model holds its edits.
         what: "class", the key of an entry of its ``__dict__``, or "hook".
         before: the class or entry before the change; `MISSING`: there was no entry. The handle that removes a hook.
     """
 
-    module: nn.Module
+    module_of: Callable[[], nn.Module | None]
     what: str
     before: Any
 
@@ -46,22 +47,24 @@ class ModuleEdits:
 
     def set_class(self, module: nn.Module, kind: type) -> None:
         """Change the class of `module`."""
-        self.edits.append(Edit(module, "class", type(module)))
+        self.edits.append(Edit(weakref.ref(module), "class", type(module)))
         change_class(module, kind)
 
     def set_entry(self, module: nn.Module, key: str, value: Any) -> None:
         """Set an entry of the ``__dict__`` of `module`."""
-        self.edits.append(Edit(module, key, module.__dict__.get(key, MISSING)))
+        self.edits.append(Edit(weakref.ref(module), key, module.__dict__.get(key, MISSING)))
         module.__dict__[key] = value
 
     def add_hook(self, module: nn.Module, handle: RemovableHandle) -> None:
         """Note a hook of `module` that `handle` removes."""
-        self.edits.append(Edit(module, "hook", handle))
+        self.edits.append(Edit(weakref.ref(module), "hook", handle))
 
     def undo(self) -> None:
         """Undo all changes, the last one first."""
         while self.edits:
-            module, what, before = self.edits.pop()
+            module_of, what, before = self.edits.pop()
+            if (module := module_of()) is None:
+                continue
             if what == "class":
                 change_class(module, before)
             elif what == "hook":

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor, piece_of
@@ -15,9 +14,11 @@ from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, s
 
 # Each attribute goes through __torch_function__ unless it is looked up here.
 
-# What ``.grad`` gives of parameters whose gradients wait in their slots (``no_sync()``, ``grad_slots="all"``). Under
-# FSDP2 it is None, which Optimizer.zero_grad() passes over: a micro-batch that the user drops would be stepped with.
-_unreduced: Any = WeakIdKeyDictionary()  # from parameter to ShardedTensor; its length is slow, its `data` is not
+# The entry of a parameter's ``__dict__`` that ``.grad`` gives while the gradient waits in its slot (``no_sync()``,
+# ``grad_slots="all"``). Under FSDP2 ``.grad`` is None then, which Optimizer.zero_grad() passes over: a micro-batch that
+# the user drops would be stepped with.
+_UNREDUCED = "unreduced"
+OWN = frozenset(("piece", "plain", _UNREDUCED))  # entries that are StreamShard's, not the user's
 _WHY_UNREDUCED = (
     "was accumulated inside no_sync() and has not been reduced over ranks. Run the last backward outside of no_sync() "
     "before you step, clip or read gradients; zero_grad(set_to_none=True) drops what was accumulated"
@@ -58,9 +59,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @skip
     def grad(self) -> torch.Tensor | None:
         """The gradient. What autograd has put there, of a penalty, is a `ShardedTensor` from now on."""
-        if _unreduced.data and self in _unreduced:
-            unreduced: ShardedTensor = _unreduced[self]
-            return unreduced
+        if (unreduced := self.__dict__.get(_UNREDUCED)) is not None:
+            return cast(ShardedTensor, unreduced)
         with AsTensors():
             grad: torch.Tensor | None = get_grad(self)
             if type(grad) is torch.Tensor:
@@ -142,21 +142,21 @@ def keep_unreduced(param: nn.Parameter) -> None:
     """The gradient of `param` waits in its grad slot until `drop_unreduced`, which setting ``.grad`` calls too."""
     piece = piece_of(param)
     assert piece is not None
-    _unreduced[param] = ShardedTensor.wrap(torch.empty(0), piece.of_grad(), Life(_WHY_UNREDUCED))
+    param.__dict__[_UNREDUCED] = ShardedTensor.wrap(torch.empty(0), piece.of_grad(), Life(_WHY_UNREDUCED))
 
 
 def drop_unreduced(param: torch.Tensor) -> bool:
     """Whether a gradient of `param` waited until now."""
-    return bool(_unreduced.data) and _unreduced.pop(param, None) is not None
+    return param.__dict__.pop(_UNREDUCED, None) is not None
 
 
 def is_unreduced(param: torch.Tensor) -> bool:
     """Whether a gradient of `param` waits."""
-    return bool(_unreduced.data) and param in _unreduced
+    return _UNREDUCED in param.__dict__
 
 
 def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
     """Raise if the gradient of one of `params` waits: `what` needs the reduced gradient."""
-    for param in params if _unreduced.data else ():
-        if (unreduced := _unreduced.get(param)) is not None:
+    for param in params:
+        if (unreduced := param.__dict__.get(_UNREDUCED)) is not None:
             raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.why_unusable}")

@@ -22,6 +22,7 @@ exchanged reads whatever lies there, and no storage raises when it is read.
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -40,9 +41,16 @@ ABSENT_VERSION = 1 << 24  # of absent weights; one more inside a forward. Others
 class _Weight(nn.Parameter):
     """An unsharded parameter. Its attributes are its sharded parameter's, so its own are slots."""
 
-    __slots__ = ("guard", "place")
-    guard: WeightGuard
+    __slots__ = ("guard_of", "place")
+    guard_of: Callable[[], WeightGuard | None]  # weak: the guard holds this object
     place: int  # in the lists of the guard
+
+    @property
+    def guard(self) -> WeightGuard:
+        """The guard of the unit."""
+        if (guard := self.guard_of()) is None:
+            raise ShardingError(f"a weight {list(self.shape)} is used after its sharded model was freed")
+        return guard
 
 
 class UnshardedParameter(_Weight):
@@ -138,7 +146,7 @@ class WeightGuard:
             param, name: the sharded parameter, and its name.
             piece: the memory that StreamShard has given it.
         """
-        view.guard, view.place = self, len(self.views)
+        view.guard_of, view.place = weakref.ref(self), len(self.views)
         self.views.append(view)
         self.names.append(name)
         self.params.append(param)

@@ -57,7 +57,7 @@ def test_all_changes_of_modules_are_listed_and_can_be_undone(context: RankContex
     changed = {(name, key) for name, (_, entries) in _state_of(model).items() for key in entries}
     changed -= {(name, key) for name, (_, entries) in before.items() for key in entries}
     names = {module: name for name, module in modules_of(model)}
-    assert {(names[edit.module], edit.what) for edit in edits.edits if edit.before is MISSING} == changed
+    assert {(names[edit.module_of()], edit.what) for edit in edits.edits if edit.before is MISSING} == changed
     edits.undo()
     after = _state_of(plain)
     assert after.keys() == before.keys()

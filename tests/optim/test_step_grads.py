@@ -263,5 +263,5 @@ def test_quantized_state_is_not_put_together(context: RankContext) -> None:
     optimizer = _Blocks(model.parameters())
     _backward(model)
     optimizer.step()
-    with pytest.raises(ShardingError, match="one number for each element.*cannot put them together"):
+    with pytest.raises(ShardingError, match="one number for each element.*which ranks cannot put together"):
         full_optimizer_state_dict(model, optimizer)

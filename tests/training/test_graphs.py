@@ -193,7 +193,10 @@ def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, se
     with torch.no_grad():
         model(vector_batch(0, context.rank))
     engine = engine_inside(model)
-    alive = [weakref.ref(each) for each in (model, model.layers[1], engine, *engine.units)]
+    parts = (model, model.layers[1], engine, *engine.units, engine.ranks, engine.ranks.transport)
+    buffers = (*(buffer for _, buffer in engine.ledger.buffers), *(p.unsharded for u in engine.units for p in u.params))
+    alive = [weakref.ref(each) for each in (*parts, *buffers)]
+    del parts, buffers
     gc.collect()
     gc.disable()
     try:
