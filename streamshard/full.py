@@ -95,7 +95,7 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
         By parameter, one that holds the full tensor afterwards.
     """
     full_params: dict[Param, nn.Parameter] = {}
-    engine.set_summoned(True)
+    engine.is_summoned = True
     try:
         for shard, tensor in full.items():
             full_param = nn.Parameter(tensor, shard.param.requires_grad)
@@ -108,7 +108,7 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
             swap_tensor(shard.param, param)
             be_piece(shard.param, shard.what)
             shard.param.requires_grad_(param.requires_grad)
-        engine.set_summoned(False)
+        engine.is_summoned = False
 
 
 @contextlib.contextmanager

@@ -237,10 +237,10 @@ class Backward(Phase):
         if self._leaves_unreduced or self._leaves_unaveraged:
             for unit in engine.units:
                 unit.leave_unreduced()
-            engine.leave()
+            engine.phase = None
             return
         given = engine.reductions.finish()
-        engine.leave()
+        engine.phase = None
         if given and engine.is_synced:  # inside no_sync() gradients accumulate, whatever else steps
             note_gradients(engine)
         for param in given:  # last: a hook may step and clear the gradient
@@ -267,7 +267,7 @@ class Backward(Phase):
             for unit in engine.units:
                 unit.release()
                 unit.discard_grads()
-            engine.leave()
+            engine.phase = None
 
 
 def refuse_changed(unit: Unit, versions: list[int]) -> None:

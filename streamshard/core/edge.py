@@ -299,7 +299,7 @@ def _begin_backward(engine: Engine) -> Backward:
     callback_of = weakref.ref(finish, lambda _: backward.break_off())
     backward = Backward(engine, lambda: callback_of() is None)
     queue_callback(finish)
-    engine.enter(backward)
+    engine.phase = backward
     backward.begin()
     return backward
 

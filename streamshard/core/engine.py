@@ -182,14 +182,6 @@ class Engine:
         phase = self.phase
         return phase if phase is not None and phase.is_current else None
 
-    def enter(self, phase: Phase) -> None:
-        """`phase` begins."""
-        self.phase = phase
-
-    def leave(self) -> None:
-        """The pass under way is over."""
-        self.phase = None
-
     def recover(self) -> None:
         """Clean up after a backward that an exception has ended. Does nothing in a pass or between passes."""
         if self.phase is not None:
@@ -213,7 +205,8 @@ class Engine:
         refuse_transforms()
         self.streams.refuse_capture()
         self.profiler.look()
-        self.refuse_empty("a forward")
+        if self.empty:
+            self.refuse_empty("a forward")
         self.inputs.before_pass()
         if is_whole_model and self.buffers.are_sent:
             trains = torch.is_grad_enabled() and self.is_synced
@@ -224,14 +217,6 @@ class Engine:
         if self.ranks.is_first and message not in self._warnings:
             self._warnings.add(message)
             warn_user(message)
-
-    def set_inputs(self, inputs: Inputs) -> None:
-        """Ask `inputs` before each pass."""
-        self.inputs = inputs
-
-    def set_summoned(self, is_summoned: bool) -> None:
-        """Parameters hold full tensors from now on (True), so that no pass may begin, or pieces again (False)."""
-        self.is_summoned = is_summoned
 
     # -- values ---------------------------------------------------------------------------------------------------
 

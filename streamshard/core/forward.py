@@ -30,11 +30,11 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
     engine.prepare_forward(is_whole_model=is_whole_model)
     engine.begin_weights()
     forward = Forward(engine, units)
-    engine.enter(forward)
+    engine.phase = forward
     try:
         forward.begin()
     except BaseException:
-        engine.leave()
+        engine.phase = None
         raise
     return forward
 
@@ -196,7 +196,7 @@ class Forward(Phase):
             ShardingError: the forward has changed a weight in place.
         """
         engine = self._engine
-        engine.leave()
+        engine.phase = None
         engine.streams.observe(StepEvent.FORWARD_ENDS, ROOT_UNIT)
         refused: ShardingError | None = None
         if error is None:

@@ -7,7 +7,7 @@ See [Note: slots] in `streamshard.planning.memory` and [Note: ordering rules] in
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,31 @@ class Ledger:
         return sum(buffer.untyped_storage().nbytes() for kind, buffer in self.buffers if kind is category)
 
 
+class _Slot:
+    """A buffer for one unit at a time, with a state.
+
+    Attributes:
+        state: one of the states in the table of transitions.
+        content: index of the unit whose data the slot holds or receives; None: of no unit.
+    """
+
+    def __init__(self, what: str, state: enum.IntEnum, transitions: Mapping[Any, Sequence[Any]]) -> None:
+        self.state: Any = state
+        self.content: int | None = None
+        self._what = what
+        self._transitions = transitions
+
+    def move(self, state: enum.IntEnum, content: int | None) -> None:
+        """Go over to `state`, with data of unit `content`.
+
+        Raises:
+            StateError: the table has no such transition.
+        """
+        if state not in self._transitions[self.state]:
+            raise StateError(self._what, self.state.name, f"a state before {state.name}")
+        self.state, self.content = state, content
+
+
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -81,36 +106,24 @@ WEIGHT_TRANSITIONS = {
 }
 
 
-class WeightSlot:
+class WeightSlot(_Slot):
     """A buffer for the full weights of one unit at a time. Owns its two fences.
 
     Attributes:
         buffer: [bytes of its largest unit] uint8.
-        state: see `WeightState`.
-        content: index of the unit whose weights the slot holds or receives; None if it is empty.
+        state, content: see `WeightState`.
         arrived: fence of rule 1, recorded after the all-gather.
         released: fence of rule 2, recorded after a unit's last use.
         is_shared: several units use the slot.
     """
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
+        super().__init__(what, WeightState.EMPTY, WEIGHT_TRANSITIONS)
         self.buffer = buffer
         self._first_byte = buffer.data_ptr()
         self.is_shared = is_shared
-        self.state = WeightState.EMPTY
-        self.content: int | None = None
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
-
-    def move(self, state: WeightState, content: int | None) -> None:
-        """Go over to `state`, with the weights of unit `content`.
-
-        Raises:
-            StateError: the table has no such transition.
-        """
-        if state not in WEIGHT_TRANSITIONS[self.state]:
-            raise StateError(self.arrived.what, self.state.name, f"a state before {state.name}")
-        self.state, self.content = state, content
 
     def empty(self) -> None:
         """The weights in the slot are out of date."""
@@ -163,7 +176,7 @@ class Scratch:
         self.buffer = ledger.allocate(Category.SCRATCH, n_bytes, torch.uint8)
 
 
-class GradSlot:
+class GradSlot(_Slot):
     """A buffer for the full gradients of one unit at a time. Owns its two fences.
 
     Args:
@@ -174,31 +187,19 @@ class GradSlot:
 
     Attributes:
         buffer: [n_bytes] uint8.
-        state: see `SlotState`.
-        content: index of the unit whose gradients the slot holds; None if it is free.
+        state, content: see `SlotState`.
         written: fence of rule 4, recorded after a unit's last gradient.
         drained: fence of rule 3, recorded after the reduction.
     """
 
     def __init__(self, n_bytes: int, ledger: Ledger, streams: Streams, scratch: Scratch, what: str) -> None:
+        super().__init__(what, SlotState.FREE, SLOT_TRANSITIONS)
         self.buffer = ledger.allocate(Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True)
-        self.state = SlotState.FREE
-        self.content: int | None = None
         self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
         self.scratch = scratch
         self._streams = streams
         self._writers: list[Any] = []  # the device's streams on which gradients are written
-
-    def move(self, state: SlotState, content: int | None) -> None:
-        """Go over to `state`, with the gradients of unit `content`.
-
-        Raises:
-            StateError: the table has no such transition.
-        """
-        if state not in SLOT_TRANSITIONS[self.state]:
-            raise StateError(self.drained.what, self.state.name, f"a state before {state.name}")
-        self.state, self.content = state, content
 
     def open(self, unit: int) -> None:
         """The slot is `unit`'s from here on (rule 3)."""

@@ -75,7 +75,7 @@ class UnevenInputs(Inputs):
         self._is_complete = False  # the last training pass was synchronised: no other one adds to its gradients
         self._shadows = False  # a pass of others is under way, which this rank has announced already
         self._handle = register_optimizer_step_pre_hook(self._on_step)
-        self._engine.set_inputs(self)
+        self._engine.inputs = self
 
     # -- what the engine and optimizers tell --------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class UnevenInputs(Inputs):
         """Restore the state before the context, unless another context has begun. A second call does nothing."""
         self._handle.remove()
         if self._engine.inputs is self:
-            self._engine.set_inputs(Inputs())
+            self._engine.inputs = Inputs()
             self._model.__dict__.pop("_join_config", None)
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
