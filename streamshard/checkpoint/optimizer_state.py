@@ -121,7 +121,7 @@ def local_state(
 
 
 def join_states(states: Sequence[State]) -> State:
-    """The state of all parameters, from every rank's. Of a parameter in slices, ranks have some entries each."""
+    """Merge the ranks' states. For a sliced parameter each rank has some of the entries."""
     joined: State = {}
     for state in reversed(states):  # the first rank's entries win
         for name, values in state.items():
