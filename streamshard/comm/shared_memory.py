@@ -11,17 +11,16 @@ child that reads weights there ends with a segmentation fault.
 [Note: counters]
 Each rank has four counters, which only it increments:
 
-- PUBLISHED: how many all-gather inputs this rank has cast for an all-gather. RankGroup wait for it before they copy.
-- READ: how many all-gathers this rank has copied. RankGroup wait for it before they cast these inputs anew (rule 6).
-- WRITTEN: for how many reductions this rank has filled the grad slot. RankGroup wait for it before they sum.
-- SUMMED: how many reductions this rank has summed. RankGroup wait for it before they write that slot again (rule 3).
+- PUBLISHED: how many all-gather inputs this rank has cast for an all-gather. Peers wait for it before they copy.
+- READ: how many all-gathers this rank has copied. Peers wait for it before they cast these inputs anew (rule 6).
+- WRITTEN: for how many reductions this rank has filled the grad slot. Peers wait for it before they sum.
+- SUMMED: how many reductions this rank has summed. Peers wait for it before they write that slot again (rule 3).
 
 All ranks allocate the same buffers in the same order, so a buffer has the same offset in every rank's memory.
 
 Counts suffice because all-gathers and reductions come in the same order on all ranks, and each rank copies and sums in
-this order. To check this, each rank stores with
-WRITTEN a digest of all that it has issued, and ranks compare the digests before they sum. Sums are taken as
-early as possible, so two ranks never wait for each other's sums.
+this order. To check this, each rank stores a digest of its log with WRITTEN, and ranks compare the digests before they
+sum. Sums are taken as early as possible, so two ranks never wait for each other's sums.
 """
 
 from __future__ import annotations

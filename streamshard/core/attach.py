@@ -1,4 +1,4 @@
-"""What sharding changes in a model's modules: their classes, their `_parameters` dicts, and state-dict hooks.
+"""The changes of a model's modules: their classes, their `_parameters` dicts, and state-dict hooks.
 
 `attach` makes these changes, as the last step of sharding. While a unit's layer runs, the layer's modules hold
 unsharded parameters. At other times they hold `OutsideParameters`.
@@ -130,7 +130,7 @@ def _before_loading(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Runs before ``load_state_dict`` copies: cuts full tensors into this rank's pieces, and notes what has values now.
+    """Runs before ``load_state_dict`` copies: cuts full tensors into this rank's pieces, which then have values.
 
     Args:
         engine: the model's.

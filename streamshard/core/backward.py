@@ -1,4 +1,4 @@
-"""One backward, from the loss to the gradients that the optimizer sees: what happens when, in the order of events.
+"""One backward, from the loss to the gradients for the optimizer, in the order of events.
 
 [Note: pre-backward]
 Autograd runs the nodes that were created last first. So a prehook on the nodes of a layer's outputs says in time that
@@ -33,9 +33,9 @@ class Backward(Phase):
     """A backward, with the forwards that it recomputes. See [Note: several passes].
 
     Args:
-        engine: whose units it goes through.
-        has_ended: whether autograd is done with this backward. If it is still the engine's pass, an exception has ended
-            it.
+        engine: the model's.
+        has_ended: whether autograd is done with this backward. If this backward is still the engine's pass then, an
+            exception has ended it.
 
     Attributes:
         graph: of the pass that this backward has reached last; None if it has reached none.
@@ -47,7 +47,7 @@ class Backward(Phase):
         self.graph: Graph | None = None
         self.has_ended = has_ended
         self._engine = engine
-        self._computing: Unit | None = None  # whose backward is running
+        self._computing: Unit | None = None  # its backward is running
         is_local = not engine.is_synced and not engine.is_whole
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
         replicas = engine.reductions.replicas
@@ -55,7 +55,7 @@ class Backward(Phase):
         self._leaves_unaveraged = is_local and averages and not engine.plan.keeps_grads
         self._schedule = Schedule([], engine.plan.weights, engine.plan.shared, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
-        self._at_first_call: set[int] = set()  # resident units whose first call in the forward it has come to
+        self._at_first_call: set[int] = set()  # resident units: backward has come to their first call of the forward
         self._recomputing: list[Unit] = []  # units of the layers that run forward, one inside the other
 
     @property
@@ -64,7 +64,7 @@ class Backward(Phase):
         return graph_task_id() != -1 and not self.has_ended()
 
     def begin(self) -> None:
-        """Bind the root unit, whose weights may be needed any time."""
+        """Bind the root unit: backward may need its weights any time."""
         engine = self._engine
         engine.profiler.look()
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
@@ -89,7 +89,7 @@ class Backward(Phase):
     # -- weights --------------------------------------------------------------------------------------------------
 
     def reach(self, graph: Graph) -> None:
-        """Backward has come to the pass of `graph`: its program is that of the forward, reversed."""
+        """Backward has come to the pass of `graph`: the program is the forward's visits, reversed."""
         if graph is self.graph or graph in self._closed:
             return
         engine = self._engine
@@ -137,9 +137,9 @@ class Backward(Phase):
         self._issue(self._schedule.release_before(visit))
 
     def _waits_before(self, visit: int) -> bool:
-        """Whether backward has still to come to an earlier call of a resident unit whose visit is before `visit`.
+        """Whether a resident unit with a visit before `visit` has calls that backward has not come to.
 
-        Its reduction would be too early: this rank may be the only one that has called the unit again.
+        Its reduction would be too early. Other ranks may have called the unit only once.
         """
         if self.graph is None:
             return False
@@ -148,7 +148,7 @@ class Backward(Phase):
 
     @property
     def _next_visit(self) -> int:
-        """The visit after that of the unit that is computing."""
+        """The visit after the current one."""
         return self._schedule.released + (self._computing is not None)
 
     def _issue(self, ops: Sequence[Op]) -> None:
@@ -213,7 +213,7 @@ class Backward(Phase):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _close_pass(self) -> None:
-        """Issue what the program of the pass has left, and reshard all units but the root unit."""
+        """Issue the rest of the pass's program, and reshard all units but the root unit."""
         engine = self._engine
         engine.streams.observe(StepEvent.BACKWARD_ENDS, None)
         for unit in engine.units[1:]:
@@ -271,7 +271,7 @@ class Backward(Phase):
 
 
 def refuse_changed(unit: Unit, versions: list[int]) -> None:
-    """Raise, as autograd does, if weights were changed in place since the forward whose backward this is."""
+    """Raise, as autograd does, if weights were changed in place since their forward."""
     if versions != (now := unit.versions()):
         changed = [s.name for s, was, now_ in zip(unit.params, versions, now, strict=True) if was != now_]
         raise ShardingError(

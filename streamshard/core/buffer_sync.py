@@ -2,7 +2,7 @@
 
 As under DistributedDataParallel (torch/nn/parallel/distributed.py, ``_sync_buffers``), rank 0 broadcasts persistent
 buffers before a forward of the whole model, if the forward before trained and was outside of ``no_sync()``. Until
-then each rank keeps what its own forward has written (batch norm's statistics). Non-persistent buffers (rotary
+then each rank keeps its own forward's writes (batch norm's statistics). Non-persistent buffers (rotary
 tables, masks, caches) are broadcast once, when the model is sharded, and are each rank's own afterwards. So are
 buffers that are registered later.
 """
@@ -62,7 +62,7 @@ class BufferSync:
 
         Args:
             trains: this forward has gradients, and is not inside ``no_sync()``.
-            source: number of the rank whose buffers are broadcast.
+            source: number of the rank that broadcasts its buffers.
 
         Raises:
             ShardingError: a persistent buffer was removed, or has another shape or dtype.

@@ -1,7 +1,7 @@
 """The only place that torch calls: module calls, nodes of the graph, gradients, the end of a backward, weights read.
 
-Each function here tells the pass under way what torch is doing. The file owns every closure that torch holds, and no
-state. `streamshard.core.forward` and `streamshard.core.backward` decide what follows.
+Each function here reports one such event to the pass under way. `streamshard.core.forward` and
+`streamshard.core.backward` decide what follows. The file owns every closure that torch holds, and no state.
 
 The watched class of a module has a ``__call__`` that reports to the engine. Unlike a forward hook, ``__call__`` sees
 every exception, and is neither compiled by ``module.compile()`` nor recomputed by a checkpointing layer.
@@ -200,7 +200,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any], edits: ModuleEdits) -> None:
-    """Let ``module.name(...)`` call ``wrapper(method, ...)``, where `method` is what ``module.name`` was."""
+    """Let ``module.name(...)`` call ``wrapper(method, ...)``; `method` is the old ``module.name``."""
     method: Any = getattr(module, name)
     # Not the bound method, which would keep the module that keeps it.
     bind = weakref.WeakMethod(method) if inspect.ismethod(method) else lambda: method
@@ -219,10 +219,10 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any], edit
 def _holding_back_weights(
     engine: Engine, use: Use, pack_other: Callable[[torch.Tensor], Any], unpack_other: Callable[[Any], torch.Tensor]
 ) -> AbstractContextManager[None]:
-    """Saved-tensor hooks around a layer that computes with the weights of `use`'s unit, inside the hooks of others.
+    """Saved-tensor hooks around a layer, inside the hooks of other code (checkpoints, ``save_on_cpu``).
 
-    Autograd does not check the versions of tensors that hooks have packed. So where others have hooks around a layer
-    (checkpoints, ``save_on_cpu``), they get no weights, and backward puts the weights in place when it unpacks one.
+    Autograd does not check the versions of tensors that hooks have packed. So the other hooks get no weights of the
+    layer. Backward puts the weights in place when it unpacks one.
 
     Args:
         engine: of the model.
@@ -265,7 +265,7 @@ def _watch_nodes(
     """
     latest = -1
     for tensor in tensors_in(values, depth=depth):
-        # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
+        # An in-place edit of a view replaces the view's node. The node of its base stays.
         for each in (tensor, tensor._base):
             node = None if each is None else each.grad_fn
             if node is not None and (number := node._sequence_nr()) >= first and node not in given:
@@ -338,7 +338,7 @@ def take_gradients(engine: Engine) -> None:
     """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot."""
     for unit in engine.units:
         for param in unit.params:
-            # Weak: the garbage collector does not see what a tensor's hook holds, and the engine holds the tensor.
+            # Weak: the garbage collector does not see references of a tensor's hook, and the engine holds the tensor.
             take = functools.partial(_take_gradient, weakref.ref(engine), weakref.ref(param), unit.index)
             param.unsharded.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""What the forwards and backwards of a sharded model share: its units, the pass under way, and all-gathers.
+"""The common part of forwards and backwards: the units, the pass under way, and all-gathers.
 
 `streamshard.core.forward` and `streamshard.core.backward` have the events of a training step in their order, and
 `streamshard.core.edge` calls them. Units know how each transfer is done. See [Note: one program] in
@@ -36,7 +36,7 @@ ROOT_UNIT = 0  # index of the root unit
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Graph:
-    """What an autograd graph remembers of the forward that made it. It lives as long as the graph.
+    """The facts of a forward that its autograd graph keeps. Lives as long as the graph.
 
     Attributes:
         versions: by unit, see `Unit.versions`: of the root unit, and of each resident unit whose weights were read
@@ -51,10 +51,10 @@ class Graph:
 
 
 class Use(NamedTuple):
-    """One call of a unit's layer: what the nodes of its outputs refer to in backward.
+    """One call of a unit's layer. The nodes of its outputs keep it for backward.
 
     Attributes:
-        unit: whose layer was called.
+        unit: the layer's unit.
         graph: of the forward.
         versions: of the unit's sharded parameters at the call, see `Unit.versions`.
         is_inside: the unit is resident, and its layer ran inside a layer of another unit.
@@ -99,7 +99,7 @@ class Inputs:
 
     Attributes:
         grad_scale: multiplies gradients before they are reduced.
-        buffer_source: the rank, among all ranks, whose buffers the others get.
+        buffer_source: number of the rank that sends its buffers to all ranks.
     """
 
     grad_scale = 1.0
@@ -178,7 +178,7 @@ class Engine:
 
     @property
     def current(self) -> Phase | None:
-        """The pass that modules called now belong to."""
+        """The pass to which a call of a module belongs now; None: there is none."""
         phase = self.phase
         return phase if phase is not None and phase.is_current else None
 

@@ -1,7 +1,7 @@
-"""One forward pass, from the call of the model to its return: what happens when, in the order of a unit's journey.
+"""One forward pass, from the call of the model to its return, in the order of events.
 
-A rank that calls a unit of which the order has no visit left runs *out of order*: it issues all remaining all-gathers
-first, and then all ranks all-gather the unit together. This can happen only until the order is settled.
+If a rank calls a unit without a visit left in the order, the rank runs *out of order*: it issues all remaining
+all-gathers first, and then all ranks all-gather the unit together. This can happen only until the order is settled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Forward(Phase):
     """See `begin_forward`.
 
     Args:
-        engine: whose pass it is.
+        engine: the model's.
         units: which units the pass may use.
     """
 
@@ -72,7 +72,7 @@ class Forward(Phase):
         self._bind(engine.root_unit)
 
     def _mark_absent(self, *, in_forward: bool) -> None:
-        """Give absent weights the versions of a forward, or those outside. See [Note: absent weights]."""
+        """Give absent weights the version number for inside a forward, or outside. See [Note: absent weights]."""
         if self._has_graph:
             for unit in self._engine.units[1:]:
                 unit.guard.mark_absent(in_forward=in_forward)
@@ -125,7 +125,7 @@ class Forward(Phase):
         """See `Phase`. The call of the model itself ends a forward, whatever happens."""
 
     def _reach(self, unit: Unit) -> None:
-        """All-gather what the program has up to `unit`, and let compute wait for the unit's weights (rule 1)."""
+        """Issue the program up to `unit`, and let compute wait for the unit's weights (rule 1)."""
         schedule = self._schedule
         if self._learns and schedule.is_out_of_order(unit.index):
             self._prefetch(schedule.finish())
@@ -173,7 +173,7 @@ class Forward(Phase):
             unit.bind()
 
     def _begin_use(self, unit: Unit) -> None:
-        """Note what the unsharded parameters are like, for `Unit.end_use`. Once per pass if it is resident."""
+        """Layers may compute with the weights; `Unit.end_use` compares with now. Once per pass if it is resident."""
         if not unit.is_streamed:
             if unit.index in self._in_place:
                 return
@@ -190,7 +190,7 @@ class Forward(Phase):
         """The model returns, or raises `error`. The engine is between passes afterwards.
 
         Returns:
-            What the autograd graph of the pass has to keep; None without gradients, or after an error.
+            The facts that the autograd graph of the pass keeps; None without gradients, or after an error.
 
         Raises:
             ShardingError: the forward has changed a weight in place.
@@ -209,7 +209,7 @@ class Forward(Phase):
         self._mark_absent(in_forward=False)
         if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
-        # A rank whose forward has failed still takes part in what ranks exchange.
+        # A rank with a failed forward still takes part in the exchanges.
         self._prefetch(self._schedule.finish())
         while self._learns and self._gather_on_request(None) is not None:
             pass

@@ -1,4 +1,4 @@
-"""The state of a sharded model's modules: from a module to its engine, and what may be done between steps."""
+"""From a module of a sharded model to its engine, and checks that no step is under way."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Any other optimizer raises at its first step, on all ranks: `WholeParameterOptim
 [Note: plain steps]
 torch has fast kernels for plain tensors only, and optimizers take norms and shapes of the pieces that they step. So a
 step runs on a stand-in: an optimizer of the same class with the same options, state and attributes, whose parameters
-are plain tensors in the memory of the pieces. What the step has changed goes back to the optimizer afterwards.
+are plain tensors in the memory of the pieces. Afterwards the optimizer takes the stand-in's state and attributes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from streamshard.guards.sharded_parameter import OWN, ShardedParameter, grad_of,
 from streamshard.guards.sharded_tensor import Piece, ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, skip, untraced
 
-NUMBERS = ("step", "mu_product", "eta", "mu")  # of a parameter that is one number itself, state that is no moment
+NUMBERS = ("step", "mu_product", "eta", "mu")  # state with these names is a counter, even if the parameter is a scalar
 
 # -- optimizers that work element by element --------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def _name_of(kind: type) -> str:
 
 
 def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
-    """The parameters of an optimizer's groups, in their order, which is that of their numbers in a state dict."""
+    """The parameters of an optimizer's groups, in order. A state dict numbers them in this order."""
     return [param for group in groups for param in group["params"]]
 
 
@@ -199,7 +199,7 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins: let it run on a stand-in. See [Note: plain steps]."""
     plain = _plain_of(optimizer)
-    if not plain:  # the stand-in, where a step calls that of its base class
+    if not plain:  # the stand-in, if its step calls the step of the base class
         return None
     stand_in: Any = object.__new__(type(optimizer))
     groups = [{**group, "params": [plain.get(p, p) for p in group["params"]]} for group in optimizer.param_groups]
@@ -225,11 +225,11 @@ def _plain_of(optimizer: Optimizer) -> dict[ShardedParameter, nn.Parameter]:
 
 
 def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
-    """Give plain parameters their gradients, and what the user has set on the sharded ones (``p.lr_scale = 2``).
+    """Give plain parameters their gradients, and the attributes that the user has set (``p.lr_scale = 2``).
 
-    Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip what stands before an empty tensor, or
-    write beside it, and most pieces are empty where there are many ranks. So a piece without elements has no gradient
-    in a step. Outside of it the parameter has an empty one: ranks must take the same number of norms. See decision 14.
+    Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip the tensors before an empty tensor, or
+    write beside it. With many ranks most pieces are empty. So a piece without elements has no gradient in a step.
+    Outside of a step it has an empty gradient: ranks must take the same number of norms. See decision 14.
     """
     with AsTensors():
         for param, each in plain.items():
@@ -244,8 +244,8 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
 
 @skip
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The step itself is over. The first hook after it: the user's hooks see what the step has changed."""
-    if args[0] is not optimizer:  # else the stand-in, where a step calls that of its base class
+    """The step itself is over. The first hook after it, so the user's hooks see the changes."""
+    if args[0] is not optimizer:  # else the stand-in, if its step calls the step of the base class
         untraced(_take_back, optimizer, dict(args[0].__dict__))
 
 
@@ -261,7 +261,7 @@ def _take_back(optimizer: Optimizer, stepped: dict[str, Any]) -> None:
     optimizer.__dict__.update(stepped)
     if type(optimizer) in _declared:
         _refuse_kept_grads(optimizer, plain)
-    # On all ranks, whatever they have of a parameter: a backward of an earlier forward raises.
+    # On all ranks, also those without elements of a parameter: a backward of an earlier forward raises everywhere.
     torch.autograd.graph.increment_version([param for param in plain if grad_of(param) is not None])
     for each in plain.values():
         each.grad = None
@@ -319,7 +319,7 @@ def take_over_state(optimizer: Optimizer) -> None:
 
 
 def _cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Before ``load_state_dict`` changes anything: full moments are cut, what does not fit raises."""
+    """Before ``load_state_dict`` changes anything: cut full moments, and raise for other shapes."""
     state = {number: dict(values) for number, values in state_dict["state"].items()}
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for number, param in zip(numbers, params_in(optimizer.param_groups), strict=False):  # torch compares their numbers
@@ -330,7 +330,7 @@ def _cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
 
 
 def _cut(optimizer: Optimizer, piece: Piece, values: dict[str, Any], device: torch.device) -> None:
-    """Replace those of the `values` kept for a parameter that are full by pieces of them."""
+    """Replace full tensors in `values`, the state of one parameter, by this rank's pieces."""
     for name, value in values.items():
         if isinstance(value, ShardedTensor):  # made by the constructor
             values[name] = value.as_subclass(torch.Tensor)

@@ -1,4 +1,4 @@
-"""The ``_parameters`` dict of modules whose layers do not run. Its look-ups are told to `streamshard.core.edge`."""
+"""The ``_parameters`` dict of modules while their layers do not run. It tells `streamshard.core.edge` of look-ups."""
 
 from __future__ import annotations
 

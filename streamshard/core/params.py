@@ -32,10 +32,10 @@ from streamshard.torch_private import AsTensors, get_grad, set_grad, swap_tensor
 
 
 class GradState(enum.IntEnum):
-    """Where the gradient is that backwards have made of a parameter since its last one was given."""
+    """Where the gradient of a parameter is: the sum of all backwards since the last one was given."""
 
     NONE = enum.auto()
-    """Nowhere: no gradient so far."""
+    """Nowhere: there is no gradient."""
     LEFT = enum.auto()
     """In ``.grad`` of the unsharded parameter, where autograd has left it. Small gradients are copied together."""
     LEFT_TOO = enum.auto()
@@ -47,7 +47,7 @@ class GradState(enum.IntEnum):
     REDUCED = enum.auto()
     """In the main grads, or on its way there."""
     UNREDUCED = enum.auto()
-    """It waits for a later backward, in the slot, or in main grads that replicas have not averaged."""
+    """It waits for a later backward: in the slot, or in main grads that replicas have not averaged."""
     GIVEN = enum.auto()
     """The main grads are ``.grad`` of the sharded parameter."""
 
@@ -89,7 +89,7 @@ class Param:
         param: the user's Parameter; its data become `piece`.
         piece: memory of this rank's piece of the main weights, of shape `FlatParamLayout.local_shape`.
         local: which elements of the flattened parameter this rank owns.
-        what: describes the piece, for tensors that outlive the model.
+        what: describes the piece, also for tensors that outlive the model.
 
     Attributes:
         name: fully qualified name in the root model.
@@ -135,7 +135,7 @@ class Param:
             return self.param.detach().view(-1)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
+        """This parameter's range of `flat` [shard_numel], a view in the sharded parameter's shape."""
         return flat.narrow(0, self.local.shard_offset, self.local.numel).view(self.piece.shape)
 
     # -- the gradient ---------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Param:
         Inside `AsTensors`.
 
         Returns:
-            Whether ``.grad`` is `given`, and lies where it lay (``grad.data = x`` moves it).
+            Whether ``.grad`` is `given`, still in the main grads' memory (``grad.data = x`` gives it other memory).
         """
         grad = get_grad(self.param)
         self.is_kept = grad is not None
@@ -159,7 +159,7 @@ class Param:
         return is_same
 
     def give_grad(self, life: Life) -> None:
-        """Make the main grads ``.grad``, plus what autograd has put there meanwhile (of a penalty).
+        """Make the main grads ``.grad``. A gradient that autograd has put there meanwhile (of a penalty) is added.
 
         Inside `AsTensors`.
         """
@@ -171,16 +171,17 @@ class Param:
         set_grad(self.param, self.given)
 
     def take_left(self) -> torch.Tensor | None:
-        """The gradient that autograd has made, in ``.grad`` of the unsharded parameter. Inside `AsTensors`.
+        """Take the gradient that autograd has left in ``.grad`` of the unsharded parameter. Inside `AsTensors`.
 
-        None: the parameter was frozen in this backward.
+        Returns:
+            [full shape]; None: the parameter was frozen in this backward.
         """
         grad = get_grad(self.unsharded)
         set_grad(self.unsharded, None)
         return grad
 
     def forget_left(self) -> None:
-        """No gradient is left, after all."""
+        """The gradient that was left is taken or gone."""
         move_all((self,), GradState.IN_SLOT if self.state is GradState.LEFT_TOO else GradState.NONE)
 
     def spill(self) -> None:
@@ -189,7 +190,7 @@ class Param:
         self.spilled = self.in_slot.clone()
 
     def take_spilled(self) -> torch.Tensor:
-        """The copy, which the slot gets back."""
+        """Take the copy, to write it into the slot."""
         spilled, self.spilled = self.spilled, None
         if spilled is None:
             raise StateError(f"the gradient of {self.name!r}", self.state.name, "a copy")
@@ -331,7 +332,7 @@ class FlatParam:
             self.weights.copy_(self.gathered)
 
     def part_of(self, full: torch.Tensor, param: ParamLayout) -> torch.Tensor:
-        """The view of `full` [padded_numel] that is the parameter's, in its full shape."""
+        """The parameter's range of `full` [padded_numel], a view in its full shape."""
         return full.narrow(0, param.offset, param.numel).view(param.shape)
 
     def place_grad(self, param: Param) -> None:
@@ -351,12 +352,12 @@ class FlatParam:
 
 
 def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:
-    """Let `param`, whoever holds it, look at the memory of `piece`."""
+    """Give `param`, which stays the same object, the memory of `piece`."""
     if not param.is_meta:
         param.data = piece
         return
-    # Not to be assigned across devices of such different kinds. torch.utils.swap_tensors refuses what somebody refers
-    # to weakly, as RNNs do to their weights.
+    # `.data` cannot be assigned from meta to a device. torch.utils.swap_tensors refuses tensors with weak references,
+    # and RNNs have such references to their weights.
     fresh = nn.Parameter(piece.data, requires_grad=param.requires_grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(fresh, hooks, getattr(param, hooks))

@@ -46,7 +46,7 @@ class Reductions:
         replicas: averages main grads over the replicate axis; None on a 1-D mesh.
 
     Attributes:
-        due: indices of units whose reduction the program still has.
+        due: indices of units that the program still reduces.
         left: indices of units with gradients that autograd has left in ``.grad`` of unsharded parameters.
         used: agrees on which parameters had a gradient.
     """
@@ -71,7 +71,7 @@ class Reductions:
         Args:
             is_synced: outside of ``no_sync()``.
             is_last: gradients are reduced; False: they stay in their slots, for another backward to add to.
-            leaves_small: small gradients are left where autograd makes them, until their unit is reduced.
+            leaves_small: small gradients stay in ``.grad``, where autograd makes them, until their unit is reduced.
         """
         self.due = set()
         self.left.clear()
@@ -85,7 +85,10 @@ class Reductions:
         self._leaves_small = False
 
     def leave(self, unit: Unit, param: Param) -> bool:
-        """Autograd has made a small gradient: whether it stays there. Other streams' gradients are copied at once."""
+        """Autograd has made a small gradient: whether it stays in ``.grad``, LEFT. Otherwise it is copied at once.
+
+        Gradients of other streams do not stay.
+        """
         if not self._leaves_small or torch.is_grad_enabled() or param.state not in LEAVING:
             return False
         if self._stream is not None and self._stream != self.ranks.streams.device_stream(StreamName.COMPUTE):
@@ -194,7 +197,7 @@ class UsedParams:
     ) -> None:
         self._units = units
         self._ranks = ranks
-        # The communicators of the exchanges, in order; those of one rank are left out.
+        # The communicators of the exchanges, in order, without communicators of one rank.
         self._stages = [stage for stage in (ranks, replicas) if stage is not None and stage.world_size > 1]
         count = sum(len(unit.layout.params) for unit in units) if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8, is_visible=True)]
@@ -204,7 +207,7 @@ class UsedParams:
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
         self._exchanging = ranks.guard("the exchange of which parameters were used")
-        self._tag = sum(len(unit.flat_params) for unit in units)  # behind those of the flat parameters
+        self._tag = sum(len(unit.flat_params) for unit in units)  # behind the tags of the flat parameters
         self._written = [
             Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags", stage.stream)
             for stage in self._stages
@@ -214,7 +217,7 @@ class UsedParams:
         ]
 
     def start(self) -> None:
-        """Start to tell the other ranks which parameters were used here."""
+        """Start to tell the other ranks which parameters had a gradient on this rank."""
         if self._stages:
             with self._exchanging:
                 self._write([param.is_used for unit in self._units for param in unit.params])
@@ -223,7 +226,7 @@ class UsedParams:
     def _start(self, stage: int) -> None:
         own, gathered = self._flags[stage : stage + 2]
         self._written[stage].record()
-        self._written[stage].wait()  # rule 5: the exchange does not read what is being written
+        self._written[stage].wait()  # rule 5: the exchange does not read flags that are still being written
         transport = self._stages[stage].transport
         work = transport.start_flags(own, gathered, self._tag)
         self._arrived[stage].record(work)
@@ -252,7 +255,7 @@ class UsedParams:
         """Copy `flags` to the device, unless the last exchange has sent the same. Compute stream."""
         if flags != self._sent:
             self._sent = flags
-            self._arrived[0].wait()  # rule 6: the last exchange has read the old flags
+            self._arrived[0].wait()  # rule 6: the last exchange, also of other ranks, has read the flags
             if self._readers is not None:
                 self._readers.wait()
             is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait

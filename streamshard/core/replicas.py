@@ -1,14 +1,14 @@
 """Hybrid sharding: main grads are averaged over the ranks that hold the same shard of other replicas of the model.
 
-The mesh is replicate x shard. Gradients are reduced within a shard group first, so what crosses the replicate axis is
-1/N of them, in fp32 (FSDP's HYBRID_SHARD, ZeRO++'s hierarchy). Averages run on a stream of their own, after the
+The mesh is replicate x shard. Gradients are reduced within a shard group first, so only 1/N of them crosses the
+replicate axis, in fp32 (FSDP's HYBRID_SHARD, ZeRO++'s hierarchy). Averages run on a stream of their own, after the
 unit's reduction and beside later all-gathers and reductions, while backward goes on. See [Note: averages].
 
 [Note: averages]
 A unit's gradients may come in several parts in one backward, each with a reduction. Averaging an average again changes
 nothing, so after each part all main grads of the unit are averaged: mean(mean(g) + h) = mean(g + h). For the same
-reason a backward inside ``no_sync()`` averages nothing: the first backward outside averages what has been added up,
-also of units that it does not reach itself.
+reason a backward inside ``no_sync()`` averages nothing: the first backward outside averages the sums, also of units
+that it does not reach itself.
 
 On CPUs the host has to complete a reduction before its average can start. It does so when the next unit's reduction
 starts: by then the first reduction is usually over.

@@ -51,7 +51,7 @@ class Ledger:
         return buffer
 
     def free(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Forget `buffers`, which nobody needs any more."""
+        """Forget `buffers`. Nobody uses them any more."""
         freed = set(map(id, buffers))
         self.buffers = [(kind, held) for kind, held in self.buffers if id(held) not in freed]
 
@@ -202,7 +202,7 @@ class GradSlot(_Slot):
         self._writers: list[Any] = []  # the device's streams on which gradients are written
 
     def open(self, unit: int) -> None:
-        """The slot is `unit`'s from here on (rule 3)."""
+        """Give the slot to `unit`; compute waits until the last reduction has read it (rule 3)."""
         self.move(SlotState.OPEN, unit)
         stream = self._streams.device_stream(StreamName.COMPUTE)
         self.drained.wait(stream)  # rule 3

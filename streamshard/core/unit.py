@@ -92,8 +92,8 @@ class Unit:
         self.gathering = ranks.guard("the gather of", self.name)
         self.reducing = ranks.guard("the reduction of", self.name)
         self._streams = ranks.streams
-        self._sharded: list[nn.Parameter] = []  # parameters, in the same order
-        self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters, as this object or a layer left it
+        self._sharded: list[nn.Parameter] = []  # the user's parameters, in the order of `params`
+        self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters
         self._cast_versions: list[int] = []  # of the parameters, at the last cast
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Exchanging a module's
         # `_parameters` is one assignment, whatever the number of parameters. Weak: the model holds this object.
@@ -107,8 +107,8 @@ class Unit:
         self._trained = [flat for flat in self.flat_params if flat.kind.trains]
         self._with_room: list[Param] = []  # params whose gradient has memory
         self._life = Life()  # of the gradients that parameters have now
-        self._adds = False  # main grads hold something that the next reduction adds to
-        self._adds_in_slot = False  # and they are the whole slot, so that gradients are added there
+        self._adds = False  # the next reduction adds to the main grads
+        self._adds_in_slot = False  # and the main grads are the whole slot, so gradients are added there
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -147,8 +147,8 @@ class Unit:
         """A pass begins: the weights are cast and gathered anew, if they may have changed.
 
         Args:
-            unless_same: compare versions (inside ``no_sync()``). Else every pass casts, because writes through
-                ``.data`` leave no trace in versions.
+            unless_same: compare versions (inside ``no_sync()``). Else every pass casts, because some writes leave no
+                trace in versions: through ``.data`` on one rank, and by kernels that take an address.
         """
         if self.params and not (unless_same and self._cast_versions == self.versions()):
             self.is_cast = False
@@ -179,7 +179,7 @@ class Unit:
             works.append(transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
         work = as_one(works)
         slot.arrived.record(work)
-        self._read_done.work = None  # the readers of this all-gather include those of the one before
+        self._read_done.work = None  # its readers have read the input of the last all-gather too
         self._read_done.record(transport.readers(work))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
 
@@ -219,7 +219,7 @@ class Unit:
                 owner.__dict__[key] = values[is_bound]
 
     def take_trainability(self) -> None:
-        """Set ``requires_grad`` of the unsharded parameters to that of the sharded parameters.
+        """Copy ``requires_grad`` from the sharded to the unsharded parameters.
 
         Called in forward and in backward: in torch a parameter gets a gradient if it required one in both.
         """
@@ -232,7 +232,7 @@ class Unit:
         self.is_trainable = bool(self._trained) and any(wanted)
 
     def end_use(self) -> None:
-        """Layers have computed in a forward: keep which weights they froze or unfroze, and refuse what they wrote."""
+        """Layers have computed in a forward: take over changes of ``requires_grad``, and refuse writes to weights."""
         with AsTensors():
             trains = list(map(_trains_of, self.guard.views))
             if trains != self._trains:
@@ -271,7 +271,7 @@ class Unit:
             self._write(params, [param.take_spilled() for param in params])
 
     def _take(self) -> None:
-        """Take ``.grad`` of all parameters, until `give`: what autograd puts there meanwhile is its own."""
+        """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
         are_same = True
         self._adds = False
         with AsTensors():
@@ -320,7 +320,7 @@ class Unit:
         """Copy the small gradients that autograd has left into the slot, which is open.
 
         Args:
-            stream: the device's stream that has made them, whose allocator owns them.
+            stream: the device's stream that has made them. The allocator gives their memory back to this stream.
         """
         left, grads = [], []
         with self._streams.on_device_stream(stream):
@@ -335,7 +335,7 @@ class Unit:
             self._write(left, grads)
 
     def _write(self, params: Sequence[Param], grads: Sequence[torch.Tensor]) -> None:
-        """Copy gradients [full shape] into the slot, or add to what the slot has of this backward."""
+        """Copy gradients [full shape] into the slot, or add them to gradients of this backward in the slot."""
         self.grad_slot.join()
         # Of mixed dtypes one call would launch a kernel for each tensor.
         fresh: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -359,7 +359,7 @@ class Unit:
     def spill(self) -> None:
         """Copy gradients out of the slot, which another unit needs, until this unit opens it again. Compute stream.
 
-        Happens only if a unit's layers run before and after those of another unit in the same slot.
+        Happens only if a unit's layers run before and after another unit's layers in the same slot.
         """
         self.grad_slot.move(SlotState.FREE, None)
         self.has_spilled = True
@@ -376,7 +376,7 @@ class Unit:
         for param in self._with_room:
             if param.state is GradState.IN_SLOT:
                 written.append(param)
-            elif not self._adds_in_slot and (param.is_kept or self.counts(param)):  # or frozen, with a kept gradient
+            elif not self._adds_in_slot and (param.is_kept or self.counts(param)):  # kept: perhaps frozen
                 param.in_slot.zero_()
         move_all(written, GradState.REDUCED)
         slot.finish_writing()
@@ -390,7 +390,7 @@ class Unit:
         return work
 
     def give(self, used: Sequence[bool]) -> list[nn.Parameter]:
-        """Make main grads ``.grad`` of parameters that held one, or that any rank `used`. Returns the latter."""
+        """Make main grads ``.grad`` of parameters that held one, or that any rank `used`. Returns the used ones."""
         given, new = [], []
         with AsTensors():
             for param, is_used in zip(self.params, used, strict=True):
@@ -444,7 +444,7 @@ class Unit:
             self.grad_slot.move(SlotState.HELD, self.index)
 
     def resume(self) -> None:
-        """A backward begins: add to waiting gradients, and forget those that the user has dropped (``zero_grad()``)."""
+        """A backward begins: add to waiting gradients; forget them if the user has dropped them (``zero_grad()``)."""
         if not self.waits:
             return
         if self.is_open:

@@ -49,7 +49,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:
-    """Whether a piece answers for itself; every attribute that is neither a tensor nor about the shape is metadata."""
+    """Whether a piece answers for itself. Attributes are metadata, except tensors and questions about the shape."""
     name = name_of(func)
     is_attribute = getattr(func, "__name__", "") in _ACCESS
     return name in _METADATA or is_attribute and name not in SHAPE | _TENSORS
@@ -67,8 +67,8 @@ def answers_without_values(func: Callable[..., Any]) -> bool:
 class _GlobalSum(Function):
     """The sum over ranks, which may be part of a loss.
 
-    Each rank's loss may weigh a penalty differently, and a parameter's gradient is the mean over ranks of what each
-    loss has for it. A piece lies on one rank only, so backward averages what flows back to the number over ranks.
+    Each rank's loss may weigh a penalty differently, and a parameter's gradient is the mean of all ranks' gradients.
+    Only one rank holds each element, so backward averages the incoming gradient over ranks.
     """
 
     @staticmethod
@@ -145,7 +145,7 @@ class PartialNorm(torch.Tensor):
     """The norm of one or more pieces on this rank. Reading its value makes it the norm over all ranks: a collective.
 
     So `torch.nn.utils.clip_grad_norm_`, which stacks the norms of all gradients, takes one collective. Shape [] for one
-    piece, [k] for k stacked ones. Its memory is nan, for what would read it without asking.
+    piece, [k] for k stacked ones. Its memory is nan, for code that reads memory without asking.
     """
 
     local: torch.Tensor
@@ -161,7 +161,7 @@ class PartialNorm(torch.Tensor):
         return partial
 
     @classmethod
-    @skip  # compiled functions break here: what other ranks have is not in their graphs
+    @skip  # compiled functions break here: the elements of other ranks are not in their graphs
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -195,7 +195,7 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _full_of(norm: PartialNorm) -> torch.Tensor:
-    """Reduced once: what is written into it stays there."""
+    """The norm over all ranks, reduced once: later writes into it stay."""
     if norm._full is None:
         norm._full = global_norm(norm.local, norm.order, norm.ranks)
     return norm._full

@@ -1,4 +1,4 @@
-"""What a training loop may get wrong around the model: exchanged modules, transforms, gradients that nobody uses."""
+"""Mistakes of a training loop around the model: exchanged modules, transforms, gradients that nobody uses."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _refuse_change(what: str, owner: str, key: str) -> None:
 
 # -- gradients that nobody uses ---------------------------------------------------------------------------------------
 
-_MOST_UNUSED = 10  # backwards whose gradients no optimizer uses, while others step
+_MOST_UNUSED = 10  # backwards without an optimizer that uses their gradients, while other optimizers step
 
 
 class Model(Protocol):

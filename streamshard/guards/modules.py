@@ -1,4 +1,4 @@
-"""What sharding changes in a model's modules, and what a module of pieces refuses.
+"""The registry of changes in a model's modules, and the methods that a module of pieces refuses.
 
 Each layer of a unit, and each module that has units inside or parameters of the root unit, gets a subclass of its class
 with the same name, which reports calls (`streamshard.core.edge`) and refuses methods that would take pieces for full
@@ -129,7 +129,7 @@ class _InstanceProperty(property):
 
 
 class ShardedModule(nn.Module):
-    """Refuses what does not work with a module whose parameters are pieces."""
+    """Refuses methods that do not work while parameters are pieces."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """``type(module)(...)`` makes an ordinary module of the user's class: libraries copy modules in this way."""

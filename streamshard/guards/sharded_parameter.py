@@ -58,7 +58,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @property
     @skip
     def grad(self) -> torch.Tensor | None:
-        """The gradient. What autograd has put there, of a penalty, is a `ShardedTensor` from now on."""
+        """The gradient. A tensor that autograd has put there (of a penalty) becomes a `ShardedTensor`."""
         if (unreduced := self.__dict__.get(_UNREDUCED)) is not None:
             return cast(ShardedTensor, unreduced)
         with AsTensors():
@@ -98,7 +98,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
 
 def be_piece(param: nn.Parameter, piece: Piece) -> None:
-    """Make `param`, whose data are `piece`, a ShardedParameter, unless the piece is all of it."""
+    """Make `param` a ShardedParameter; its data are `piece`. Does nothing if the piece is the whole parameter."""
     if not piece.is_whole:
         with torch.inference_mode(mode=False):
             plain = nn.Parameter(param.detach(), param.requires_grad)
@@ -108,7 +108,7 @@ def be_piece(param: nn.Parameter, piece: Piece) -> None:
 
 
 def be_whole(param: nn.Parameter) -> None:
-    """Make `param`, whose data are about to be full, an ordinary Parameter for a while."""
+    """Make `param` an ordinary Parameter for a while: its data are about to be full."""
     if isinstance(param, ShardedParameter):
         del param.piece, param.plain
         param.__class__ = nn.Parameter  # type: ignore[assignment]  # of which it was made
@@ -122,14 +122,14 @@ def data_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def grad_of(param: torch.Tensor) -> torch.Tensor | None:
-    """``param.grad`` as autograd has it, whatever waits in a slot."""
+    """``param.grad`` as autograd has it, even while a gradient waits in a slot."""
     with AsTensors():
         grad: torch.Tensor | None = get_grad(param)
         return grad
 
 
 def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """``param.grad = grad``, of a gradient that is known to fit. What waits is dropped."""
+    """``param.grad = grad``, unchecked. A waiting gradient is dropped."""
     drop_unreduced(param)
     with AsTensors():
         set_grad(param, grad)
@@ -156,7 +156,7 @@ def is_unreduced(param: torch.Tensor) -> bool:
 
 
 def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
-    """Raise if the gradient of one of `params` waits: `what` needs the reduced gradient."""
+    """Raise if the gradient of one of `params` waits in its slot; `what` needs the reduced gradient."""
     for param in params:
         if (unreduced := param.__dict__.get(_UNREDUCED)) is not None:
             raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.why_unusable}")

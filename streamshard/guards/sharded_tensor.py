@@ -1,7 +1,7 @@
 """Tensors of which each rank has one piece, and the closed list of operations on them.
 
 A piece answers questions about shape for the full tensor. Elementwise operations give pieces again. Sums, norms and
-extremes are those of the full tensor: collectives, which all ranks must call. Every other operation raises and names
+extremes are the full tensor's: collectives, which all ranks must call. Every other operation raises and names
 the parameter. So nothing takes a piece for the full tensor, and `torch.nn.utils.clip_grad_norm_`, penalties in a loss,
 averages of weights and log lines are right.
 """
@@ -49,7 +49,7 @@ class Life:
 
 
 class Piece(NamedTuple):
-    """What a `ShardedTensor` is a piece of.
+    """Describes a piece: its full tensor, and this rank's elements.
 
     Attributes:
         name: of the parameter.
@@ -119,10 +119,10 @@ class Piece(NamedTuple):
 
 
 class ShardedTensor(torch.Tensor):
-    """This rank's piece of a gradient, a weight, or of what was computed from them.
+    """This rank's piece of a gradient, of a weight, or of a tensor computed from them.
 
     Attributes:
-        piece: what the tensor is a piece of.
+        piece: describes the piece.
         life: of the memory of a gradient; None: the memory is the tensor's own.
     """
 
@@ -150,7 +150,7 @@ class ShardedTensor(torch.Tensor):
         return "" if self.life is None else self.life.why_over
 
     @classmethod
-    @skip  # compiled functions break here: what other ranks have is not in their graphs
+    @skip  # compiled functions break here: the elements of other ranks are not in their graphs
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -166,13 +166,13 @@ class ShardedTensor(torch.Tensor):
         return untraced(_run, answer, func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents
-        """The values on this rank, and what they are a piece of."""
+        """The values on this rank, and the description of the piece."""
         with AsTensors():
             values = repr(self.as_subclass(torch.Tensor))
         return values if self.piece.is_whole else f"{values}\n({self.piece.what}, {self.piece})"
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
-        """A piece of the same. People copy averages of weights and optimizer state."""
+        """A piece of the same elements. People copy averages of weights and optimizer state."""
         with AsTensors():
             copied = self.as_subclass(torch.Tensor).detach().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = ShardedTensor.wrap(copied, self.piece)
@@ -186,7 +186,7 @@ class ShardedTensor(torch.Tensor):
 
 
 def piece_of(tensor: torch.Tensor) -> Piece | None:
-    """What `tensor` is a piece of, where other ranks hold the rest; None if `tensor` is full."""
+    """The description of `tensor` if other ranks hold the rest of it; None if `tensor` is full."""
     if isinstance(tensor, ShardedTensor) and not tensor.piece.is_whole:
         return tensor.piece
     return None
@@ -198,7 +198,7 @@ def is_piece(tensor: torch.Tensor) -> bool:
 
 
 def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """All that this calls runs without __torch_function__."""
+    """Answer a call. Inside, nothing calls __torch_function__ again."""
     tensors = [value for value in tensors_in((args, kwargs)) if isinstance(value, ShardedTensor)]
     for tensor in (each for each in tensors if each.why_unusable and answer is not _shape):
         raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
@@ -238,7 +238,7 @@ def _wrapped(result: Any, piece: Piece | None, values: tuple[Any, ...]) -> Any:
 
 
 def _life_under(result: torch.Tensor, values: tuple[Any, ...]) -> Life | None:
-    """The life of the gradient in `values` whose memory `result` is on; None if there is none."""
+    """The life of the gradient in `values` that shares its memory with `result`; None if there is none."""
     grads = (value for value in tensors_in(values) if isinstance(value, ShardedTensor) and value.life is not None)
     storage = result.untyped_storage().data_ptr()
     if not storage:  # no elements: the clone of an empty gradient is no view of it
@@ -428,11 +428,11 @@ _ANSWERS: Mapping[str, _Answer] = {
     **dict.fromkeys(names("allclose equal"), _are_equal),
     **dict.fromkeys(names("normal_ uniform_"), _random),
     **dict.fromkeys(names("__bool__ __float__ __format__ __index__ __int__ item"), _number),
-    "data_ptr": _refuse_saving,  # safetensors writes to files what is there, and asks for nothing else
+    "data_ptr": _refuse_saving,  # safetensors asks for the address alone, and writes the memory to a file
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _check_finite,
 }
-# What answers each function; None for a question about metadata, which the local tensor answers.
+# By function, its answer; None for a question about metadata, which the local tensor answers.
 _answers: dict[Callable[..., Any], _Answer | None] = {
     torch.autograd.backward: _backward,
     torch.autograd.grad: _refuse_op,

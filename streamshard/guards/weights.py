@@ -15,8 +15,8 @@ Saved tensors have no such class. So while a weight is absent, its version count
 special number. Autograd then refuses to use it: its error says that a tensor "is at version 16777216". There are two
 numbers, for inside and outside a forward.
 
-Changing the class is one assignment per parameter and use, 30 ns. torch offers nothing else: a tensor whose storage was
-exchanged reads whatever lies there, and no storage raises when it is read.
+Changing the class is one assignment per parameter and use, 30 ns. torch offers nothing else: a tensor with an exchanged
+storage reads that storage, and no storage raises when it is read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Weight(nn.Parameter):
 
 
 class UnshardedParameter(_Weight):
-    """An unsharded parameter whose weights are in its slot."""
+    """An unsharded parameter while its weights are in the slot."""
 
     __slots__ = ()
 
@@ -82,7 +82,7 @@ class UnshardedParameter(_Weight):
 
 
 class AbsentWeight(_Weight):
-    """An unsharded parameter whose unit is not in place. See [Note: absent weights]."""
+    """An unsharded parameter while its unit is not in place. See [Note: absent weights]."""
 
     __slots__ = ()
 
@@ -133,7 +133,7 @@ class WeightGuard:
         self._aliases: list[torch.Tensor] = []  # with the views' version counters: a view may be absent
         self._versions: list[int] = []  # while the weights are in place
         self._absent: list[int] = []  # while they are not
-        self._before: dict[int, torch.Tensor] = {}  # by index, copies of weights whose .data was read
+        self._before: dict[int, torch.Tensor] = {}  # by index, copies of weights: their .data was read
 
     def watch(
         self, view: UnshardedParameter, alias: torch.Tensor, param: nn.Parameter, name: str, piece: torch.Tensor
@@ -262,7 +262,7 @@ _OTHER_WAYS = "give it a clone(), or keep the other layer's weights in place: St
 
 
 def explain_version(error: BaseException | None) -> str | None:
-    """What a user has done if autograd's `error` is about an absent weight; None if it is not."""
+    """The mistake behind autograd's `error`, if it is about an absent weight; else None."""
     text = str(error)
     if any(f"expected version {version} instead" in text for version in (ABSENT_VERSION, ABSENT_VERSION + 1)):
         return f"a layer computes with a view of a weight of another layer, which does not run: {_OTHER_WAYS}"

@@ -96,7 +96,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         """Do nothing: sharding moves the model piece by piece, so that it need not fit on a device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does, and shard an untrained model: Trainer leaves it as it is if a reference was prepared."""
+        """As Trainer does. Also shards a model that is only evaluated: Trainer skips it if a reference was prepared."""
         wrapped = super()._wrap_model(model, training, *args, **kwargs)
         if not training and wrapped is self.model and handle_of(wrapped) is None:
             never_trains = self.train_dataset is None  # then no room for gradients is needed

@@ -72,7 +72,7 @@ def plan_slots(shared: Sequence[bool], weight_slots: SlotCount, grad_slots: Slot
     grads = _assign(shared, grad_slots)
     if grad_slots != "all":
         grads = _share_one(grads, shared)
-    # With "all" grad slots two scratches are enough, of two reductions under way. One each would take a model / N.
+    # With "all" grad slots two scratches suffice: two reductions run at a time. One per unit would take a model / N.
     scratch = tuple(unit % 2 for unit in range(len(shared))) if grad_slots == "all" else grads
     return SlotPlan(
         tuple(shared), _assign(shared, weight_slots), grads, scratch, weight_slots == "all", grad_slots == "all"

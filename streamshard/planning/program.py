@@ -140,8 +140,8 @@ class Schedule:
     def take_order(self, order: Iterable[int]) -> None:
         """Let backward visit each unit once, in `order`, which ranks have learnt from this pass.
 
-        The log may hold a unit twice, once for the program and once for a request, and it begins with the resident
-        units. Gradients would wait outside of their slot for the last visit.
+        Without this, a unit that was also requested is in the log twice, and its gradients leave their slot until the
+        second visit. The log also begins with the resident units.
 
         Args:
             order: contains the order of units of each rank as a subsequence.
@@ -158,7 +158,7 @@ class Schedule:
     def read(self, unit: int, *, is_inside: bool) -> None:
         """Note that weights of the resident `unit` are read. No visit is over.
 
-        The unit is out of order only if it is read before its first visit, since backward comes there last.
+        Only a read before the first visit counts as out of order: backward would reach it last.
 
         Args:
             unit: the unit whose weights are read.
