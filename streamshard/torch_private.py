@@ -1,7 +1,7 @@
 """All private functions and classes of torch that the package uses, each with its reason. No other module names one.
 
 Functions that each layer's forward or backward calls are aliases, because a wrapper would cost host time per layer.
-Other modules do use private attributes of modules and tensors (``_parameters``, ``_version``) and the
+Other modules do use private attributes of modules, tensors and optimizers (``_parameters``, ``_version``) and the
 ``torch._foreach_`` functions.
 
 Imported under torch's own names:

@@ -291,3 +291,28 @@ def test_commands_have_the_options_that_pages_give_them() -> None:
             checked += len(options)
     assert unknown == []
     assert checked > 25
+
+
+def _names_in(source: str) -> set[str]:
+    """Functions, classes, methods and constants of a module."""
+    names: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            names.update(f"{node.name}.{method}" for method in methods)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return names
+
+
+def test_how_a_step_works_links_each_function_to_its_file() -> None:
+    """A newcomer who follows a link finds the function there."""
+    page = ROOT / "docs" / "internals" / "how_a_step_works.md"
+    found = 0
+    for label, path in re.findall(r"\[([^][]+)\]\(([\w./-]+\.py)\)", page.read_text()):
+        names = _names_in((page.parent / path).read_text())
+        for name in re.findall(r"`([^`]+)`", label):
+            assert name in names, f"{name} is not in {path}"
+            found += 1
+    assert found > 100

@@ -38,8 +38,7 @@ _WHY_EARLIER = (
 # Upper limit for the small gradients of one unit. They need this memory in addition to the slot.
 _COLLECTED_BYTES = 1 << 20
 
-_versions_of = operator.attrgetter("_version")
-_trains_of = operator.attrgetter("requires_grad")
+_versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 
 
 class Unit:
@@ -86,23 +85,19 @@ class Unit:
         self.weight_slot, self.grad_slot, self.ranks, self.is_streamed = weight_slot, grad_slot, ranks, is_streamed
         self.name = layout.name or "the root unit"
         self.params: list[Param] = []
-        self.is_bound = self.is_trainable = self.is_cast = False
-        self.has_taken = self.has_spilled = self.waits = False
+        self.is_bound = self.is_trainable = self.is_cast = self.has_taken = self.has_spilled = self.waits = False
         self.guard = WeightGuard(weight_slot.is_shared)
         self.gathering = ranks.guard("the gather of", self.name)
         self.reducing = ranks.guard("the reduction of", self.name)
-        self._streams = ranks.streams
+        self._streams = streams = ranks.streams
         self._sharded: list[nn.Parameter] = []  # the user's parameters, in the order of `params`
         self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters
         self._cast_versions: list[int] = []  # of the parameters, at the last cast
-        # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Exchanging a module's
-        # `_parameters` is one assignment, whatever the number of parameters. Weak: the model holds this object.
+        # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Weak: models hold units.
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
         self._is_in_wire_dtype = False
-        self._cast_done = Fence(self._streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
-        self._read_done = Fence(
-            self._streams, Rule.SHARDS_READ, ranks.stream, "gathered shards", at=weight_slot.arrived
-        )
+        self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
+        self._read_done = Fence(streams, Rule.SHARDS_READ, ranks.stream, "gathered shards", at=weight_slot.arrived)
         # Gradients
         self._trained = [flat for flat in self.flat_params if flat.kind.trains]
         self._with_room: list[Param] = []  # params whose gradient has memory
