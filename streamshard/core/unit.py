@@ -60,12 +60,11 @@ class Unit:
         name: fully qualified name of the module, for messages.
         params: this rank's part of each parameter, in the order of the flat parameters; filled by `make_unsharded`.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
-        is_trainable: a parameter requires a gradient, and has room for it; as of `take_trainability`.
+        is_trainable: a parameter requires a gradient, and has room for it; see `take_trainability`.
         is_cast: the all-gather input has the weights as the user has left them.
         has_taken: this backward has moved ``.grad`` of parameters into main grads.
         has_spilled: gradients are in copies, because another unit has taken the slot.
-        waits: an earlier backward may have left unreduced gradients, here or on other ranks. They are reduced even if
-            the unit is frozen by then.
+        waits: an earlier backward may have left unreduced gradients, here or on other ranks, to be reduced.
         guard: refuses reads of weights that are absent, and writes to weights.
         gathering, reducing: contexts around the unit's collectives, and around waits for them.
     """
@@ -93,7 +92,7 @@ class Unit:
         self._sharded: list[nn.Parameter] = []  # the user's parameters, in the order of `params`
         self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters
         self._cast_versions: list[int] = []  # of the parameters, at the last cast
-        # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Weak: models hold units.
+        # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Weak: models own units.
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
         self._is_in_wire_dtype = False
         self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
