@@ -203,6 +203,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.reach", Drop("refuse_changed(engine.units[index], versions)"), "graphs"),
         ("Backward.reach", Swap("due = set(visits)", "due = set()"), "unit_size passes"),
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
+        ("Backward.finish", Drop("engine.finish_reading()"), "shared_memory"),
     ],
     "core/edge": [
         ("_watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "activations"),
@@ -211,7 +212,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/engine": [
         ("Engine.prepare_forward", Drop("self.recover()"), "exceptions"),
         ("Engine.unshard", Drop("unit.ready()"), "matrix"),
-        ("Engine.end_weights", Drop("unit.finish_reading()"), "simulated_device:weights_may"),
+        ("Engine.end_weights", Drop("self.finish_reading()"), "simulated_device:weights_may"),
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops graphs dial"),
     ],
     "core/forward": [

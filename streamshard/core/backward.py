@@ -232,6 +232,7 @@ class Backward(Phase):
         engine.reductions.start(engine.root_unit)
         engine.reductions.end()
         engine.root_unit.release()
+        engine.finish_reading()
         if self._leaves_unaveraged:
             engine.reductions.complete()
         if self._leaves_unreduced or self._leaves_unaveraged:

@@ -274,11 +274,15 @@ class Engine:
             unit.expire(unless_same=is_current)
 
     def end_weights(self) -> None:
-        """A pass has issued its last all-gather. The user may write main weights afterwards."""
+        """A forward has issued its last all-gather."""
+        self.finish_reading()
+        self.are_weights_current = not self.is_synced
+
+    def finish_reading(self) -> None:
+        """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6)."""
         with self._ending:
             for unit in self.units:
                 unit.finish_reading()
-        self.are_weights_current = not self.is_synced
 
     def all_gather(self, unit: Unit) -> None:
         """Start the unit's all-gather, if its slot holds another unit or nothing."""

@@ -84,6 +84,20 @@ def test_weights_stepped_after_a_backward_do_not_reach_a_rank_that_is_still_in_i
     assert bool(gradients[0].isfinite().all())
 
 
+@on_ranks(2)
+def test_a_backward_ends_after_all_ranks_have_read_weights_that_the_user_may_write(context: RankContext) -> None:
+    """Inside no_sync() no reduction lets ranks wait. In fp32 all-gathers read the main weights themselves."""
+    model: Any = StreamShard(Stack(), precision=FP32, grad_slots="all")
+    transport = _shared(model)
+    model.layers[2].register_full_backward_pre_hook(lambda *_: time.sleep(0.3 * context.rank))
+    with model.no_sync():
+        for step in range(2):
+            model(vector_batch(step, context.rank)).square().mean().backward()
+            published = transport._own.counters[Counter.PUBLISHED]
+            assert all(buffers.counters[Counter.READ] >= published for buffers in transport._buffers)
+            dist.barrier()
+
+
 def _held() -> tuple[int, int]:
     """Mappings of shared memory, and open files, of this process."""
     await_groups_of_before()  # which have sockets
