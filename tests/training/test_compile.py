@@ -165,9 +165,10 @@ def test_dynamo_compiles_no_code_that_looks_for_a_layers_losses(context: RankCon
     for layer in model.layers:
         layer.register_forward_hook(lambda layer, _, output: setattr(layer, "loss", output.mean()))
     torch.compile(model, backend="eager")(vector_batch(0, 0))
-    compiled = [code.co_filename for each in input_codes.seen if (code := each()) is not None]
-    assert any(file.endswith("tests/models.py") for file in compiled)
-    assert not any(file.endswith(("core/edge.py", "planning/structure.py")) for file in compiled), compiled
+    compiled = [code for each in input_codes.seen if (code := each()) is not None]
+    assert any(code.co_filename.endswith("tests/models.py") for code in compiled)
+    names = {code.co_name for code in compiled if code.co_filename.endswith(("core/edge.py", "planning/structure.py"))}
+    assert names <= {"__getattr__"}
 
 
 @on_ranks(2)
