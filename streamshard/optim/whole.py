@@ -17,9 +17,9 @@ from streamshard.errors import ConfigError
 from streamshard.guards.sharded_parameter import refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.optim.inner import GroupClass, InnerOptimizer, options_of
+from streamshard.optim.owners import assign_owners, plan_rounds
 from streamshard.optim.rounds import Rounds, WholeParam, stand_in
 from streamshard.optim.trial import constructor_options, try_constructor, try_steps
-from streamshard.planning.owners import assign_owners, plan_rounds
 from streamshard.torch_private import untraced
 
 _CLASS = "optimizer_class"  # what a group may name

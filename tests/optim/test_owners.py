@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.planning.owners import assign_owners, plan_rounds
+from streamshard.optim.owners import assign_owners, plan_rounds
 
 
 def _forced(costs: Sequence[float], ranks: int) -> float:
