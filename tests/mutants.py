@@ -292,8 +292,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "guards/loop": [
         ("note_step", Swap("is not None", "is None is not None"), "loop"),
-        ("note_step", Drop("unused.is_new = False"), "loop"),
-        ("note_backward", Drop("_unreached.discard(model)"), "loops"),
+        ("note_step", Drop("progress.is_new = False"), "loop"),
+        ("note_backward", Drop("_progress_of(model).is_unreached = False"), "loops"),
     ],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),

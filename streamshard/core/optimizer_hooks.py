@@ -18,13 +18,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import note_step, refuse_step_without_backward
@@ -91,10 +89,7 @@ def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
-# The optimizers of pieces that have stepped, each with its hook that runs right before the step itself.
-_seen: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-# By optimizer, gradients that are plain tensors during the step that runs now.
-_lent: WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, ShardedTensor]]] = WeakKeyDictionary()
+_LENT = "_streamshard_lent"  # attribute of an optimizer: gradients that are plain tensors during its step
 
 
 @functools.cache
@@ -120,12 +115,12 @@ def _lend_full_grads(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> No
         with AsTensors():
             for param, grad in lent:
                 param.grad = grad.detach()
-        _lent[optimizer] = lent
+        setattr(optimizer, _LENT, lent)
 
 
 @skip
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for param, grad in untraced(_lent.pop, optimizer, ()):
+    for param, grad in untraced(optimizer.__dict__.pop, _LENT, ()):
         if param.grad is not None:  # else the step has cleared it
             param.grad = grad
 
@@ -147,22 +142,23 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
         refuse_step_without_backward(params)
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
         return
-    if optimizer not in _seen and all(piece_of(param) is None for param in params):
+    if all(piece_of(param) is None for param in params):
         _lend_full_grads(optimizer, params)
         return
     if closure is None:
         refuse_unreduced(params, "an optimizer's step")
-    if optimizer in _seen:
-        _seen[optimizer].remove()
-    else:
-        _refuse_unknown(optimizer)
-        take_over_state(optimizer)
-        optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
-        optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
-        after = optimizer.register_step_post_hook(_after_step)
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # ordered
     # The last hook before the step itself: hooks of the user's may replace gradients.
-    _seen[optimizer] = optimizer.register_step_pre_hook(_before_step)
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    if (known := next((key for key, hook in hooks.items() if hook is _before_step), None)) is not None:
+        hooks.move_to_end(known)
+        return
+    _refuse_unknown(optimizer)
+    take_over_state(optimizer)
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
+    optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
+    after = optimizer.register_step_post_hook(_after_step)
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # ordered
+    optimizer.register_step_pre_hook(_before_step)
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:

@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -104,42 +104,48 @@ class Model(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class _Unused:
-    """Gradients of a model that no optimizer has stepped so far.
+class _Progress:
+    """How far the training of a model has come.
 
     Attributes:
-        version: of the parameters at first, added up: code may step them without an optimizer.
-        is_new: no optimizer has stepped since the last backward.
+        is_unreached: the model has run forward with gradients, and not backward since.
+        version: of the parameters at the first gradients, added up: code may step them without an optimizer. None: no
+            gradients so far, or `is_over`.
+        is_new: no optimizer of the process has stepped since the last backward.
         number: of backwards after which other optimizers have stepped.
+        is_over: an optimizer has stepped the model, or a warning says that none has.
     """
 
-    version: int
-    is_new: bool = True
+    is_unreached: bool = False
+    version: int | None = None
+    is_new: bool = False
     number: int = 0
+    is_over: bool = False
 
 
-_unreached: WeakSet[Model] = WeakSet()  # have run forward with gradients, and not backward since
-_unused: WeakKeyDictionary[Model, _Unused] = WeakKeyDictionary()  # have got gradients
-_stepped: WeakSet[Model] = WeakSet()  # an optimizer has stepped it; or a warning says that none has
+_progress: WeakKeyDictionary[Model, _Progress] = WeakKeyDictionary()
+
+
+def _progress_of(model: Model) -> _Progress:
+    return _progress.setdefault(model, _Progress())
 
 
 def note_forward(model: Model) -> None:
     """`model` has run forward with gradients."""
-    _unreached.add(model)
+    _progress_of(model).is_unreached = True
 
 
 def note_backward(model: Model) -> None:
     """A backward has come to `model`."""
-    _unreached.discard(model)
+    _progress_of(model).is_unreached = False
 
 
 def note_gradients(model: Model) -> None:
     """A backward has given gradients to parameters of `model`."""
-    if model in _stepped:
-        return
-    if (unused := _unused.get(model)) is None:
-        unused = _unused[model] = _Unused(_version_of(model))
-    unused.is_new = True
+    progress = _progress_of(model)
+    if progress.version is None and not progress.is_over:
+        progress.version = _version_of(model)
+    progress.is_new = True
 
 
 def note_step(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
@@ -147,15 +153,16 @@ def note_step(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
 
     Models trained in turns (GANs) make gradients that are not used, but not ten times before their first step.
     """
-    for model, unused in list(_unused.items()):
-        is_own = _first_of(model, params) is not None
-        unused.number += unused.is_new
-        unused.is_new = False
-        if not is_own and unused.number < _MOST_UNUSED:
+    for model, progress in list(_progress.items()):
+        if progress.version is None:
             continue
-        _stepped.add(model)
-        del _unused[model]
-        if not is_own and _version_of(model) == unused.version and model.ranks.is_first:
+        is_own = _first_of(model, params) is not None
+        progress.number += progress.is_new
+        progress.is_new = False
+        if not is_own and progress.number < _MOST_UNUSED:
+            continue
+        version, progress.version, progress.is_over = progress.version, None, True
+        if not is_own and _version_of(model) == version and model.ranks.is_first:
             warn_user(
                 f"{_MOST_UNUSED} backwards have made gradients of a sharded model, {type(optimizer).__name__} has "
                 "stepped after them, and no optimizer has stepped a parameter of the model, such as "
@@ -167,10 +174,11 @@ def note_step(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
 
 def refuse_step_without_backward(params: Sequence[torch.Tensor]) -> None:
     """Raise if no parameter has a gradient, and the last forward with gradients was followed by no backward."""
-    if not _unreached or any(param.grad is not None for param in params):
+    unreached = [model for model, progress in list(_progress.items()) if progress.is_unreached]
+    if not unreached or any(param.grad is not None for param in params):
         return
     trained = [param for param in params if param.requires_grad]
-    for name in filter(None, (_first_of(model, trained) for model in list(_unreached))):
+    for name in filter(None, (_first_of(model, trained) for model in unreached)):
         raise ShardingError(
             f"an optimizer steps, and neither {name!r} nor any other of its parameters has a gradient, "
             "although the model has run forward: no backward has come to it. backward(inputs=...) does not find "
