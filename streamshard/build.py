@@ -218,8 +218,8 @@ def check_model(
     named = (*params_of(module).items(), *module.named_buffers())
     on_meta = [name for name, tensor in named if tensor.is_meta]
     dtype = settings.precision.param_dtype
-    sizes = {"param_bytes": (dtype or torch.float32).itemsize, "min_unit_bytes": settings.min_unit_bytes}
-    found, groups = find_groups(module, units, resident, **sizes)
+    min_numel = math.ceil(settings.min_unit_bytes / (dtype or torch.float32).itemsize)
+    found, groups = find_groups(module, units, resident, min_numel=min_numel)
     in_fp32 = find_fp32(module, settings.precision, conventions().kept_in_fp32(module, dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
     return Checked(settings, here, found, parts, in_fp32, on_meta)
@@ -321,15 +321,11 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str]) -> set[str]:
     Raises:
         RankMismatchError: rank 0 has no values where another rank has some.
     """
-    if not ranks.any_rank(bool(on_meta)):
-        return set()
-    firsts: set[str] = set(ranks.of_first(on_meta))
-    lost = min(firsts.difference(on_meta), default=None)
-    if ranks.any_rank(lost is not None):
-        name = next(filter(None, ranks.gather_objects(lost)))
+    firsts, *others = map(set, ranks.gather_objects(on_meta))
+    if lost := firsts.difference(firsts.intersection(*others)):
         raise RankMismatchError(
-            f"{name!r} is on the meta device on rank 0 and has values on another rank, and rank 0's weights count for "
-            "all: let rank 0 have the values, or none"
+            f"{min(lost)!r} is on the meta device on rank 0 and has values on another rank, and rank 0's weights count "
+            "for all: let rank 0 have the values, or none"
         )
     return firsts
 

@@ -192,8 +192,6 @@ def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], fail
     """
     ranks, replicas = engine.ranks, engine.reductions.replicas
     with_replicas = replicas is None or replicas.averages_grads
-    if (ranks.total_size if with_replicas else ranks.world_size) == 1:
-        return
 
     def sums() -> list[int]:
         raise_if(failure)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from streamshard.config import Precision
-from streamshard.core.edge import ask_for, compute_in_fp32, take_gradients, watch
+from streamshard.core.edge import Watched, ask_for, compute_in_fp32, take_gradients, watch
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.module_state import Handle, refuse_in_pass
 from streamshard.core.outside import OutsideParameters
@@ -42,24 +42,21 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     take_gradients(engine)
     edits = ModuleEdits()
     engine.edits_of = weakref.ref(edits)
-    shards: dict[nn.Parameter, Param] = {}
     owner = owners_of(found)
-    layers: dict[nn.Module, Unit] = {}
+    shards = {param.param: param for param in engine.param_shards}
+    layers = {module: unit for unit, here in zip(engine.units[1:], found, strict=True) for module in here.modules}
     places: dict[nn.Parameter, tuple[int, int]] = {}
     for unit in engine.units:
         for index, param in enumerate(unit.params):
-            shards[param.param], places[param.param] = param, (unit.index, index)
+            places[param.param] = unit.index, index
             param.unsharded.__dict__ = param.param.__dict__  # an attribute that the user sets on one is on both
         if unit is not engine.root_unit:
             layer = type(found[unit.index - 1].modules[0]).__name__
             unit.guard.ask = ask_for(weakref.ref(engine), unit.index, layer)
             unit.guard.set_present(False, marks=False)
-    for module in modules_inside(root):
+    for name, module in modules_of(root):
         if any(param is not None for param in module._parameters.values()):
             edits.set_entry(module, "_parameters", OutsideParameters(module._parameters, places, engine))
-    for unit, here in zip(engine.units[1:], found, strict=True):
-        layers.update(dict.fromkeys(here.modules, unit))
-    for name, module in modules_of(root):
         _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards, edits)
         if module._parameters or module._buffers:
             hook = functools.partial(_before_loading, engine, name, shards)
@@ -72,15 +69,15 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         if module not in layers and engine.precision.cast_inputs:
             compute_in_fp32(module, edits)
     for module in list(modules_inside(root)):
-        layer_of, cast_dtype = layers.get(module), _input_dtype(module, engine.precision, in_fp32)
-        if module is root:
-            units, output_dtype = frozenset(range(len(engine.units))), engine.precision.output_dtype
-            watch(root, Handle(engine, None, units, cast_dtype, output_dtype, True, structure, edits), edits, base)
-        elif layer_of is not None:
-            watch(module, Handle(engine, layer_of, frozenset((ROOT_UNIT, layer_of.index)), cast_dtype, None), edits)
-        elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
-            inside = frozenset(layers[child].index for child in modules_inside(module) if child in layers)
-            watch(module, Handle(engine, None, inside | {ROOT_UNIT}, cast_dtype, None), edits)
+        inside = list(modules_inside(module))
+        is_around = module not in owner and (module._parameters or any(child in owner for child in inside))
+        if module is root or module in layers or is_around:
+            units = frozenset((ROOT_UNIT, *(layers[child].index for child in inside if child in layers)))
+            handle = Handle(engine, layers.get(module), units, _input_dtype(module, engine.precision, in_fp32), None)
+            if module is root:
+                output_dtype = engine.precision.output_dtype
+                handle = handle._replace(output_dtype=output_dtype, is_root=True, structure=structure, edits=edits)
+            watch(module, handle, edits, base if module is root else Watched)
 
 
 def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> torch.dtype | None:
@@ -125,10 +122,7 @@ def _before_loading(
     state_dict: dict[str, Any],
     prefix: str,
     metadata: Mapping[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
+    *others: Any,
 ) -> None:
     """Runs before ``load_state_dict`` copies: cuts full tensors into this rank's pieces, which then have values.
 
@@ -136,8 +130,7 @@ def _before_loading(
         engine: the model's.
         path: the module's name in the model.
         shards: by parameter.
-        module, state_dict, prefix, metadata, strict, missing, unexpected, errors: see
-            ``nn.Module.register_load_state_dict_pre_hook``.
+        module, state_dict, prefix, metadata, *others: see ``nn.Module.register_load_state_dict_pre_hook``.
     """
     refuse_in_pass(engine, f"load_state_dict() of {prefix or type(module).__name__!r}")
     for key, param in module._parameters.items():
@@ -155,7 +148,7 @@ def _before_loading(
             if piece_of(param) is not None and not isinstance(value, ShardedTensor):
                 state_dict[name] = ShardedTensor.wrap(shard.what.cut(value), shard.what)
             continue
-        errors.append(
+        others[-1].append(  # error messages
             f"StreamShard: {shard.name!r} has shape {shard.what.shape}, in the state dict it has {tuple(value.shape)}. "
             "Wanted are full tensors, from full_state_dict() or an unsharded model"
         )

@@ -62,12 +62,7 @@ class FoundParam(NamedTuple):
 
 
 def find_groups(
-    root: nn.Module,
-    units: UnitsArgument,
-    resident: ResidentArgument = (),
-    *,
-    param_bytes: int = 1,
-    min_unit_bytes: int = 0,
+    root: nn.Module, units: UnitsArgument, resident: ResidentArgument = (), *, min_numel: int = 0
 ) -> tuple[list[FoundUnit], list[list[FoundParam]]]:
     """The units of `root` in registration order, as `StreamShard` documents for its arguments `units` and `resident`.
 
@@ -76,8 +71,7 @@ def find_groups(
         units: the user's argument, or None for repeated layers and large modules beside them.
         resident: the user's argument. A layer named here, or inside a module named here, becomes a resident unit. The
             parameters of a module inside a layer move to the root unit.
-        param_bytes: bytes per element of ``param_dtype``.
-        min_unit_bytes: consecutive small layers are combined until they have this many bytes.
+        min_numel: consecutive small layers are combined until they have this many elements.
 
     Returns:
         The units, and lists of parameters: the root unit's first, then each unit's.
@@ -100,10 +94,9 @@ def find_groups(
         for layer in layers
         for is_resident in [layer in resident_layers]
     ]
-    if min_unit_bytes:
-        sizes = [param_bytes * sum(each.param.numel() for each in group) for group in _group_params(root, found)[1:]]
-        found = coalesce(found, sizes, min_unit_bytes)
-    large = _find_large(root, layers, beside, -(-min_unit_bytes // param_bytes)) if units is None and layers else []
+    numels = [sum(each.param.numel() for each in group) for group in _group_params(root, found)[1:]]
+    found = coalesce(found, numels, min_numel)
+    large = _find_large(root, layers, beside, min_numel) if units is None and layers else []
     found += [FoundUnit(names[module], (module,), is_resident=True) for module in (*beside, *large)]
     found.sort(key=lambda unit: order[unit.modules[0]])
     groups = _group_params(root, found)
@@ -151,22 +144,22 @@ def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[Foun
 # -- small layers -------------------------------------------------------------------------------------------------
 
 
-def coalesce(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
-    """Combine consecutive streamed units until each has `at_least` bytes. A smaller rest stays a unit.
+def coalesce(units: Sequence[FoundUnit], numels: Sequence[int], at_least: int) -> list[FoundUnit]:
+    """Combine consecutive streamed units until each has `at_least` elements. A smaller rest stays a unit.
 
     Args:
         units: in registration order.
-        sizes: bytes of each unit.
-        at_least: the smallest size of a combined unit, in bytes.
+        numels: elements of each unit.
+        at_least: the fewest elements of a combined unit.
     """
     groups: list[list[FoundUnit]] = []
-    missing = 0  # bytes that the last group may still take
-    for unit, size in zip(units, sizes, strict=True):
+    missing = 0  # elements that the last group may still take
+    for unit, numel in zip(units, numels, strict=True):
         if missing <= 0 or unit.is_resident:
             groups.append([])
             missing = at_least
         groups[-1].append(unit)
-        missing = 0 if unit.is_resident else missing - size
+        missing = 0 if unit.is_resident else missing - numel
     return [_together(group) for group in groups]
 
 

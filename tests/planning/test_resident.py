@@ -93,13 +93,13 @@ def test_parameters_of_a_resident_module_inside_a_layer_lie_in_the_root_unit() -
     """Their layer is streamed, also together with others. Layers around a resident one are put together apart."""
     model = nn.Sequential(*(nn.Sequential(Layer(), nn.LayerNorm(DIM)) for _ in range(4)))
     for size in (0, 2000):
-        found, groups = find_groups(model, [nn.Sequential], ["0.1", "2.1"], min_unit_bytes=size)
+        found, groups = find_groups(model, [nn.Sequential], ["0.1", "2.1"], min_numel=size)
         assert {param.names[0] for param in groups[0]} == {
             f"{k}.1.{name}" for k in (0, 2) for name in ("weight", "bias")
         }
         assert not any(unit.is_resident for unit in found)
     together = ["layers.0 .. layers.1", "layers.2*", "layers.3", "gate.linear*"]
-    assert _resident(["layers.2", "gate.linear"], min_unit_bytes=2 * DIM * DIM) == together
+    assert _resident(["layers.2", "gate.linear"], min_numel=2 * DIM * DIM) == together
 
 
 @pytest.mark.parametrize(
