@@ -19,7 +19,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.ranks import refuse_together
 from streamshard.comm.streams import StreamName, Streams
-from streamshard.config import Precision, Settings, check_environment, parse_precision, refuse_unknown
+from streamshard.config import Precision, Settings, parse_precision, refuse_unknown
 from streamshard.conventions import conventions
 from streamshard.core.attach import attach
 from streamshard.core.buffer_sync import BufferSync, check_buffers
@@ -32,7 +32,7 @@ from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import module_of, training_device, warn_if_untested
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError, warn_user
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
 from streamshard.planning.flat_params import ByteRange, FlatParamKind, UnitLayout, kind_of, plan_units
@@ -208,7 +208,6 @@ def check_model(
     if all(param.is_meta for param in params_of(module).values()):
         conventions().tie_weights(module)
     tie_on_meta(module)
-    check_environment()
     known = ("units", "resident", "mesh", *(field.name for field in fields(Settings)))
     refuse_unknown(given, known, "argument of StreamShard")
     settings = Settings(**{**given, "precision": parse_precision(given.get("precision"))})
@@ -277,11 +276,6 @@ def _connect(who: Groups | None, device: torch.device) -> tuple[Communicator, Re
     """Connect to the other ranks. All have accepted their models."""
     if device.type not in ("cpu", "meta"):  # also if the model is there: else NCCL and capture use another device
         module_of(device).set_device(device)
-    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        warn_user(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron's scripts set it) puts all streams of a GPU into one queue: "
-            "nothing that StreamShard communicates will overlap with compute. Unset it"
-        )
     if who is None:
         who = groups_of(resolve_group(device))
     refuse_together(who.all_ranks, None)

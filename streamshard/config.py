@@ -137,20 +137,6 @@ def parse_precision(precision: object) -> Precision:
     return precision
 
 
-def check_environment() -> None:
-    """Raise unless StreamShard knows each environment variable whose name begins with ``STREAMSHARD_``.
-
-    Raises:
-        ConfigError: names the variable. Settings are arguments of `streamshard.StreamShard`.
-    """
-    for name in os.environ:
-        if name.startswith("STREAMSHARD_") and name != SHARED_MEMORY:
-            raise ConfigError(
-                f"environment variable {name}: StreamShard reads only {SHARED_MEMORY}. Settings are arguments of "
-                "StreamShard(model, ...)"
-            )
-
-
 SHARED_MEMORY = "STREAMSHARD_SHARED_MEMORY"  # "0": ranks of one machine do not read each other's memory
 
 

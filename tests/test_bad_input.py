@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -153,16 +151,6 @@ def test_bad_settings_are_refused_by_name(context: RankContext, what: str) -> No
     model = TinyLM()
     assert_refused(model, ConfigError, match, **settings)
     assert_trains(context, model)
-
-
-@on_ranks(2)
-def test_an_environment_variable_that_nothing_reads_is_refused(context: RankContext) -> None:
-    """So that a setting is not ignored silently."""
-    model = TinyLM()
-    with mock.patch.dict(os.environ, STREAMSHARD_WEIGHT_SLOTS="all"):
-        assert_refused(model, ConfigError, "environment variable STREAMSHARD_WEIGHT_SLOTS")
-    with mock.patch.dict(os.environ, STREAMSHARD_SHARED_MEMORY="1"):
-        assert_trains(context, model)
 
 
 @on_ranks(2)

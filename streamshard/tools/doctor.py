@@ -30,7 +30,7 @@ from streamshard.comm.groups import resolve_group
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import Streams
-from streamshard.config import Precision, ReductionMode, SlotCount, check_environment
+from streamshard.config import Precision, ReductionMode, SlotCount
 from streamshard.device import module_of, training_device
 from streamshard.errors import ConfigError, StreamShardError
 from streamshard.tools.speed import CollectiveSpeed, Layer, LayerSpeed, matmul_tflops, measure
@@ -205,10 +205,6 @@ def _check_cpu(local_size: int, driver: str | None) -> Iterator[Finding]:
 def check_environment_of(device: torch.device) -> Iterator[Finding]:
     """Variables, the network, limits of the process, /dev/shm. Traps of GPUs are notes if ranks train on the CPU."""
     level, environment = "note" if device.type == "cpu" else "problem", os.environ
-    try:
-        check_environment()
-    except ConfigError as error:
-        yield Finding("problem", str(error), "unset it")
     traps = [name for name, (bad, _) in _TRAPS.items() if environment.get(name, "").upper() in bad.split()]
     for name in traps:
         yield Finding(level, f"{name}={environment[name]}", _TRAPS[name][1])

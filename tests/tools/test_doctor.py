@@ -108,14 +108,12 @@ def test_an_interface_that_does_not_exist_is_a_problem(
 
 
 def test_limits_of_the_machine_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name on the loopback interface, few open files, little /dev/shm, and variables that nobody reads."""
+    """Its name on the loopback interface, few open files, little /dev/shm."""
     monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.1.1")
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_frsize=4096, f_blocks=2**14))
-    monkeypatch.setenv("STREAMSHARD_SLOTS", "3")
-    unknown, host, files, memory = _found(GPU)
-    assert unknown.startswith("problem  environment variable STREAMSHARD_SLOTS: ")
+    host, files, memory = _found(GPU)
     assert host.startswith("note     the name of this machine, node7, leads to 127.0.1.1: ")
     assert files == "problem  ulimit -n is 256: too few for sockets and files of data: ulimit -n 65536"
     assert memory.startswith("problem  /dev/shm has 64.0 MiB: ") and "--ipc=host" in memory
@@ -450,14 +448,14 @@ def test_one_process_checks_the_machine(capsys: pytest.CaptureFixture[str], monk
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line[:8].strip() for line in lines} <= {"ok", "note"} and f"ok       torch {torch.__version__}" in lines
-    monkeypatch.setenv("STREAMSHARD_SLOTS", "3")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     assert main(["doctor", "--json"]) == 1
     told = capsys.readouterr()
     report = json.loads(told.out)
     assert told.err == "streamshard doctor: 1 problem found\n"
     assert (report["world_size"], report["transport"], report["layer"]) == (1, None, None)
     (problem,) = [finding for finding in report["findings"] if finding["level"] == "problem"]
-    assert "STREAMSHARD_SLOTS" in problem["what"]
+    assert "none0 names no interface" in problem["what"]
 
 
 def test_a_model_needs_ranks_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -481,13 +479,19 @@ def test_ranks_measure_a_layer_of_a_model_and_advise(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+def _complex() -> nn.Module:
+    model = TinyLM()
+    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return model
+
+
 def test_a_model_that_cannot_be_sharded_is_a_problem_beside_the_others(tmp_path: Path) -> None:
-    """Here because of a variable that nobody reads. The measurements are printed all the same."""
-    arguments = ["tests.models:TinyLM", "--batch", "2", "--seq", "8"]
-    (code, told), other = _launch(tmp_path, *arguments, STREAMSHARD_SLOTS="3")
+    """The measurements are printed all the same."""
+    arguments = ["tests.tools.test_doctor:_complex", "--batch", "2", "--seq", "8"]
+    (code, told), other = _launch(tmp_path, *arguments)
     assert (code, other) == (1, (0, "")), told
-    assert "ok       all-gather of " in told and "\nstreamshard doctor: 2 problems found\n" in told
-    assert "problem  StreamShard cannot shard this model: environment variable STREAMSHARD_SLOTS" in told
+    assert "ok       all-gather of " in told and "\nstreamshard doctor: 1 problem found\n" in told
+    assert "problem  StreamShard cannot shard this model: parameter 'phase' is torch.complex64" in told
 
 
 def _fail_on_rank_1() -> nn.Module:
