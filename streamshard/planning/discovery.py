@@ -99,14 +99,7 @@ def find_groups(
     large = _find_large(root, layers, beside, min_numel) if units is None and layers else []
     found += [FoundUnit(names[module], (module,), is_resident=True) for module in (*beside, *large)]
     found.sort(key=lambda unit: order[unit.modules[0]])
-    groups = _group_params(root, found)
-    for unit, group in zip(found, groups[1:], strict=True):
-        if not group and (unit.resident or unit.modules[0] in beside):
-            raise UnitError(
-                f"resident leaves unit {unit.name!r} without parameters. If other modules share them, they are "
-                "resident already: leave it out. If all modules of the unit are named, name the unit instead"
-            )
-    return found, groups
+    return found, _group_params(root, found)
 
 
 def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
