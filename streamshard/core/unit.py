@@ -405,10 +405,8 @@ class Unit:
 
     def counts(self, param: Param) -> bool:
         """Whether any rank may have a gradient of the parameter: it is trainable, or has unreduced gradients."""
-        if not param.has_room:
-            return False
         with AsTensors():  # the unsharded parameter may be absent
-            return self.waits or param.unsharded.requires_grad
+            return param.has_room and (self.waits or param.unsharded.requires_grad)
 
     def discard_grads(self) -> None:
         """The backward has failed: discard all gradients of the unit, and free the slot."""
