@@ -146,6 +146,7 @@ def line_reached() -> str:
         if file.endswith("distributed_c10d.py"):
             collective = f"dist.{each.f_code.co_name}() in "
         elif not file.startswith(_PACKAGE) and not _INSTALLED.match(file):
+            number = number or 0  # None while the thread runs on
             text = linecache.getline(file, number).strip()
             return f"{collective}{os.path.basename(file)}, line {number}" + (f": {text}" if text else "")
     return f"{collective}an unknown line"

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from streamshard.comm import ranks as ranks_module
 from streamshard.comm.flight_recorder import FlightRecorder, Shown, describe_difference
 from streamshard.comm.issue_log import Guard, IssueLog, RecordKind
 from streamshard.comm.ranks import RankGroup
-from streamshard.errors import CommunicationError, log
+from streamshard.errors import CommunicationError, line_reached, log
 from tests.launched import Launched, run_script
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -448,3 +449,9 @@ def test_an_error_in_a_forked_child_is_not_the_ranks(context: RankContext) -> No
         assert os.waitpid(child, 0)[1] == 0
     ranks.gather_bytes(b"")
     assert ranks.recorder.read_failure() is None
+
+
+def test_the_line_that_a_running_thread_has_reached_may_have_no_number() -> None:
+    """Python gives None while the thread goes from one line to the next; the watchdog goes on."""
+    with mock.patch.object(traceback, "walk_stack", lambda frame: [(sys._getframe(), None)]):
+        assert line_reached() == "test_flight_recorder.py, line 0"
