@@ -264,7 +264,8 @@ class Engine:
 
     def begin_weights(self) -> None:
         """A pass is about to all-gather: units cast weights that may have changed before their all-gathers."""
-        is_current = self.are_weights_current
+        # One rank's parameters are ordinary ones, whose versions do not count writes through ``.data``.
+        is_current = self.are_weights_current and not self.is_whole
         if not is_current:
             self.check_structure()
             for unit in self.units:

@@ -265,6 +265,22 @@ def test_weights_changed_behind_torchs_back_after_no_sync_are_seen(
         assert torch.equal(model(batch), torch.zeros_like(before))
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("settings", [{}, SLOT_EACH, {"weight_slots": 2}], ids=["default", "a slot each", "two slots"])
+def test_weights_written_through_data_inside_no_sync_are_used(
+    context: RankContext, settings: dict[str, Any], precision: str
+) -> None:
+    """The next micro-batch computes with them."""
+    model = sharded_model(precision=PRECISIONS[precision], **settings)
+    batch = vector_batch(0, context.rank)
+    with torch.no_grad(), model.no_sync():
+        before = model(batch)
+        for param in model.parameters():
+            param.data.zero_()
+        assert torch.equal(model(batch), torch.zeros_like(before))
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
 def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
