@@ -84,6 +84,7 @@ class Backward(Phase):
         """An exception has ended the backward: reshard all units. Runs in any thread."""
         if self._engine.phase is self:
             self._engine.reductions.end()
+            self._engine.profiler.close()
             self._engine.reshard_all()
 
     # -- weights --------------------------------------------------------------------------------------------------

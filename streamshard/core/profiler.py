@@ -52,7 +52,12 @@ class ProfilerNames(Observer):
             self._streams.observers = (*observers, self)
         elif is_there and not is_profiled():
             self._streams.observers = tuple(each for each in observers if each is not self)
-            self._open.clear()
+            self.close()
+
+    def close(self) -> None:
+        """End all ranges, because an exception has ended the pass or the profiler is gone."""
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """See `Observer`. A unit's backward ends where the next unit's begins."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
@@ -62,3 +63,25 @@ def test_names_end_with_the_profiler_and_change_no_number(context: RankContext) 
         model(vector_batch(1, context.rank))
         assert engine_inside(model).streams.observers == ()
     assert torch.equal(*outputs)
+
+
+@on_ranks(1)
+def test_a_failed_backward_leaves_no_range_open(context: RankContext) -> None:
+    """The ranges of later work do not lie inside those of the failed layer."""
+    model: Any = StreamShard(Stack(), precision=FP32)
+    stack_step(model, Call(0, 0, 1, 1.0))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("in backward")
+
+    hook = model.layers[2].register_full_backward_hook(fail)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with pytest.raises(ValueError, match="in backward"):
+            stack_step(model, Call(1, 0, 1, 1.0))
+        with record_function("later"):
+            torch.ones(1)
+    hook.remove()
+    later = next(event for event in profiled.events() if event.name == "later")
+    for event in profiled.events():
+        if event.name.startswith("StreamShard::"):
+            assert event.time_range.end <= later.time_range.start, event.name
