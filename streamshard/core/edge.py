@@ -351,15 +351,14 @@ def _take_gradient(
     engine, param = engine_of(), param_of()
     if engine is None or param is None:
         return
-    unit = engine.units[index]
-    if param.is_small and engine.reductions.leave(unit, param):
+    if param.is_small and engine.reductions.leave(index, param):
         return
     with AsTensors():
         grad = param.take_left()
     if param.state in LEFT_STATES:  # the gradient of another stream: `grad` is the sum with the one left before
         param.forget_left()
     if grad is not None:  # else the parameter was frozen in this backward
-        untraced(_copy_gradient, engine, unit, param, grad)
+        untraced(_copy_gradient, engine, engine.units[index], param, grad)
 
 
 def _copy_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor) -> None:

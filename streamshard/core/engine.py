@@ -296,7 +296,7 @@ class Engine:
                 holder.release()
         with unit.gathering:
             if not unit.is_cast:
-                unit.cast()
+                unit.cast(notes_versions=not self.is_synced)
             unit.start_gather()
 
     def unshard(self, unit: Unit) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
-from streamshard.core.params import GradState, Param, move_all
+from streamshard.core.params import GradState, Param
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.planning.memory import Category
@@ -84,17 +84,17 @@ class Reductions:
         """The backward has ended: no gradient is left any more."""
         self._leaves_small = False
 
-    def leave(self, unit: Unit, param: Param) -> bool:
+    def leave(self, unit: int, param: Param) -> bool:
         """Autograd has made a small gradient: whether it stays in ``.grad``, LEFT. Otherwise it is copied at once.
 
         Gradients of other streams do not stay.
         """
-        if not self._leaves_small or torch.is_grad_enabled() or param.state not in LEAVING:
+        if not self._leaves_small or torch.is_grad_enabled() or (left := LEAVING.get(param.state)) is None:
             return False
         if self._stream is not None and self._stream != self.ranks.streams.device_stream(StreamName.COMPUTE):
             return False
-        move_all((param,), LEAVING[param.state])
-        self.left.add(unit.index)
+        param.state = left  # each in the table of transitions: here calls cost time, once per gradient
+        self.left.add(unit)
         return True
 
     def take(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
 from streamshard.guards.sharded_tensor import Life
 from streamshard.guards.weights import UnshardedParameter, WeightGuard
 from streamshard.planning.flat_params import UnitLayout
-from streamshard.torch_private import AsTensors, set_grad
+from streamshard.torch_private import AsTensors, get_grad, set_grad
 
 _WHY_EARLIER = (
     "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
@@ -148,13 +148,13 @@ class Unit:
             self.is_cast = False
             self.weight_slot.empty()
 
-    def cast(self) -> None:
-        """Cast the weights as the user has left them to the all-gather input. Compute stream."""
+    def cast(self, *, notes_versions: bool) -> None:
+        """Cast the weights as the user has left them to the all-gather input, and note versions for `expire`."""
         self._streams.observe(StepEvent.CAST_BEGINS, self.index)
         self._read_done.wait()  # rule 6: the last all-gather, also of other ranks, has read the input
         for flat in self.flat_params:
             flat.cast()
-        self._cast_versions = self.versions()
+        self._cast_versions = self.versions() if notes_versions else []
         self.is_cast = True
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
@@ -321,9 +321,10 @@ class Unit:
             with AsTensors():
                 for param in self._with_room:
                     if param.state in LEFT_STATES:
-                        if (grad := param.take_left()) is None:
+                        if (grad := get_grad(param.unsharded)) is None:
                             param.forget_left()
                         else:
+                            set_grad(param.unsharded, None)
                             left.append(param)
                             grads.append(grad)
             self._write(left, grads)

@@ -11,6 +11,7 @@ import pytest
 
 from streamshard import StreamShard
 from streamshard.core.params import GRAD_TRANSITIONS, GradState, Param, move_all
+from streamshard.core.reductions import LEAVING
 from streamshard.core.slots import SLOT_TRANSITIONS, WEIGHT_TRANSITIONS, GradSlot, SlotState, WeightSlot, WeightState
 from streamshard.errors import StateError
 from tests import scenarios
@@ -29,6 +30,7 @@ def test_each_pair_of_states_is_a_transition_or_raises(context: RankContext) -> 
         (WeightState, WEIGHT_TRANSITIONS, weights, lambda state: weights.move(state, 1)),
         (SlotState, SLOT_TRANSITIONS, grads, lambda state: grads.move(state, 1)),
     ]
+    assert all(left in GRAD_TRANSITIONS[state] for state, left in LEAVING.items())
     for states, table, owner, move in machines:
         assert set(table) == set(states)
         for before, after in itertools.product(states, states):
