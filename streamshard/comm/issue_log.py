@@ -33,7 +33,6 @@ class RecordKind(enum.IntEnum):
     BROADCAST = "sends or receives a tensor of rank 0"
     SUM = "sums over all ranks (a norm, a check)"
     MEETING = "exchanges objects (set-up, an agreement in a forward, save_checkpoint, load_checkpoint, an export)"
-    END_OF_STEP = "has ended its step (Join)"
     ALL_TO_ALL = "exchanges parameters with their owners (a step of WholeParameterOptimizer)"
 
 

@@ -175,14 +175,11 @@ def plan(
     """What training the model with AdamW will need, from ZeRO-3 to ZeRO-1. Needs no process group and no memory.
 
     Args:
-        model: a model that is not sharded, on any device; or a function that builds it, which is called on the meta
-            device.
+        model: not sharded, on any device; or a function that builds it, which is called on the meta device.
         world_size: number of ranks that share the model.
         units, resident: as for `StreamShard`.
-        transport: what will connect the ranks: "nccl", "sockets" (CPUs of several machines), or "shared-memory" (CPUs
-            of one). Their reductions need different scratch memory.
-        weight_slots: plan this number of weight slots too. None: with a budget that ZeRO-3 fits and ZeRO-2 does not,
-            the most that fit.
+        transport: will connect the ranks: "nccl", "sockets" (CPUs of several machines), "shared-memory" (of one).
+        weight_slots: plan this number of weight slots too. None: the most that fit, if ZeRO-3 fits and ZeRO-2 does not.
         budget: memory of a rank: bytes, or text such as "80GiB".
         batch, seq: shape of a rank's tokens, to estimate the activations of; `model` has to be a function.
         **given: other arguments of `StreamShard`: precision, min_unit_size, align_pieces_to.
@@ -197,11 +194,8 @@ def plan(
     with torch.device("meta"):
         built = model if isinstance(model, nn.Module) else model()
     checked = check_model(built, units, resident, given)
-    activations, room = None, budget_bytes
-    if batch is not None or seq is not None:
-        dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
-        activations = estimate_activations(model, units, dtype, batch, seq)
-        room = None if room is None else room - activations[1]
+    activations = _activations_of(model, units, checked, batch, seq)
+    room = None if budget_bytes is None else budget_bytes - (0 if activations is None else activations[1])
 
     def stage(name: str, weights: SlotCount, grads: SlotCount = 2, ranks: int = world_size) -> Stage:
         return _plan_stage(checked, PlannedRanks(ranks, transport), name, weights, grads)
@@ -218,15 +212,34 @@ def plan(
     fitting = [planned.name for planned in stages if fits(planned)]
     fits_on_ranks = None
     if room is not None and not fitting:
-        with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
-            more = (world_size << doublings for doublings in range(1, _DOUBLINGS))
-            fits_on_ranks = next((ranks for ranks in more if fits(stage("", 2, 2, ranks))), None)
+        fits_on_ranks = _first_that_fits(world_size, lambda ranks: fits(stage("", 2, 2, ranks)))
     planned_units = _units_of(checked, PlannedRanks(world_size, transport))
     numel = sum(unit.count * unit.numel for unit in planned_units)
     return Plan(
         *(type(built).__name__, numel, world_size, transport, planned_units, stages, activations),
         *(budget_bytes, fitting, fits_on_ranks),
     )
+
+
+def _activations_of(
+    model: nn.Module | Callable[[], nn.Module],
+    units: UnitsArgument,
+    checked: Checked,
+    batch: int | None,
+    seq: int | None,
+) -> tuple[int, int] | None:
+    """`Plan.activation_bytes`; None without `batch` and `seq`."""
+    if batch is None and seq is None:
+        return None
+    dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
+    return estimate_activations(model, units, dtype, batch, seq)
+
+
+def _first_that_fits(world_size: int, fits: Callable[[int], bool]) -> int | None:
+    """The first of 2, 4, 8, .. times `world_size` ranks for which `fits` holds; None if there is none."""
+    with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
+        return next(filter(fits, (world_size << doublings for doublings in range(1, _DOUBLINGS))), None)
+    return None
 
 
 def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotCount, grads: SlotCount) -> Stage:
