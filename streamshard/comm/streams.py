@@ -11,7 +11,8 @@ the race detector, are told of every record and wait, so any machine can check t
 3. GRADS_DRAINED: a unit's backward does not write a grad slot until the reduction of the slot's earlier unit is done.
 4. GRADS_WRITTEN: a reduction does not start until every gradient of its unit is written.
 5. SHARDS_WRITTEN: no gather reads a shard before it is written (the cast, the optimizer), nor an exchange its flags.
-6. SHARDS_READ: no cast writes an all-gather input that a gather still reads, nor the host flags that an exchange reads.
+6. SHARDS_READ: no cast, and no code after a pass, writes an all-gather input that a gather still reads. The host writes
+   no flags that an exchange reads.
 7. RESULTS_ARRIVED: no result outside of slots is read before it is complete: main grads by the optimizer and by the
    average over replicas, flags by the host, full tensors by the caller.
 
