@@ -26,7 +26,7 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
 from streamshard.guards.loop import note_backward, note_gradients
 from streamshard.planning.program import Op, Schedule
-from streamshard.torch_private import AsTensors, graph_task_id
+from streamshard.torch_private import AsTensors, graph_task_id, is_profiled
 
 
 class Backward(Phase):
@@ -34,18 +34,19 @@ class Backward(Phase):
 
     Args:
         engine: the model's.
-        has_ended: whether autograd is done with this backward. If this backward is still the engine's pass then, an
-            exception has ended it.
 
     Attributes:
         graph: of the pass that this backward has reached last; None if it has reached none.
+        callback_of: None once autograd is done with this backward. If this backward is still the engine's pass then,
+            an exception has ended it.
     """
 
     is_forward = False
 
-    def __init__(self, engine: Engine, has_ended: Callable[[], bool]) -> None:
+    callback_of: Callable[[], object]
+
+    def __init__(self, engine: Engine) -> None:
         self.graph: Graph | None = None
-        self.has_ended = has_ended
         self._engine = engine
         self._computing: Unit | None = None  # its backward is running
         is_local = not engine.is_synced and not engine.is_whole
@@ -61,12 +62,13 @@ class Backward(Phase):
     @property
     def is_current(self) -> bool:
         """See `Phase`."""
-        return graph_task_id() != -1 and not self.has_ended()
+        return graph_task_id() != -1 and self.callback_of() is not None
 
     def begin(self) -> None:
         """Bind the root unit: backward may need its weights any time."""
         engine = self._engine
-        engine.profiler.look()
+        if is_profiled() or engine.profiler.is_on:
+            engine.profiler.look()
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         for unit in engine.units:
             unit.take_trainability()
@@ -77,15 +79,16 @@ class Backward(Phase):
             is_last=not self._leaves_unreduced,
             leaves_small=engine.inputs.grad_scale == 1.0,
         )
-        engine.unshard(engine.root_unit)
-        engine.root_unit.bind()
+        self._unshard(engine.root_unit, binds=True)
 
-    def break_off(self) -> None:
-        """An exception has ended the backward: reshard all units. Runs in any thread."""
+    def break_off(self, callback: object) -> None:
+        """Autograd has dropped its callback. If an exception has ended the backward, reshard units. In any thread."""
         if self._engine.phase is self:
-            self._engine.reductions.end()
+            self._engine.reductions.leaves_small = False
             self._engine.profiler.close()
-            self._engine.reshard_all()
+            for unit in self._engine.units:
+                if unit.is_bound:
+                    unit.release()
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -99,14 +102,14 @@ class Backward(Phase):
             self._close_pass()
         self.graph = graph
         self._at_first_call.clear()
-        visits = [unit for unit in reversed(graph.visits) if unit != ROOT_UNIT]
+        visits = list(filter(None, reversed(graph.visits)))  # without the root unit, which is reduced at the end
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=True)
         engine.reductions.due = set(visits)
         for index, versions in graph.versions.items():  # ranks may raise at different units: all have the same program
             refuse_changed(engine.units[index], versions)
         self._issue(self._schedule.release_before(0))
         for index in graph.versions:
-            engine.unshard(engine.units[index])
+            self._unshard(engine.units[index])
 
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of a unit: put them in place (rule 1)."""
@@ -116,9 +119,14 @@ class Backward(Phase):
             if use.is_first:
                 self._at_first_call.add(use.unit.index)
             self._advance(use.unit)
-        self._engine.unshard(use.unit)
-        if not use.is_inside:
-            use.unit.bind()
+        self._unshard(use.unit, binds=not use.is_inside)
+
+    def _unshard(self, unit: Unit, *, binds: bool = False) -> None:
+        """Let compute wait for the unit's weights (rule 1), which are all-gathered unless they are in the slot."""
+        self._engine.all_gather(unit)
+        unit.ready()
+        if binds:
+            unit.set_bound(True)
 
     def _advance(self, unit: Unit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
@@ -127,7 +135,8 @@ class Backward(Phase):
         visit = self._schedule.find(unit.index)
         if visit is None:  # outside of the program, or needed again after its visit
             return
-        if not unit.is_streamed and (visit > self._next_visit or self._waits_before(visit)):
+        following = self._schedule.released + (self._computing is not None)  # the visit after the current one
+        if not unit.is_streamed and (visit > following or self._waits_before(visit)):
             return  # resident: its weights stay, and the visits before may still come
         engine = self._engine
         self._computing = unit
@@ -147,11 +156,6 @@ class Backward(Phase):
         calls, before = self.graph.calls, self._schedule.visits[self._schedule.released : visit]
         return any(calls[unit] > 1 and unit not in self._at_first_call for unit in before)
 
-    @property
-    def _next_visit(self) -> int:
-        """The visit after the current one."""
-        return self._schedule.released + (self._computing is not None)
-
     def _issue(self, ops: Sequence[Op]) -> None:
         for op in ops:
             unit = self._engine.units[op.unit]
@@ -163,7 +167,7 @@ class Backward(Phase):
 
     def read(self, unit: Unit) -> None:
         """See `Phase`. Recomputed code of the root unit reads it."""
-        self._engine.unshard(unit)
+        self._unshard(unit)
         unit.guard.set_present(True, marks=False)
 
     # -- recomputation --------------------------------------------------------------------------------------------
@@ -188,12 +192,11 @@ class Backward(Phase):
     def _recompute(self, unit: Unit) -> None:
         # A resident unit is in place. Its recomputation does not end the visit of the unit before: one checkpoint may
         # recompute several resident units in the order of forward, before backward comes to the last one's gradients.
-        visits, following = self._schedule.visits, self._next_visit
+        visits, following = self._schedule.visits, self._schedule.released + (self._computing is not None)
         is_next = following < len(visits) and visits[following] == unit.index
         if unit.is_streamed and self._computing is not unit and is_next:
             self._advance(unit)
-        self._engine.unshard(unit)
-        unit.bind()
+        self._unshard(unit, binds=True)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -222,7 +225,9 @@ class Backward(Phase):
                 unit.release()
         self._computing = None
         self._issue(self._schedule.finish())
-        engine.reductions.start_late_ones()
+        for unit in engine.units[1:]:  # gradients that came after the reduction of their unit
+            if unit.is_open or unit.has_spilled or unit.has_left:
+                engine.reductions.start(unit)
 
     def finish(self) -> None:
         """Autograd has run the whole graph: the last reductions, then gradients for the optimizer (rule 7)."""
@@ -231,7 +236,7 @@ class Backward(Phase):
             return
         self._close_pass()
         engine.reductions.start(engine.root_unit)
-        engine.reductions.end()
+        engine.reductions.leaves_small = False
         engine.root_unit.release()
         engine.finish_reading()
         if self._leaves_unaveraged:
@@ -275,7 +280,7 @@ class Backward(Phase):
 def refuse_changed(unit: Unit, versions: list[int]) -> None:
     """Raise, as autograd does, if weights were changed in place since their forward."""
     if versions != (now := unit.versions()):
-        changed = [s.name for s, was, now_ in zip(unit.params, versions, now, strict=True) if was != now_]
+        changed = [param.name for param, was, is_ in zip(unit.params, versions, now, strict=True) if was != is_]
         raise ShardingError(
             f"parameter {changed[0]!r} was modified by an inplace operation (optimizer.step(), load_state_dict, "
             ".copy_()) between a forward and its backward, whose gradients would mix old activations with new "

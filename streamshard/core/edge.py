@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamshard.comm.streams import StreamName
 from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
 from streamshard.core.module_state import Handle, handle_of
-from streamshard.core.params import LEFT_STATES, Param
+from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
@@ -39,9 +40,11 @@ from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
     AsTensors,
     active_ddp,
+    get_grad,
     queue_callback,
     saved_tensors_hooks,
     sequence_number,
+    set_grad,
     skip,
     untraced,
 )
@@ -251,27 +254,28 @@ def _holding_back_weights(
 def _watch_nodes(
     values: Any, depth: int, first: int, given: Collection[Any], engine: Engine, origin: Graph | Use
 ) -> int:
-    """Watch the nodes of the tensors in `values` that a call has made, see `_watch_node`.
+    """Let backward report before it runs a node of the tensors in `values` that a call has made.
 
     Args:
         values: outputs of the call, which may be inputs of it.
         depth: see `tensors_in`.
         first: sequence number of the first node of the call.
         given: nodes of the call's inputs.
-        engine, origin: see `_watch_node`.
+        engine: of the model.
+        origin: the call of a unit's layer, or the graph of the whole forward.
 
     Returns:
         The sequence number of the latest one; -1: there are none.
     """
+    function: Callable[..., None] = _need_weights if isinstance(origin, Use) else _reach_pass
     latest = -1
     for tensor in tensors_in(values, depth=depth):
         # An in-place edit of a view replaces the view's node. The node of its base stays.
         for each in (tensor, tensor._base):
             node = None if each is None else each.grad_fn
             if node is not None and (number := node._sequence_nr()) >= first and node not in given:
-                _watch_node(node, engine, origin)
-                if number > latest:
-                    latest = number
+                node.register_prehook(functools.partial(untraced, function, engine, origin))  # keeps `origin` alive
+                latest = max(latest, number)
     return latest
 
 
@@ -289,29 +293,26 @@ def _begin_backward(engine: Engine) -> Backward:
     """The backward under way, or a new one. See [Note: the end of a backward]."""
     phase = engine.phase
     if isinstance(phase, Backward):
-        if not phase.has_ended():
+        if phase.callback_of() is not None:
             return phase
         phase.recover()
-
-    def finish() -> None:
-        untraced(backward.finish)
-
-    callback_of = weakref.ref(finish, lambda _: backward.break_off())
-    backward = Backward(engine, lambda: callback_of() is None)
+    backward = Backward(engine)
+    finish = functools.partial(untraced, backward.finish)
+    backward.callback_of = weakref.ref(finish, backward.break_off)
     queue_callback(finish)
     engine.phase = backward
     backward.begin()
     return backward
 
 
-def _reach_pass(engine: Engine, graph: Graph) -> None:
-    """Backward has come to the outputs of the pass that made `graph`."""
+def _reach_pass(engine: Engine, graph: Graph, grads: object = None) -> None:
+    """Backward has come to the outputs of the pass that made `graph`. A prehook of their nodes."""
     if engine.phase is None or not engine.phase.is_forward:
         _begin_backward(engine).reach(graph)
 
 
-def _need_weights(engine: Engine, use: Use) -> None:
-    """Backward is about to read the weights of a unit. Any number of calls for one use.
+def _need_weights(engine: Engine, use: Use, grads: object = None) -> None:
+    """Backward is about to read the weights of a unit. A prehook of nodes. Any number of calls for one use.
 
     Raises:
         ShardingError: ``create_graph=True``, or a backward inside a forward, and the unit's weights leave their slot.
@@ -337,28 +338,40 @@ def _need_weights(engine: Engine, use: Use) -> None:
 def take_gradients(engine: Engine) -> None:
     """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot."""
     for unit in engine.units:
-        for param in unit.params:
+        for place, param in enumerate(unit.params):
+            hook = _leave_gradient if param.is_small else _take_gradient
             # Weak: the garbage collector does not see references of a tensor's hook, and the engine holds the tensor.
-            take = functools.partial(_take_gradient, weakref.ref(engine), weakref.ref(param), unit.index)
-            param.unsharded.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            hook = functools.partial(hook, weakref.ref(engine), unit.index, place)
+            param.unsharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 @skip
-def _take_gradient(
-    engine_of: Callable[[], Engine | None], param_of: Callable[[], Param | None], index: int, view: torch.Tensor
-) -> None:
-    """Autograd has made a gradient. Small ones that are left are copied when the unit is reduced."""
-    engine, param = engine_of(), param_of()
-    if engine is None or param is None:
+def _leave_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
+    """Autograd has made a small gradient. It stays in ``.grad`` until its unit is reduced.
+
+    If it cannot stay, it is copied at once: ``create_graph=True``, another stream than the backward's.
+    """
+    if (engine := engine_of()) is None:
         return
-    if param.is_small and engine.reductions.leave(index, param):
+    reductions = engine.reductions
+    is_here = reductions.stream is None or reductions.stream == engine.streams.device_stream(StreamName.COMPUTE)
+    if reductions.leaves_small and is_here and not torch.is_grad_enabled():
+        engine.units[index].has_left = True
+    else:
+        _take_gradient(engine_of, index, place, view)
+
+
+@skip
+def _take_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
+    """Autograd has made a gradient: copy it into the slot. It is the sum with a small one that was left before."""
+    if (engine := engine_of()) is None:
         return
+    unit = engine.units[index]
     with AsTensors():
-        grad = param.take_left()
-    if param.state in LEFT_STATES:  # the gradient of another stream: `grad` is the sum with the one left before
-        param.forget_left()
+        grad = get_grad(view)
+        set_grad(view, None)
     if grad is not None:  # else the parameter was frozen in this backward
-        untraced(_copy_gradient, engine, engine.units[index], param, grad)
+        untraced(_copy_gradient, engine, unit, unit.params[place], grad)
 
 
 def _copy_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor) -> None:
@@ -376,28 +389,10 @@ def _copy_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor)
     _begin_backward(engine).take(unit, param, grad)
 
 
-@skip
-def _on_node(function: Callable[..., None], engine: Engine, origin: Graph | Use, grads: Any) -> None:
-    """Prehook of a graph node. The node keeps `origin` alive."""
-    untraced(function, engine, origin)
-
-
-def _watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
-    """Let backward report before it runs `node`, which has made an output.
-
-    Args:
-        node: of the autograd graph.
-        engine: of the model.
-        origin: the call of a unit's layer, or the graph of the whole forward.
-    """
-    function: Callable[..., None] = _need_weights if isinstance(origin, Use) else _reach_pass
-    node.register_prehook(functools.partial(_on_node, function, engine, origin))
-
-
 def run_empty_backward(engine: Engine, graph: Graph) -> None:
     """Run a backward through `graph` without any gradient: all its collectives, with zeros."""
     loss = torch.zeros((), requires_grad=True) * 1.0
-    _watch_node(loss.grad_fn, engine, graph)
+    _watch_nodes(loss, 0, 0, (), engine, graph)
     loss.backward()
 
 

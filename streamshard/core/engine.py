@@ -12,10 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
-
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.issue_log import RecordKind
 from streamshard.config import Precision
 from streamshard.core.params import Param
 from streamshard.core.profiler import ProfilerNames
@@ -23,7 +20,7 @@ from streamshard.core.reductions import Reductions
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
-from streamshard.guards.loop import Structure, refuse_transforms
+from streamshard.guards.loop import Structure
 from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.unit_order import UnitOrder
@@ -168,6 +165,7 @@ class Engine:
         self._warnings: set[str] = set()
         self._ending = self.ranks.guard("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
+        self._read_in_place = [unit for unit in self.units if unit.reads_main_weights]
 
     @property
     def param_shards(self) -> list[Param]:
@@ -186,31 +184,6 @@ class Engine:
         """Clean up after a backward that an exception has ended. Does nothing in a pass or between passes."""
         if self.phase is not None:
             self.phase.recover()
-
-    def prepare_forward(self, *, is_whole_model: bool) -> None:
-        """Check that a forward pass can begin, and let the model have the buffers that the pass computes with.
-
-        Args:
-            is_whole_model: the model is called, not a part of it. As under DDP, a part leaves buffers alone.
-
-        Raises:
-            ShardingError: a forward cannot begin; says why.
-        """
-        self.recover()
-        if self.is_summoned:
-            raise ShardingError(
-                "a forward inside summon_full_params, where parameters hold full tensors, but layers compute with "
-                "all-gathered ones. Call the model, or generate, outside of summon_full_params"
-            )
-        refuse_transforms()
-        self.streams.refuse_capture()
-        self.profiler.look()
-        if self.empty:
-            self.refuse_empty("a forward")
-        self.inputs.before_pass()
-        if is_whole_model and self.buffers.are_sent:
-            trains = torch.is_grad_enabled() and self.is_synced
-            self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
     def warn_once(self, message: str) -> None:
         """Warn the user on the first rank, unless this message was given before."""
@@ -262,50 +235,21 @@ class Engine:
         if (structure := self.structure_of()) is not None:
             structure.check()
 
-    def begin_weights(self) -> None:
-        """A pass is about to all-gather: units cast weights that may have changed before their all-gathers."""
-        # One rank's parameters are ordinary ones, whose versions do not count writes through ``.data``.
-        is_current = self.are_weights_current and not self.is_whole
-        if not is_current:
-            self.check_structure()
-            for unit in self.units:
-                unit.guard.check()
-        self.ranks.recorder.log.add(RecordKind.FORWARD)
-        for unit in self.units:
-            unit.expire(unless_same=is_current)
-
-    def end_weights(self) -> None:
-        """A forward has issued its last all-gather."""
-        self.finish_reading()
-        self.are_weights_current = not self.is_synced
-
-    def finish_reading(self) -> None:
-        """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6)."""
-        with self._ending:
-            for unit in self.units:
-                unit.finish_reading()
-
     def all_gather(self, unit: Unit) -> None:
         """Start the unit's all-gather, if its slot holds another unit or nothing."""
         slot = unit.weight_slot
         if slot.content == unit.index:
             return
-        if slot.content is not None:
-            holder = self.units[slot.content]
-            if holder.is_bound:
-                holder.release()
+        if slot.content is not None and (holder := self.units[slot.content]).is_bound:
+            holder.release()
         with unit.gathering:
             if not unit.is_cast:
                 unit.cast(notes_versions=not self.is_synced)
             unit.start_gather()
 
-    def unshard(self, unit: Unit) -> None:
-        """Let compute wait for the unit's weights (rule 1), which are all-gathered unless they are in the slot."""
-        self.all_gather(unit)
-        unit.ready()
-
-    def reshard_all(self) -> None:
-        """Unbind all units."""
-        for unit in self.units:
-            if unit.is_bound:
-                unit.release()
+    def finish_reading(self) -> None:
+        """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6)."""
+        if self._read_in_place:
+            with self._ending:
+                for unit in self._read_in_place:
+                    unit.finish_reading()

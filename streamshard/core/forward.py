@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from streamshard.comm.issue_log import RecordKind
 from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.guards.loop import note_forward
+from streamshard.guards.loop import note_forward, refuse_transforms
 from streamshard.planning.program import Op, Schedule
+from streamshard.torch_private import is_profiled
 
 
 def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool) -> Forward:
@@ -21,21 +23,40 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
 
     Args:
         engine: between passes.
-        units: which units the pass may use.
-        is_whole_model: the model is called, not a part of it.
+        units: which units the pass may use, the root unit included.
+        is_whole_model: the model is called, not a part of it. As under DDP, a part leaves buffers alone.
 
     Raises:
         ShardingError: no pass can begin; says why.
     """
-    engine.prepare_forward(is_whole_model=is_whole_model)
-    engine.begin_weights()
+    engine.recover()
+    if engine.is_summoned:
+        raise ShardingError(
+            "a forward inside summon_full_params, where parameters hold full tensors, but layers compute with "
+            "all-gathered ones. Call the model, or generate, outside of summon_full_params"
+        )
+    refuse_transforms()
+    engine.streams.refuse_capture()
+    if is_profiled() or engine.profiler.is_on:
+        engine.profiler.look()
+    if engine.empty:
+        engine.refuse_empty("a forward")
+    engine.inputs.before_pass()
+    if is_whole_model and engine.buffers.are_sent:
+        trains = torch.is_grad_enabled() and engine.is_synced
+        engine.buffers.before_pass(trains=trains, source=engine.inputs.buffer_source)
+    # One rank's parameters are ordinary ones, whose versions do not count writes through ``.data``.
+    is_current = engine.are_weights_current and not engine.is_whole
+    if not is_current:
+        engine.check_structure()
+        for unit in engine.units:
+            unit.guard.check()
+    engine.ranks.recorder.log.add(RecordKind.FORWARD)
+    for unit in engine.units:  # each casts before its all-gather, if its weights may have changed
+        unit.expire(unless_same=is_current)
     forward = Forward(engine, units)
+    forward.begin()
     engine.phase = forward
-    try:
-        forward.begin()
-    except BaseException:
-        engine.phase = None
-        raise
     return forward
 
 
@@ -52,7 +73,7 @@ class Forward(Phase):
 
     def __init__(self, engine: Engine, units: frozenset[int]) -> None:
         self._has_graph = has_graph = torch.is_grad_enabled()
-        visits = [index for index in engine.order.order if index in units or index == ROOT_UNIT]
+        visits = list(filter(units.__contains__, engine.order.order))
         self.graph = Graph({ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
         self._engine = engine
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=False)
@@ -64,18 +85,15 @@ class Forward(Phase):
     def begin(self) -> None:
         """Issue the first all-gathers, and bind the root unit."""
         engine = self._engine
-        self._mark_absent(in_forward=True)
+        if self._has_graph:
+            for unit in engine.units[1:]:
+                unit.guard.mark_absent(in_forward=True)
         for unit in engine.resident:
             unit.guard.set_present(False, marks=False)
         engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
         self._reach(engine.root_unit)
-        self._bind(engine.root_unit)
-
-    def _mark_absent(self, *, in_forward: bool) -> None:
-        """Give absent weights the version number for inside a forward, or outside. See [Note: absent weights]."""
-        if self._has_graph:
-            for unit in self._engine.units[1:]:
-                unit.guard.mark_absent(in_forward=in_forward)
+        self._begin_use(engine.root_unit)
+        engine.root_unit.set_bound(True)
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +115,9 @@ class Forward(Phase):
             self._use_in_place(unit)
         else:
             self._reach(unit)
-        self._bind(unit)
+        if not unit.is_bound:  # else a layer of the unit is running, and may have changed the unit
+            self._begin_use(unit)
+            unit.set_bound(True)
         self._running.append(unit)
         versions = unit.versions() if torch.is_grad_enabled() else []
         is_first = False
@@ -128,17 +148,16 @@ class Forward(Phase):
         """Issue the program up to `unit`, and let compute wait for the unit's weights (rule 1)."""
         schedule = self._schedule
         if self._learns and schedule.is_out_of_order(unit.index):
-            self._prefetch(schedule.finish())
+            self._issue(schedule.finish())
             while self._gather_on_request(unit.index) != unit.index:
                 pass
             schedule.reach_requested(unit.index)
         else:
-            for op in schedule.reach(unit.index):
-                self._engine.all_gather(self._engine.units[op.unit])
+            self._issue(schedule.reach(unit.index))
         self._engine.all_gather(unit)  # unless it is in its slot
         unit.ready()
 
-    def _prefetch(self, ops: list[Op]) -> None:
+    def _issue(self, ops: list[Op]) -> None:
         for op in ops:
             self._engine.all_gather(self._engine.units[op.unit])
 
@@ -161,16 +180,12 @@ class Forward(Phase):
 
     def _use_in_place(self, unit: Unit) -> None:
         """Compute with the resident `unit` beside the program: no other unit's visit ends."""
-        self._engine.unshard(unit)
+        self._engine.all_gather(unit)
+        unit.ready()
         self._begin_use(unit)
         self._read.add(unit.index)
         self._schedule.read(unit.index, is_inside=bool(self._running))
         self.graph.versions.setdefault(unit.index, unit.versions())
-
-    def _bind(self, unit: Unit) -> None:
-        if not unit.is_bound:  # else a layer of the unit is running, and may have changed the unit
-            self._begin_use(unit)
-            unit.bind()
 
     def _begin_use(self, unit: Unit) -> None:
         """Layers may compute with the weights; `Unit.end_use` compares with now. Once per pass if it is resident."""
@@ -205,15 +220,20 @@ class Forward(Phase):
                     engine.units[index].end_use()
             except ShardingError as raised:
                 error = refused = raised
-        engine.reshard_all()
-        self._mark_absent(in_forward=False)
+        for unit in engine.units:
+            if unit.is_bound:
+                unit.release()
+        if self._has_graph:
+            for unit in engine.units[1:]:
+                unit.guard.mark_absent(in_forward=False)
         if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
         # A rank with a failed forward still takes part in the exchanges.
-        self._prefetch(self._schedule.finish())
+        self._issue(self._schedule.finish())
         while self._learns and self._gather_on_request(None) is not None:
             pass
-        engine.end_weights()
+        engine.finish_reading()
+        engine.are_weights_current = not engine.is_synced
         if self._learns:
             engine.order.learn(self._schedule, engine.ranks, has_failed=error is not None)
         if refused is not None:

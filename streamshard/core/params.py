@@ -19,12 +19,11 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.transport import Reduction
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
-from streamshard.guards.sharded_parameter import be_piece, drop_unreduced, put_grad
+from streamshard.guards.sharded_parameter import be_piece, put_grad
 from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor
-from streamshard.guards.weights import UnshardedParameter
+from streamshard.guards.weights import UnshardedParameter, WeightGuard
 from streamshard.planning.flat_params import ByteRange, FlatParamPlan
 from streamshard.planning.layout import LocalRange, ParamLayout
 from streamshard.planning.memory import Category
@@ -35,11 +34,7 @@ class GradState(enum.IntEnum):
     """Where the gradient of a parameter is: the sum of all backwards since the last one was given."""
 
     NONE = enum.auto()
-    """Nowhere: there is no gradient."""
-    LEFT = enum.auto()
-    """In ``.grad`` of the unsharded parameter, where autograd has left it. Small gradients are copied together."""
-    LEFT_TOO = enum.auto()
-    """One in the gradient slot, and another one left as in LEFT, to be added."""
+    """Nowhere, or a small one where autograd has left it: in ``.grad`` of the unsharded parameter."""
     IN_SLOT = enum.auto()
     """In the gradient slot. Another gradient of the same backward is added."""
     SPILLED = enum.auto()
@@ -54,18 +49,13 @@ class GradState(enum.IntEnum):
 
 _S = GradState
 GRAD_TRANSITIONS = {
-    _S.NONE: (_S.LEFT, _S.IN_SLOT, _S.UNREDUCED, _S.GIVEN),  # the last two: only other ranks have a gradient
-    _S.LEFT: (_S.LEFT, _S.IN_SLOT, _S.NONE),  # the last: a gradient of another stream is copied at once
-    _S.LEFT_TOO: (_S.LEFT_TOO, _S.IN_SLOT),
-    _S.IN_SLOT: (_S.IN_SLOT, _S.LEFT_TOO, _S.SPILLED, _S.REDUCED, _S.UNREDUCED),
+    _S.NONE: (_S.IN_SLOT, _S.UNREDUCED, _S.GIVEN),  # the last two: only other ranks have a gradient
+    _S.IN_SLOT: (_S.IN_SLOT, _S.SPILLED, _S.REDUCED, _S.UNREDUCED),
     _S.SPILLED: (_S.IN_SLOT,),
-    _S.REDUCED: (_S.LEFT, _S.IN_SLOT, _S.UNREDUCED, _S.GIVEN, _S.NONE),  # the last: frozen in backward
+    _S.REDUCED: (_S.IN_SLOT, _S.UNREDUCED, _S.GIVEN, _S.NONE),  # the last: frozen in backward
     _S.UNREDUCED: (_S.IN_SLOT, _S.REDUCED, _S.NONE),  # the last: the user has dropped it
-    _S.GIVEN: (_S.LEFT, _S.NONE),  # the next backward begins to make gradients
+    _S.GIVEN: (_S.NONE,),  # the next backward begins to make gradients
 }
-
-
-LEFT_STATES = (_S.LEFT, _S.LEFT_TOO)
 
 
 def move_all(params: Iterable[Param], state: GradState) -> None:
@@ -167,22 +157,7 @@ class Param:
             self.given = ShardedTensor.wrap(self._main_grad.detach(), self._grad_piece, life)
         if (own := get_grad(self.param)) is not None:
             self.given.add_(own)
-        drop_unreduced(self.param)
         set_grad(self.param, self.given)
-
-    def take_left(self) -> torch.Tensor | None:
-        """Take the gradient that autograd has left in ``.grad`` of the unsharded parameter. Inside `AsTensors`.
-
-        Returns:
-            [full shape]; None: the parameter was frozen in this backward.
-        """
-        grad = get_grad(self.unsharded)
-        set_grad(self.unsharded, None)
-        return grad
-
-    def forget_left(self) -> None:
-        """The gradient that was left is taken or gone."""
-        move_all((self,), GradState.IN_SLOT if self.state is GradState.LEFT_TOO else GradState.NONE)
 
     def spill(self) -> None:
         """Copy the gradient out of the slot."""
@@ -236,6 +211,7 @@ class FlatParam:
         weights: [padded_numel] compute_dtype. Layers compute with views of it.
         grads: [padded_numel] grad_dtype, its range of the gradient slot; empty if it is frozen.
         main_grads: [shard_numel] fp32; empty if it is frozen.
+        scratch: grad_dtype, for its reductions; empty if it is frozen.
         is_main_in_slot: main grads are this rank's range of the gradient slot, until a reduction adds to them.
         params: filled by `add`.
     """
@@ -253,7 +229,7 @@ class FlatParam:
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[Param] = []
         self.is_main_in_slot = False
-        self.grads = self.main_grads = self._scratch = torch.empty(0)
+        self.grads = self.main_grads = self.scratch = torch.empty(0)
         self._plan, self._ranks, self._ledger_of = plan, ranks, weakref.ref(ledger)
         numel, kind = plan.layout.shard_numel, plan.kind
         is_cast = kind.main_dtype is not kind.wire_dtype
@@ -278,7 +254,7 @@ class FlatParam:
         """
         numel, dtype = self.layout.shard_numel, self.kind.grad_dtype
         self.grads = slot.buffer.narrow(0, *self._plan.grads).view(dtype)
-        self._scratch = slot.scratch.buffer.narrow(0, *scratch).view(dtype)
+        self.scratch = slot.scratch.buffer.narrow(0, *scratch).view(dtype)
         self.is_main_in_slot = keeps_slot and dtype is torch.float32
         if self.is_main_in_slot:
             self.main_grads = self.grads.narrow(0, self._ranks.rank * numel, numel)
@@ -319,17 +295,17 @@ class FlatParam:
         be_piece(param, what)
         return added
 
-    # -- the journey ----------------------------------------------------------------------------------------------
+    def make_unsharded(self, param: Param, guard: WeightGuard) -> None:
+        """Make the unsharded parameter of `param`, watched by `guard`, and give its gradient a place.
 
-    def cast(self) -> None:
-        """Cast main weights to the all-gather input. Compute stream."""
-        if self.gather_input is not self.main:
-            self.gather_input.copy_(self.main)
-
-    def convert(self) -> None:
-        """Convert the gathered weights from the wire dtype to the compute dtype. Compute stream."""
-        if self.gathered is not self.weights:
-            self.weights.copy_(self.gathered)
+        It is a view of an alias of the slot with a version counter of its own: autograd must not take an all-gather for
+        an in-place edit of saved tensors.
+        """
+        alias = self.weights.data
+        param.unsharded = UnshardedParameter(self.part_of(alias, param.layout), requires_grad=True)
+        guard.watch(param.unsharded, alias, param.param, param.name, param.piece)
+        if self.kind.trains:
+            self.place_grad(param)
 
     def part_of(self, full: torch.Tensor, param: ParamLayout) -> torch.Tensor:
         """The parameter's range of `full` [padded_numel], a view in its full shape."""
@@ -345,10 +321,6 @@ class FlatParam:
         """Give main grads memory of their own, because a reduction adds to them. Compute stream."""
         self.is_main_in_slot = False
         self.main_grads = self._new_main_grads().copy_(self.main_grads)
-
-    def reduction(self, *, accumulate: bool) -> Reduction:
-        """The reduction from its range of the slot into main grads, or added to them."""
-        return Reduction(self.grads, self.main_grads, self._scratch, self.kind.mode, accumulate, self.tag)
 
 
 def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:

@@ -38,19 +38,24 @@ class ProfilerNames(Observer):
     Args:
         streams: the engine's, which report the work.
         names: of the units.
+
+    Attributes:
+        is_on: a profiler ran when the last pass began.
     """
 
     def __init__(self, streams: Streams, names: Sequence[str]) -> None:
         self._streams = streams
         self._names = names
+        self.is_on = False
         self._open: dict[tuple[str, int | None], Any] = {}  # by part and unit, the range that has begun
 
     def look(self) -> None:
         """A pass begins: mark its work if a profiler runs."""
-        observers, is_there = self._streams.observers, self in self._streams.observers
-        if is_profiled() and not is_there:
+        observers, was_on = self._streams.observers, self.is_on
+        self.is_on = is_profiled()
+        if self.is_on and not was_on:
             self._streams.observers = (*observers, self)
-        elif is_there and not is_profiled():
+        elif was_on and not self.is_on:
             self._streams.observers = tuple(each for each in observers if each is not self)
             self.close()
 

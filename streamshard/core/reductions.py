@@ -17,23 +17,13 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
-from streamshard.core.params import GradState, Param
+from streamshard.core.params import Param
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.planning.memory import Category
 
 if TYPE_CHECKING:
     from streamshard.core.replicas import Replicas
-
-# The states in which a small gradient is left in ``.grad``, with the state that follows.
-LEAVING = {
-    GradState.NONE: GradState.LEFT,
-    GradState.LEFT: GradState.LEFT,
-    GradState.LEFT_TOO: GradState.LEFT_TOO,
-    GradState.GIVEN: GradState.LEFT,
-    GradState.REDUCED: GradState.LEFT,
-    GradState.IN_SLOT: GradState.LEFT_TOO,
-}
 
 
 class Reductions:
@@ -47,7 +37,9 @@ class Reductions:
 
     Attributes:
         due: indices of units that the program still reduces.
-        left: indices of units with gradients that autograd has left in ``.grad`` of unsharded parameters.
+        leaves_small: a backward runs, and autograd leaves small gradients in ``.grad`` of unsharded parameters until
+            their unit is reduced.
+        stream: the device's stream of the backward; None on the CPU.
         used: agrees on which parameters had a gradient.
     """
 
@@ -55,12 +47,11 @@ class Reductions:
         self.ranks = ranks
         self.replicas = replicas
         self.due: set[int] = set()
-        self.left: set[int] = set()
+        self.leaves_small = False
+        self.stream: Any = None
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._units = units
         self._is_last = True
-        self._leaves_small = False
-        self._stream: Any = None  # the device's stream of the backward
         self._under_way: list[Work] = []
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
         self._finishing = ranks.guard("the last reductions of a backward")
@@ -71,31 +62,13 @@ class Reductions:
         Args:
             is_synced: outside of ``no_sync()``.
             is_last: gradients are reduced; False: they stay in their slots, for another backward to add to.
-            leaves_small: small gradients stay in ``.grad``, where autograd makes them, until their unit is reduced.
+            leaves_small: see above.
         """
         self.due = set()
-        self.left.clear()
-        self._is_last, self._leaves_small = is_last, leaves_small
-        self._stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
+        self._is_last, self.leaves_small = is_last, leaves_small
+        self.stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
         if self.replicas is not None:
             self.replicas.begin(is_synced=is_synced)
-
-    def end(self) -> None:
-        """The backward has ended: no gradient is left any more."""
-        self._leaves_small = False
-
-    def leave(self, unit: int, param: Param) -> bool:
-        """Autograd has made a small gradient: whether it stays in ``.grad``, LEFT. Otherwise it is copied at once.
-
-        Gradients of other streams do not stay.
-        """
-        if not self._leaves_small or torch.is_grad_enabled() or (left := LEAVING.get(param.state)) is None:
-            return False
-        if self._stream is not None and self._stream != self.ranks.streams.device_stream(StreamName.COMPUTE):
-            return False
-        param.state = left  # each in the table of transitions: here calls cost time, once per gradient
-        self.left.add(unit)
-        return True
 
     def take(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
         """Copy or add `grad` [full shape] to the unit's gradient slot; opens the slot (rule 3)."""
@@ -113,15 +86,10 @@ class Reductions:
         if unit.grad_slot.content is not None:  # gradients that come in several parts
             earlier = self._units[unit.grad_slot.content]
             if earlier.index in self.due:  # other ranks may not be here: they reduce it where the program has it
-                self._collect(earlier)
+                earlier.collect(self.stream)
                 earlier.spill()
             else:
                 self.start(earlier)
-
-    def _collect(self, unit: Unit) -> None:
-        if unit.index in self.left:
-            self.left.remove(unit.index)
-            unit.collect(self._stream)
 
     def start(self, unit: Unit) -> None:
         """Collect the gradients of the unit, which are all made, and reduce them (rule 4).
@@ -130,14 +98,14 @@ class Reductions:
         """
         if not (unit.is_trainable or unit.waits):
             return
-        if not self._is_last and unit.index not in self.left and not unit.is_open:
+        if not self._is_last and not unit.has_left and not unit.is_open:
             return
         if not unit.is_open:
             self._make_room(unit)
         with unit.reducing:
             if not unit.is_open:
                 unit.open()
-            self._collect(unit)
+            unit.collect(self.stream)
             if not self._is_last:
                 return
             work = unit.start_reduce()
@@ -146,24 +114,19 @@ class Reductions:
         if self.replicas is not None:
             self.replicas.add(unit, work)
 
-    def start_late_ones(self) -> None:
-        """Reduce gradients that came after the reduction of their unit, except those of the root unit."""
-        for unit in self._units[1:]:
-            if unit.is_open or unit.has_spilled or unit.index in self.left:
-                self.start(unit)
-
     def finish(self) -> list[nn.Parameter]:
         """Let the compute stream wait for all reductions, and set ``.grad``.
 
         Returns:
             The parameters that have a new gradient.
         """
-        reduced = [unit for unit in self._units if unit.has_taken]
         self.complete(sends_flags=True)
         used = self.used.finish()
         given: list[nn.Parameter] = []
-        for unit in reduced:
-            given += unit.give(used[unit.index])
+        for unit in self._units:
+            flags = used[unit.index] if used else None
+            if unit.has_taken:
+                given += unit.give(flags)
         return given
 
     def complete(self, *, sends_flags: bool = False) -> None:
@@ -218,10 +181,19 @@ class UsedParams:
 
     def start(self) -> None:
         """Start to tell the other ranks which parameters had a gradient on this rank."""
-        if self._stages:
-            with self._exchanging:
-                self._write([param.is_used for unit in self._units for param in unit.params])
-                self._start(0)
+        if not self._stages:
+            return
+        flags = [param.is_used for unit in self._units for param in unit.params]
+        with self._exchanging:
+            if flags != self._sent:  # else the last exchange has sent the same
+                self._sent = flags
+                self._arrived[0].wait()  # rule 6: the last exchange, also of other ranks, has read the flags
+                if self._readers is not None:
+                    self._readers.wait()
+                is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
+                told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
+                self._flags[0].copy_(told, non_blocking=is_remote)
+            self._start(0)
 
     def _start(self, stage: int) -> None:
         own, gathered = self._flags[stage : stage + 2]
@@ -233,31 +205,22 @@ class UsedParams:
         if stage == 0:
             self._readers = transport.readers(work)
 
-    def finish(self) -> list[list[bool]]:
-        """By unit, which parameters any rank used. On a device the host waits only if this rank left one out."""
-        here = [[param.is_used for param in unit.params] for unit in self._units]
+    def finish(self) -> list[list[bool]] | None:
+        """By unit, which parameters any rank used. None: this rank used all that any rank may have used.
+
+        On a device the host waits only for a list.
+        """
         if not self._stages:
-            return here
-        is_complete = all(param.is_used or not unit.counts(param) for unit in self._units for param in unit.params)
+            return None
+        missing = [param for unit in self._units for param in unit.params if not param.is_used and unit.counts(param)]
         with self._exchanging:
             for stage in range(len(self._stages)):
                 if stage > 0:
                     self._start(stage)
                 # On the CPU not left for later: gloo's work objects must not outlive a profiler that saw them made.
-                if not is_complete or not self._ranks.streams.has_streams or stage + 1 < len(self._stages):
+                if missing or not self._ranks.streams.has_streams or stage + 1 < len(self._stages):
                     self._arrived[stage].wait()  # rule 7
-        if is_complete:
-            return here
+        if not missing:
+            return None
         anywhere = iter(self._flags[-1].view(-1, self._flags[0].numel()).amax(0).bool().tolist())
         return [list(itertools.islice(anywhere, len(unit.params))) for unit in self._units]
-
-    def _write(self, flags: list[bool]) -> None:
-        """Copy `flags` to the device, unless the last exchange has sent the same. Compute stream."""
-        if flags != self._sent:
-            self._sent = flags
-            self._arrived[0].wait()  # rule 6: the last exchange, also of other ranks, has read the flags
-            if self._readers is not None:
-                self._readers.wait()
-            is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
-            told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
-            self._flags[0].copy_(told, non_blocking=is_remote)

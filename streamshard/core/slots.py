@@ -100,7 +100,7 @@ class WeightState(enum.IntEnum):
 
 
 WEIGHT_TRANSITIONS = {
-    WeightState.EMPTY: (WeightState.ARRIVING,),
+    WeightState.EMPTY: (WeightState.ARRIVING, WeightState.EMPTY),
     WeightState.ARRIVING: (WeightState.READY, WeightState.ARRIVING, WeightState.EMPTY),  # the last two: never used
     WeightState.READY: (WeightState.READY, WeightState.ARRIVING, WeightState.EMPTY),
 }
@@ -124,11 +124,6 @@ class WeightSlot(_Slot):
         self.is_shared = is_shared
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
-
-    def empty(self) -> None:
-        """The weights in the slot are out of date."""
-        if self.state is not WeightState.EMPTY:
-            self.move(WeightState.EMPTY, None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the slot."""

@@ -1,7 +1,7 @@
 """One unit: the parameters that are cast, all-gathered, reduced and given together. One method per step of their way.
 
     main weights -cast-> all-gather input -start_gather-> weight slot -ready, bind-> forward, backward -release->
-    autograd -leave, write-> gradient slot -start_reduce-> main grads -give-> ``.grad`` -optimizer-> main weights
+    autograd -write, collect-> gradient slot -start_reduce-> main grads -give-> ``.grad`` -optimizer-> main weights
 
 The unit knows how to do each step, `streamshard.core.engine` and its passes know when. Large gradients are written to
 the slot as soon as autograd has made them. Small ones are left in ``.grad`` of the unsharded parameters and collected
@@ -21,12 +21,13 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work, as_one
-from streamshard.core.params import LEFT_STATES, FlatParam, GradState, Param, move_all
+from streamshard.comm.transport import Reduction
+from streamshard.core.params import FlatParam, GradState, Param, move_all
 from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
 from streamshard.guards.sharded_tensor import Life
-from streamshard.guards.weights import UnshardedParameter, WeightGuard
+from streamshard.guards.weights import WeightGuard
 from streamshard.planning.flat_params import UnitLayout
 from streamshard.torch_private import AsTensors, get_grad, set_grad
 
@@ -39,6 +40,7 @@ _WHY_EARLIER = (
 _COLLECTED_BYTES = 1 << 20
 
 _versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
+_use_of = operator.attrgetter("is_used")
 
 
 class Unit:
@@ -62,6 +64,7 @@ class Unit:
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
         is_trainable: a parameter requires a gradient, and has room for it; see `take_trainability`.
         is_cast: the all-gather input has the weights as the user has left them.
+        has_left: autograd has left small gradients of this backward in ``.grad`` of unsharded parameters.
         has_taken: this backward has moved ``.grad`` of parameters into main grads.
         has_spilled: gradients are in copies, because another unit has taken the slot.
         waits: an earlier backward may have left unreduced gradients, here or on other ranks, to be reduced.
@@ -84,7 +87,8 @@ class Unit:
         self.weight_slot, self.grad_slot, self.ranks, self.is_streamed = weight_slot, grad_slot, ranks, is_streamed
         self.name = layout.name or "the root unit"
         self.params: list[Param] = []
-        self.is_bound = self.is_trainable = self.is_cast = self.has_taken = self.has_spilled = self.waits = False
+        self.is_bound = self.is_trainable = self.is_cast = False
+        self.has_left = self.has_taken = self.has_spilled = self.waits = False
         self.guard = WeightGuard(weight_slot.is_shared)
         self.gathering = ranks.guard("the gather of", self.name)
         self.reducing = ranks.guard("the reduction of", self.name)
@@ -107,29 +111,27 @@ class Unit:
     # -- construction ---------------------------------------------------------------------------------------------
 
     def make_unsharded(self) -> None:
-        """Make the unsharded parameters, views of the slot.
-
-        They are views of aliases of the slot with version counters of their own: autograd must not take an all-gather
-        for an in-place edit of saved tensors.
-        """
+        """Make the unsharded parameters, views of the slot, and choose the small ones."""
         small_bytes = 0
         for flat in self.flat_params:
             for param in flat.params:
-                alias = flat.weights.data
-                view = UnshardedParameter(flat.part_of(alias, param.layout), requires_grad=True)
-                param.unsharded = view
+                flat.make_unsharded(param, self.guard)
                 self.params.append(param)
-                self.guard.watch(view, alias, param.param, param.name, param.piece)
-                if flat.kind.trains:
-                    flat.place_grad(param)
+                if param.has_room:
                     self._with_room.append(param)
-                    param.is_small = small_bytes + view.nbytes <= _COLLECTED_BYTES
-                    small_bytes += view.nbytes * param.is_small
+                    n_bytes = param.unsharded.nbytes
+                    param.is_small = small_bytes + n_bytes <= _COLLECTED_BYTES
+                    small_bytes += n_bytes * param.is_small
         self._sharded = [param.param for param in self.params]
         self._trains = [True] * len(self.params)
         if not self.params:  # nothing will ever be gathered
             self.is_cast = True
             self.weight_slot.move(WeightState.ARRIVING, self.index)
+
+    @property
+    def reads_main_weights(self) -> bool:
+        """Whether all-gathers read main weights themselves: these have the wire dtype."""
+        return any(flat.main is flat.gather_input for flat in self.flat_params)
 
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
         """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
@@ -146,14 +148,15 @@ class Unit:
         """
         if self.params and not (unless_same and self._cast_versions == self.versions()):
             self.is_cast = False
-            self.weight_slot.empty()
+            self.weight_slot.move(WeightState.EMPTY, None)
 
     def cast(self, *, notes_versions: bool) -> None:
         """Cast the weights as the user has left them to the all-gather input, and note versions for `expire`."""
         self._streams.observe(StepEvent.CAST_BEGINS, self.index)
         self._read_done.wait()  # rule 6: the last all-gather, also of other ranks, has read the input
         for flat in self.flat_params:
-            flat.cast()
+            if flat.gather_input is not flat.main:
+                flat.gather_input.copy_(flat.main)
         self._cast_versions = self.versions() if notes_versions else []
         self.is_cast = True
         self._cast_done.record()
@@ -184,33 +187,29 @@ class Unit:
         self.weight_slot.move(WeightState.READY, self.index)
         if self._is_in_wire_dtype:
             for flat in self.flat_params:
-                flat.convert()
+                if flat.gathered is not flat.weights:
+                    flat.weights.copy_(flat.gathered)
             self._is_in_wire_dtype = False
 
     def finish_reading(self) -> None:
-        """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6)."""
-        for flat in self.flat_params:
-            if flat.main is flat.gather_input:
-                self._read_done.wait()  # rule 6
+        """The user may write main weights: wait for the last all-gather that reads them (rule 6)."""
+        self._read_done.wait()  # rule 6
 
-    def bind(self) -> None:
-        """Let the unit's modules hold the unsharded parameters. A second call does nothing."""
-        if not self.is_bound:
-            self._set_bound(True)
-
-    def release(self) -> None:
-        """Reshard: modules hold the sharded parameters again, and the slot is free when compute has come here."""
-        if self.is_bound:
-            self._set_bound(False)
-        self.weight_slot.released.record()
-
-    def _set_bound(self, is_bound: bool) -> None:
+    def set_bound(self, is_bound: bool) -> None:
+        """Let the unit's modules hold the unsharded parameters, or the sharded ones. A second call does nothing."""
+        if is_bound is self.is_bound:
+            return
         self.is_bound = is_bound
         if self.is_streamed:
             self.guard.set_present(is_bound)
         for owner_of, key, values in self._bindings:
             if (owner := owner_of()) is not None:
                 owner.__dict__[key] = values[is_bound]
+
+    def release(self) -> None:
+        """Reshard: modules hold the sharded parameters again, and the slot is free when compute has come here."""
+        self.set_bound(False)
+        self.weight_slot.released.record()
 
     def take_trainability(self) -> None:
         """Copy ``requires_grad`` from the sharded to the unsharded parameters.
@@ -268,11 +267,14 @@ class Unit:
         """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
         are_same = True
         self._adds = False
+        given = []
         with AsTensors():
             for param in self._with_room:
                 are_same = param.take_grad() and are_same
                 self._adds = self._adds or param.is_kept
-        move_all((param for param in self._with_room if param.state is GradState.GIVEN), GradState.NONE)
+                if param.state is GradState.GIVEN:
+                    given.append(param)
+        move_all(given, GradState.NONE)
         if not are_same:
             self._renew()
         if self._adds:
@@ -311,22 +313,22 @@ class Unit:
         self._write([param], [grad])
 
     def collect(self, stream: Any) -> None:
-        """Copy the small gradients that autograd has left into the slot, which is open.
+        """Copy the small gradients that autograd has left, if there are any, into the slot, which is open.
 
         Args:
             stream: the device's stream that has made them. The allocator gives their memory back to this stream.
         """
+        if not self.has_left:
+            return
+        self.has_left = False
         left, grads = [], []
         with self._streams.on_device_stream(stream):
             with AsTensors():
                 for param in self._with_room:
-                    if param.state in LEFT_STATES:
-                        if (grad := get_grad(param.unsharded)) is None:
-                            param.forget_left()
-                        else:
-                            set_grad(param.unsharded, None)
-                            left.append(param)
-                            grads.append(grad)
+                    if (grad := get_grad(param.unsharded)) is not None:
+                        set_grad(param.unsharded, None)
+                        left.append(param)
+                        grads.append(grad)
             self._write(left, grads)
 
     def _write(self, params: Sequence[Param], grads: Sequence[torch.Tensor]) -> None:
@@ -337,7 +339,7 @@ class Unit:
         for param, grad in zip(params, grads, strict=True):
             if grad.is_sparse:
                 grad = grad.to_dense()
-            if self._adds_in_slot or param.state in (GradState.IN_SLOT, GradState.LEFT_TOO):
+            if self._adds_in_slot or param.state is GradState.IN_SLOT:
                 param.in_slot.add_(grad)
             else:
                 key = param.in_slot.dtype, grad.dtype
@@ -377,18 +379,26 @@ class Unit:
         slot.finish_writing()
         works = []
         for flat in self._trained:
-            works.append(self.ranks.transport.start_reduce(flat.reduction(accumulate=self._adds)))
+            places = flat.grads, flat.main_grads, flat.scratch
+            works.append(self.ranks.transport.start_reduce(Reduction(*places, flat.kind.mode, self._adds, flat.tag)))
         self._adds = True
         work = as_one(works)
         slot.drain(work)
         self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)
         return work
 
-    def give(self, used: Sequence[bool]) -> list[nn.Parameter]:
-        """Make main grads ``.grad`` of parameters that held one, or that any rank `used`. Returns the used ones."""
+    def give(self, used: Sequence[bool] | None) -> list[nn.Parameter]:
+        """Make main grads ``.grad`` of parameters that held one, or that ranks have used.
+
+        Args:
+            used: which of the parameters any rank has used; None: the same as this rank.
+
+        Returns:
+            The used ones.
+        """
         given, new = [], []
         with AsTensors():
-            for param, is_used in zip(self.params, used, strict=True):
+            for param, is_used in zip(self.params, used or map(_use_of, self.params), strict=True):
                 param.is_used = False
                 if not param.has_room:
                     continue
@@ -415,7 +425,7 @@ class Unit:
             with AsTensors():
                 set_grad(param.unsharded, None)
             param.discard_grad()
-        self.has_taken = self.has_spilled = self.waits = False
+        self.has_left = self.has_taken = self.has_spilled = self.waits = False
         if self.is_open:
             self.grad_slot.move(SlotState.FREE, None)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamshard import StreamShard
 from streamshard.core import backward as backward_module
-from streamshard.core import edge, engine, forward, optimizer_hooks
+from streamshard.core import edge, forward, optimizer_hooks
 from streamshard.guards import sharded_tensor
 from streamshard.guards.loop import Structure
 from streamshard.guards.weights import WeightGuard
@@ -42,8 +42,7 @@ def without_guards() -> Iterator[None]:
             stack.enter_context(mock.patch.object(WeightGuard, name, _nothing))
         for owner, names in (
             (Structure, ["check"]),
-            (engine, ["refuse_transforms"]),
-            (forward, ["note_forward"]),
+            (forward, ["note_forward", "refuse_transforms"]),
             (backward_module, ["note_backward", "note_gradients", "refuse_changed"]),
             (optimizer_hooks, ["note_step", "refuse_step_without_backward"]),
             (edge, ["refuse_absent"]),
