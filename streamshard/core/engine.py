@@ -165,7 +165,8 @@ class Engine:
         self._warnings: set[str] = set()
         self._ending = self.ranks.guard("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
-        self._read_in_place = [unit for unit in self.units if unit.reads_main_weights]
+        # Their all-gathers read the main weights themselves, which have the wire dtype.
+        self._read_in_place = [u for u in self.units if any(flat.main is flat.gather_input for flat in u.flat_params)]
 
     @property
     def param_shards(self) -> list[Param]:

@@ -39,8 +39,7 @@ _WHY_EARLIER = (
 # Upper limit for the small gradients of one unit. They need this memory in addition to the slot.
 _COLLECTED_BYTES = 1 << 20
 
-_versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
-_use_of = operator.attrgetter("is_used")
+_versions_of, _trains_of, _use_of = map(operator.attrgetter, ("_version", "requires_grad", "is_used"))
 
 
 class Unit:
@@ -98,10 +97,8 @@ class Unit:
         self._cast_versions: list[int] = []  # of the parameters, at the last cast
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Weak: models own units.
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
-        self._is_in_wire_dtype = False
         self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
         self._read_done = Fence(streams, Rule.SHARDS_READ, ranks.stream, "gathered shards", at=weight_slot.arrived)
-        # Gradients
         self._trained = [flat for flat in self.flat_params if flat.kind.trains]
         self._with_room: list[Param] = []  # params whose gradient has memory
         self._life = Life()  # of the gradients that parameters have now
@@ -119,19 +116,13 @@ class Unit:
                 self.params.append(param)
                 if param.has_room:
                     self._with_room.append(param)
-                    n_bytes = param.unsharded.nbytes
-                    param.is_small = small_bytes + n_bytes <= _COLLECTED_BYTES
-                    small_bytes += n_bytes * param.is_small
+                    param.is_small = small_bytes + param.unsharded.nbytes <= _COLLECTED_BYTES
+                    small_bytes += param.unsharded.nbytes * param.is_small
         self._sharded = [param.param for param in self.params]
         self._trains = [True] * len(self.params)
         if not self.params:  # nothing will ever be gathered
             self.is_cast = True
             self.weight_slot.move(WeightState.ARRIVING, self.index)
-
-    @property
-    def reads_main_weights(self) -> bool:
-        """Whether all-gathers read main weights themselves: these have the wire dtype."""
-        return any(flat.main is flat.gather_input for flat in self.flat_params)
 
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
         """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
@@ -172,7 +163,6 @@ class Unit:
         slot.move(WeightState.ARRIVING, self.index)
         works: list[Work | None] = []
         for flat in self.flat_params:
-            self._is_in_wire_dtype = self._is_in_wire_dtype or flat.gathered is not flat.weights
             works.append(transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
         work = as_one(works)
         slot.arrived.record(work)
@@ -182,14 +172,14 @@ class Unit:
 
     def ready(self) -> None:
         """Let the compute stream wait until the weights are in the slot."""
+        slot = self.weight_slot
         with self.gathering:
-            self.weight_slot.arrived.wait()  # rule 1
-        self.weight_slot.move(WeightState.READY, self.index)
-        if self._is_in_wire_dtype:
+            slot.arrived.wait()  # rule 1
+        if slot.state is WeightState.ARRIVING:
             for flat in self.flat_params:
                 if flat.gathered is not flat.weights:
                     flat.weights.copy_(flat.gathered)
-            self._is_in_wire_dtype = False
+        slot.move(WeightState.READY, self.index)
 
     def finish_reading(self) -> None:
         """The user may write main weights: wait for the last all-gather that reads them (rule 6)."""
