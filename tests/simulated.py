@@ -332,13 +332,16 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     Gradients of parameters are taken on the stream that has made them. The stream of whoever calls backward waits for
     those streams before the end of backward. So does autograd with a device's own streams.
     """
-    checker, take, finish = StreamChecker(device), edge._take_gradient, Backward.finish
+    checker, finish = StreamChecker(device), Backward.finish
 
-    def take_there(*args: Any) -> None:
-        stream = [access.stream for access in checker.accesses_to(grad_of(args[-1])) if access.is_write][-1]
-        checker.leaves.add(stream)
-        with device.stream(stream):
-            take(*args)
+    def there(hook: Callable[..., None]) -> Callable[..., None]:
+        def called(*args: Any) -> None:
+            stream = [access.stream for access in checker.accesses_to(grad_of(args[-1])) if access.is_write][-1]
+            checker.leaves.add(stream)
+            with device.stream(stream):
+                hook(*args)
+
+        return called
 
     def finish_behind(self: Backward) -> None:
         for stream in checker.leaves:
@@ -348,7 +351,8 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     with (
         checker,
         mock.patch.object(Backward, "finish", finish_behind),
-        mock.patch.object(edge, "_take_gradient", take_there),
+        mock.patch.object(edge, "_leave_gradient", there(edge._leave_gradient)),
+        mock.patch.object(edge, "_take_gradient", there(edge._take_gradient)),
     ):
         yield checker
     assert checker.accesses > 100
