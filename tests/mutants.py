@@ -213,7 +213,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_leave_gradient", Swap(" and not torch.is_grad_enabled()", ""), "asked_grads"),
     ],
     "core/engine": [
-        ("Engine.all_gather", Drop("holder.release()"), "matrix execution"),
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops graphs dial"),
     ],
     "core/forward": [
