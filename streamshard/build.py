@@ -363,7 +363,7 @@ def _allocate(
         for flat, own in zip(flat_params[index], scratch[index], strict=True):
             if flat.kind.trains:
                 flat.allocate_grads(slots[1], own, keeps_slot=plan.keeps_grads)
-        units.append(Unit(index, layout, flat_params[index], *slots, ranks, is_streamed=plan.shared[index]))
+        units.append(Unit(index, layout, flat_params[index], *slots, ranks, is_streamed=plan.is_streamed[index]))
     return units
 
 

@@ -55,7 +55,7 @@ class Forward(Phase):
         visits = [index for index in engine.order.order if index in units or index == ROOT_UNIT]
         self.graph = Graph({ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
         self._engine = engine
-        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=False)
+        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=False)
         self._learns = has_graph and not engine.order.is_settled
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._in_place: set[int] = set()  # resident units that were used
@@ -131,10 +131,7 @@ class Forward(Phase):
             self._prefetch(schedule.finish())
             while self._gather_on_request(unit.index) != unit.index:
                 pass
-            schedule.reach_requested(unit.index)
-        else:
-            for op in schedule.reach(unit.index):
-                self._engine.all_gather(self._engine.units[op.unit])
+        self._prefetch(schedule.reach(unit.index))
         self._engine.all_gather(unit)  # unless it is in its slot
         unit.ready()
 
