@@ -4,7 +4,7 @@
 
 `FlatParam` is one flat parameter: the memory that its collectives move. `Param` is one parameter in it: the user's
 Parameter object, which stays the same object, the unsharded parameter, and the state of its gradient. See [Note: flat
-parameters] in `streamshard.planning.flat_params`.
+parameters] in `streamshard.planning.layout`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import be_piece, drop_unreduced, put_grad
 from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter
-from streamshard.planning.flat_params import ByteRange, FlatParamPlan
-from streamshard.planning.layout import LocalRange, ParamLayout
+from streamshard.planning.layout import ByteRange, FlatParamPlan, LocalRange, ParamLayout
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, get_grad, set_grad, swap_tensor
 

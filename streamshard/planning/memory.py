@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from streamshard.config import ReductionMode, SlotCount
-from streamshard.planning.flat_params import ByteRange, UnitLayout
+from streamshard.planning.layout import ByteRange, UnitLayout
 
 
 class SlotPlan(NamedTuple):

@@ -205,7 +205,7 @@ def plan(
 
     stages = [stage("ZeRO-3", 2), stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")]
     if weight_slots is None and room is not None and fits(stages[0]) and not fits(stages[1]):
-        counts = range(3, len(checked.found) + 1)
+        counts = range(3, len(checked.found))
         weight_slots = 2 + bisect.bisect_right(counts, room, key=lambda count: stage("", count).total_bytes)
     if weight_slots is not None and weight_slots != 2:
         stages.insert(1, stage(f"{weight_slots} slots", weight_slots))
@@ -268,9 +268,8 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
 def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
     """The units, root unit first. Equal streamed units of a class, or equal resident ones of a list, are one entry."""
     alike: dict[tuple[object, ...], list[Unit]] = {}
-    modules = [(), *(found.modules for found in checked.found)]
-    for unit, layers in zip(plan_engine(checked, ranks).units, modules, strict=True):
-        name = type(layers[0]).__name__ if unit.is_streamed else list_of(unit.name)
+    for unit, found in zip(plan_engine(checked, ranks).units, checked.found, strict=True):
+        name = type(found.modules[0]).__name__ if unit.is_streamed else list_of(unit.name)
         alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
     return [
         PlannedUnit(
