@@ -18,8 +18,7 @@ from torch import nn
 from streamshard.errors import ShardingError
 
 _LISTS, _DICTS = (list, tuple), (dict, UserDict)
-_PLAIN = (type(None), str, int, float)  # most arguments of layers that are no tensors
-_PLAIN_TYPES = frozenset((*_PLAIN, bool))
+_PLAIN = frozenset((type(None), str, int, float, bool))  # most arguments of layers that are no tensors
 
 
 def tensors_in(value: Any, *, depth: int = 0) -> list[torch.Tensor]:
@@ -36,10 +35,10 @@ def tensors_in(value: Any, *, depth: int = 0) -> list[torch.Tensor]:
         return [value]
     items: Iterable[Any] = ()
     if isinstance(value, _LISTS):
-        items = () if _PLAIN_TYPES.issuperset(map(type, value)) else value  # long lists of numbers
+        items = () if _PLAIN.issuperset(map(type, value)) else value  # long lists of numbers
     elif isinstance(value, Mapping):  # an output of transformers is a dataclass too
         items = value.values()
-    elif type(value) not in _PLAIN_TYPES:
+    elif type(value) not in _PLAIN:
         if (fields := _fields_of(value)) is not None:
             items = fields.values()
         elif depth and not isinstance(value, nn.Module | type):
@@ -66,10 +65,10 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return change(value)
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, _LISTS):
-        items = () if _PLAIN_TYPES.issuperset(map(type, value)) else enumerate(value)
+        items = () if _PLAIN.issuperset(map(type, value)) else enumerate(value)
     elif isinstance(value, _DICTS):
         items = value.items()
-    elif type(value) not in _PLAIN_TYPES:
+    elif type(value) not in _PLAIN:
         items = (_fields_of(value) or {}).items()
     changed: dict[Any, Any] = {}
     try:

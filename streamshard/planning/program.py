@@ -73,22 +73,6 @@ def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -
     return steps
 
 
-def gathers_of_step(slot_of: Sequence[int]) -> list[int]:
-    """The units that one step all-gathers, in order, if forward visits all units in turn and backward in reverse.
-
-    Args:
-        slot_of: the weight slot of each unit, by unit index.
-    """
-    content: dict[int, int] = {}  # by slot, the unit whose weights it holds
-    gathered = []
-    for visits in (range(len(slot_of)), range(len(slot_of))[::-1]):
-        for op in itertools.chain.from_iterable(plan_steps(visits, slot_of, reduce=False)):
-            if content.get(slot_of[op.unit]) != op.unit:
-                content[slot_of[op.unit]] = op.unit
-                gathered.append(op.unit)
-    return gathered
-
-
 class Schedule:
     """Hands out the operations of one pass in one direction, each exactly once, in order.
 
