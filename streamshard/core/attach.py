@@ -146,11 +146,11 @@ def _before_loading(
         if param.shape == value.shape:
             engine.fill([shard.name])
             if piece_of(param) is not None and not isinstance(value, ShardedTensor):
-                state_dict[name] = ShardedTensor.wrap(shard.what.cut(value), shard.what)
+                state_dict[name] = ShardedTensor.wrap(shard.piece.cut(value), shard.piece)
             continue
         others[-1].append(  # error messages
-            f"StreamShard: {shard.name!r} has shape {shard.what.shape}, in the state dict it has {tuple(value.shape)}. "
-            "Wanted are full tensors, from full_state_dict() or an unsharded model"
+            f"StreamShard: {shard.name!r} has shape {shard.piece.shape}, in the state dict it has "
+            f"{tuple(value.shape)}. Wanted are full tensors, from full_state_dict() or an unsharded model"
         )
         state_dict[name] = param.detach()  # copies the parameter to itself, so torch reports no other shape
     for key, buffer in module._buffers.items():

@@ -119,7 +119,7 @@ class Unit:
                 view = UnshardedParameter(flat.part_of(alias, param.layout), requires_grad=True)
                 param.unsharded = view
                 self.params.append(param)
-                self.guard.watch(view, alias, param.param, param.name, param.piece)
+                self.guard.watch(view, alias, param.param, param.name, param.main_weights)
                 if flat.kind.trains:
                     flat.place_grad(param)
                     self._with_room.append(param)
