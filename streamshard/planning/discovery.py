@@ -169,14 +169,10 @@ def _select(given: _NamedModules, names: dict[nn.Module, str], what: str) -> lis
     """The modules that `given` names; `what` is the argument's name, for errors."""
     if isinstance(given, type | str | nn.Module) and not isinstance(given, nn.ModuleList):
         given = [given]
-    by_name: dict[object, nn.Module] = {name: module for module, name in names.items()}
     found: list[nn.Module] = []
     for wanted in given if isinstance(given, Iterable) else [given]:
-        if isinstance(wanted, nn.Module):
-            matches = [wanted] if wanted in names else []
-        elif isinstance(wanted, str) and wanted in by_name:
-            matches = [by_name[wanted]]
-        else:
+        matches = [module for module, name in names.items() if wanted is module or wanted == name]
+        if not matches:
             matches = [module for module, name in names.items() if name and _is_of_class(module, wanted)]
         if not matches:
             raise UnitError(
