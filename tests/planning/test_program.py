@@ -112,6 +112,18 @@ def test_a_unit_that_is_read_before_its_visit_is_reduced_after_its_readers(what:
     assert schedule.used == [*before, *([] if before[-1:] == [read] else [read]), *last]
 
 
+def test_a_unit_that_a_rank_requests_is_visited_once_more() -> None:
+    """All ranks have issued the rest of the program, and have all-gathered the unit."""
+    schedule = Schedule([0, 1, 2], [2, 0, 1], [False, True, True], reduce=False)
+    for unit in (0, 2):
+        schedule.reach(unit)
+    assert schedule.is_out_of_order(1)
+    schedule.finish()
+    schedule.add_request(1)
+    assert schedule.reach(1) == []
+    assert (schedule.log, schedule.used) == ([0, 1, 2, 1], [0, 2, 1])
+
+
 # -- learning the order -------------------------------------------------------------------------------------------
 
 
