@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.ranks import refuse_together
 from streamshard.comm.streams import StreamName, Streams
-from streamshard.config import Precision, Settings, parse_precision, refuse_unknown
+from streamshard.config import Settings, parse_bytes, parse_precision, refuse_unknown
 from streamshard.conventions import conventions
 from streamshard.core.attach import attach
 from streamshard.core.buffer_sync import BufferSync, check_buffers
@@ -34,15 +33,9 @@ from streamshard.core.unit import Unit
 from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.guards.loop import refuse_transforms
-from streamshard.planning.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
-from streamshard.planning.flat_params import ByteRange, FlatParamKind, UnitLayout, kind_of, plan_units
-from streamshard.planning.memory import (
-    Category,
-    SlotPlan,
-    largest_of,
-    plan_scratch,
-    plan_slots,
-)
+from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
+from streamshard.planning.layout import UnitLayout, plan_units
+from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scratch, plan_slots
 from streamshard.planning.structure import (
     InFp32,
     check_params,
@@ -53,8 +46,8 @@ from streamshard.planning.structure import (
     tie_on_meta,
 )
 
-# Called with a unit's index and its flat parameters: copies the model's weights into these, and frees the model's.
-TakeWeights = Callable[[int, Sequence[FlatParam]], None]
+# Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
+TakeWeights = Callable[[UnitLayout, Sequence[FlatParam]], None]
 
 
 class Checked(NamedTuple):
@@ -63,8 +56,7 @@ class Checked(NamedTuple):
     Attributes:
         settings: the user's.
         here: the device of the parameters now.
-        found: the units.
-        parts: by unit, root unit first, its flat parameters: the kind and the parameters of each.
+        found: the units, root unit first.
         in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
         on_meta: names of parameters and buffers without values.
     """
@@ -72,7 +64,6 @@ class Checked(NamedTuple):
     settings: Settings
     here: torch.device
     found: list[FoundUnit]
-    parts: list[list[tuple[FlatParamKind, list[FoundParam]]]]
     in_fp32: InFp32
     on_meta: list[str]
 
@@ -151,8 +142,8 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
         take: fills each unit's shards.
     """
     settings, found = checked.settings, checked.found
-    names = ["", *(unit.name for unit in found)]
-    layouts = plan_units(names, checked.parts, ranks.world_size, align_pieces_to=settings.align_pieces_to)
+    grain, in_fp32 = settings.align_pieces_to, checked.in_fp32.params
+    layouts = plan_units(found, settings.precision, in_fp32, ranks.world_size, align_pieces_to=grain)
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
@@ -161,7 +152,7 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
     ranks.transport.check_precision(settings.precision)
 
     weight_slots, grad_slots = settings.slots_on(ranks.world_size)
-    plan = plan_slots(_share_slots(found), weight_slots, grad_slots)
+    plan = plan_slots([not unit.is_resident for unit in found], weight_slots, grad_slots)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
     streamed = _allocate(layouts, plan, ranks, ledger, take)
     reductions = Reductions(streamed, ranks, ledger, replicas)
@@ -170,18 +161,18 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
 
 def plan_engine(checked: Checked, ranks: Communicator) -> Engine:
     """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device."""
-    return make_engine(checked, ranks, None, lambda unit, flat_params: None)
+    return make_engine(checked, ranks, None, lambda layout, flat_params: None)
 
 
 def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> TakeWeights:
     """A function that cuts rank 0's weights of a unit into shards, one parameter at a time, except those in `empty`."""
-    sent = [p.param for parts in checked.parts for _, params in parts for p in params if p.names[0] not in empty]
-    most = max((param.nbytes for param in sent if param.is_meta), default=0)
+    params = [found for unit in checked.found for found in unit.params]
+    most = max((p.param.nbytes for p in params if p.param.is_meta and p.names[0] not in empty), default=0)
     room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)  # for a parameter that is on meta here
 
-    def take(unit: int, flat_params: Sequence[FlatParam]) -> None:
-        for flat_param, (_, params) in zip(flat_params, checked.parts[unit], strict=True):
-            for found, layout in zip(params, flat_param.layout.params, strict=True):
+    def take(unit: UnitLayout, flat_params: Sequence[FlatParam]) -> None:
+        for flat_param, plan in zip(flat_params, unit.flat_params, strict=True):
+            for found, layout in zip(plan.found, plan.layout.params, strict=True):
                 full, param = None, found.param.detach()
                 if layout.name not in empty:
                     full = room[: param.nbytes].view(param.dtype) if param.is_meta else param.to(room.device)
@@ -217,11 +208,11 @@ def check_model(
     named = (*params_of(module).items(), *module.named_buffers())
     on_meta = [name for name, tensor in named if tensor.is_meta]
     dtype = settings.precision.param_dtype
-    min_numel = math.ceil(settings.min_unit_bytes / (dtype or torch.float32).itemsize)
-    found, groups = find_groups(module, units, resident, min_numel=min_numel)
+    min_bytes = parse_bytes("min_unit_size", settings.min_unit_size, at_least=0)
+    min_numel = math.ceil(min_bytes / (dtype or torch.float32).itemsize)
+    found = find_units(module, units, resident, min_numel=min_numel)
     in_fp32 = find_fp32(module, settings.precision, conventions().kept_in_fp32(module, dtype))
-    parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
-    return Checked(settings, here, found, parts, in_fp32, on_meta)
+    return Checked(settings, here, found, in_fp32, on_meta)
 
 
 def _make_directory(trace: str | os.PathLike[str] | None) -> None:
@@ -258,20 +249,6 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _split(
-    params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter]
-) -> list[tuple[FlatParamKind, list[FoundParam]]]:
-    """The flat parameters of a unit, those that train first. See [Note: flat parameters]."""
-    parts: dict[FlatParamKind, list[FoundParam]] = {}
-    for found in params:
-        param = found.param
-        kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
-        parts.setdefault(kind, []).append(found)
-    if not parts:
-        parts[kind_of(torch.float32, precision, trains=False, in_fp32=False)] = []
-    return sorted(parts.items(), key=lambda part: not part[0].trains)
-
-
 def _connect(who: Groups | None, device: torch.device) -> tuple[Communicator, Replicas | None]:
     """Connect to the other ranks. All have accepted their models."""
     if device.type not in ("cpu", "meta"):  # also if the model is there: else NCCL and capture use another device
@@ -288,13 +265,12 @@ def _connect(who: Groups | None, device: torch.device) -> tuple[Communicator, Re
 
 def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked) -> None:
     """Raise unless all ranks are about to shard the same model in the same way."""
-    settings = checked.settings.rows()
+    settings = [f"{field.name}={getattr(checked.settings, field.name)!r}" for field in fields(Settings)]
     rows = settings + [
         f"unit {index} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
         f"requires_grad={p.param.requires_grad}"
-        for index, parts in enumerate(checked.parts)
-        for _, params in parts
-        for p in params
+        for index, unit in enumerate(checked.found)
+        for p in unit.params
     ]
     rows += [f"resident {unit.name}" for unit in checked.found if unit.is_resident]
     rows += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
@@ -327,12 +303,6 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str]) -> set[str]:
 # -- plan and allocate --------------------------------------------------------------------------------------------
 
 
-def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
-    """By unit, root unit first, whether the unit is streamed: it shares the block slots. See [Note: slots]."""
-    kinds = Counter(type(layer) for unit in found for layer in unit.modules)
-    return [False, *(not unit.is_resident and all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
-
-
 def _allocate(
     layouts: Sequence[UnitLayout], plan: SlotPlan, ranks: Communicator, ledger: Ledger, take: TakeWeights
 ) -> list[Unit]:
@@ -345,56 +315,37 @@ def _allocate(
         layouts, plan, ranks, ledger: the model's.
         take: see `TakeWeights`.
     """
-    weight_slots = _allocate_weight_slots(layouts, plan, ranks, ledger)
-    wire_bytes = largest_of(plan.weights, [layout.wire_bytes for layout in layouts])
-    wire_buffers = {
-        slot: ledger.allocate(Category.WIRE_BUFFERS, size, torch.uint8) for slot, size in wire_bytes.items()
-    }
+    streams = ranks.streams
+    ends = [layout.flat_params[-1] for layout in layouts]
+    weight_slots: dict[int, WeightSlot] = {}
+    for slot, n_bytes in largest_of(plan.weights, [end.weights.stop for end in ends]).items():
+        # Slots of one unit each hold its all-gather inputs, which other ranks read.
+        buffer = ledger.allocate(Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights)
+        is_shared = plan.weights.count(slot) > 1
+        weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=is_shared)
+    wire_bytes = largest_of(plan.weights, [end.wire.stop for end in ends])
+    wires = {slot: ledger.allocate(Category.WIRE_BUFFERS, size, torch.uint8) for slot, size in wire_bytes.items()}
     flat_params: list[list[FlatParam]] = []
-    for index, layout in enumerate(layouts):
-        places = weight_slots[plan.weights[index]], wire_buffers[plan.weights[index]], ranks, ledger
+    for layout, slot in zip(layouts, plan.weights, strict=True):
+        places = weight_slots[slot], wires[slot], ranks, ledger
         flat_params.append([FlatParam(flat, *places, keeps_slot=plan.keeps_weights) for flat in layout.flat_params])
-        take(index, flat_params[-1])
-    scratch = [plan_scratch(layout, ranks.transport.scratch_numel) for layout in layouts]
-    grad_slots = _allocate_grad_slots(layouts, scratch, plan, ranks, ledger)
+        take(layout, flat_params[-1])
+    parts = [plan_scratch(layout, ranks.transport.scratch_numel) for layout in layouts]
+    scratch_bytes = largest_of(plan.scratch, [own[-1].stop for own in parts])
+    scratch = {number: Scratch(n_bytes, ledger) for number, n_bytes in scratch_bytes.items()}
+    scratch_of = dict(zip(plan.grads, plan.scratch, strict=True))
+    grad_slots = {
+        slot: GradSlot(n_bytes, ledger, streams, scratch[scratch_of[slot]], f"grad slot {slot}")
+        for slot, n_bytes in largest_of(plan.grads, [end.grads.stop for end in ends]).items()
+    }
     units = []
     for index, layout in enumerate(layouts):
         slots = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
-        for flat, own in zip(flat_params[index], scratch[index], strict=True):
-            if flat.kind.trains:
-                flat.allocate_grads(slots[1], own, keeps_slot=plan.keeps_grads)
-        units.append(Unit(index, layout, flat_params[index], *slots, ranks, is_streamed=plan.shared[index]))
+        for flat_param, part in zip(flat_params[index], parts[index], strict=True):
+            if flat_param.kind.trains:
+                flat_param.allocate_grads(slots[1], part, keeps_slot=plan.keeps_grads)
+        units.append(Unit(index, layout, flat_params[index], *slots, ranks, is_streamed=plan.is_streamed[index]))
     return units
-
-
-def _allocate_weight_slots(
-    layouts: Sequence[UnitLayout], plan: SlotPlan, ranks: Communicator, ledger: Ledger
-) -> dict[int, WeightSlot]:
-    sizes = largest_of(plan.weights, [layout.weight_bytes for layout in layouts])
-    slots: dict[int, WeightSlot] = {}
-    for slot, units in Counter(plan.weights).items():
-        # Slots of one unit each hold its all-gather inputs, which other ranks read.
-        buffer = ledger.allocate(Category.WEIGHT_SLOTS, sizes[slot], torch.uint8, is_visible=plan.keeps_weights)
-        slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=units > 1)
-    return slots
-
-
-def _allocate_grad_slots(
-    layouts: Sequence[UnitLayout],
-    scratch: Sequence[Sequence[ByteRange]],
-    plan: SlotPlan,
-    ranks: Communicator,
-    ledger: Ledger,
-) -> dict[int, GradSlot]:
-    """Allocate grad slots, and the scratch of their reductions."""
-    slot_bytes = largest_of(plan.grads, [layout.grad_bytes for layout in layouts])
-    needed = largest_of(plan.scratch, [own[-1].stop for own in scratch])
-    room = {number: Scratch(n_bytes, ledger) for number, n_bytes in needed.items()}
-    slots: dict[int, GradSlot] = {}
-    for slot, number in zip(plan.grads, plan.scratch, strict=True):
-        if slot not in slots:
-            slots[slot] = GradSlot(slot_bytes[slot], ledger, ranks.streams, room[number], f"grad slot {slot}")
-    return slots
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> None:

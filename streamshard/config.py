@@ -7,7 +7,7 @@ import enum
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -189,21 +189,12 @@ class Settings:
         if self.trace is None and tuple(steps) != TRACE_STEPS:
             raise ConfigError(f"trace_steps={steps!r} without trace: give the directory too, such as trace='trace'")
 
-    @property
-    def min_unit_bytes(self) -> int:
-        """`min_unit_size` in bytes."""
-        return parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
-
     def slots_on(self, world_size: int) -> tuple[SlotCount, SlotCount]:
         """The numbers of weight slots and gradient slots on `world_size` ranks: by default 2, and "all" on one rank."""
         default: SlotCount = "all" if world_size == 1 else 2
         return default if self.weight_slots is None else self.weight_slots, (
             default if self.grad_slots is None else self.grad_slots
         )
-
-    def rows(self) -> list[str]:
-        """One line ``name=value`` for each setting; ranks compare these lines."""
-        return [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)]
 
 
 def refuse_unknown(names: Iterable[str], known: Sequence[str], what: str) -> None:

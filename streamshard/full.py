@@ -106,7 +106,7 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
     finally:
         for shard, param in full_params.items():
             swap_tensor(shard.param, param)
-            be_piece(shard.param, shard.what)
+            be_piece(shard.param, shard.piece)
             shard.param.requires_grad_(param.requires_grad)
         engine.is_summoned = False
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import operator
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from torch import nn
 from streamshard.errors import ShardingError
 
 _LISTS, _DICTS = (list, tuple), (dict, UserDict)
-_PLAIN = (type(None), str, int, float)  # most arguments of layers that are no tensors
-_PLAIN_TYPES = frozenset((*_PLAIN, bool))
+_PLAIN = frozenset((type(None), str, int, float, bool))  # most arguments of layers that are no tensors
 
 
 def tensors_in(value: Any, *, depth: int = 0) -> list[torch.Tensor]:
@@ -33,29 +31,25 @@ def tensors_in(value: Any, *, depth: int = 0) -> list[torch.Tensor]:
     Raises:
         ShardingError: a container contains itself.
     """
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items: Iterable[Any] = ()
+    if isinstance(value, _LISTS):
+        items = () if _PLAIN.issuperset(map(type, value)) else value  # long lists of numbers
+    elif isinstance(value, Mapping):  # an output of transformers is a dataclass too
+        items = value.values()
+    elif type(value) not in _PLAIN:
+        if (fields := _fields_of(value)) is not None:
+            items = fields.values()
+        elif depth and not isinstance(value, nn.Module | type):
+            items, depth = getattr(value, "__dict__", {}).values(), depth - 1
     found: list[torch.Tensor] = []
     try:
-        _collect(value, depth, found)
+        for item in items:
+            found += tensors_in(item, depth=depth)
     except RecursionError as error:
-        raise _refused() from error
+        raise ShardingError(_CONTAINS_ITSELF) from error
     return found
-
-
-def _collect(value: Any, depth: int, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, _LISTS):
-        for item in () if _PLAIN_TYPES.issuperset(map(type, value)) else value:
-            _collect(item, depth, found)
-    elif isinstance(value, Mapping):  # an output of transformers is a dataclass too
-        for item in value.values():
-            _collect(item, depth, found)
-    elif _is_dataclass(value):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), depth, found)
-    elif depth and not isinstance(value, nn.Module | type):
-        for item in getattr(value, "__dict__", {}).values():
-            _collect(item, depth - 1, found)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -67,35 +61,68 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     Raises:
         ShardingError: a container contains itself.
     """
-    try:
-        return _map(value, change)
-    except RecursionError as error:
-        raise _refused() from error
-
-
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, _PLAIN):
-        return value
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, _LISTS):
-        if _PLAIN_TYPES.issuperset(map(type, value)):  # long lists of numbers
-            return value
-        items = list(map(functools.partial(_map, change=change), value))
-        return value if all(map(operator.is_, items, value)) else _with_items(value, items)
-    if isinstance(value, _DICTS):
-        changed = {key: new for key, old in value.items() if (new := _map(old, change)) is not old}
-        return _with_keys(value, changed) if changed else value
-    if _is_dataclass(value):
-        old = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        changed = {name: new for name, item in old.items() if (new := _map(item, change)) is not item}
-        return _with_fields(value, changed) if changed else value
-    return value
+        items = () if _PLAIN.issuperset(map(type, value)) else enumerate(value)
+    elif isinstance(value, _DICTS):
+        items = value.items()
+    elif type(value) not in _PLAIN:
+        items = (_fields_of(value) or {}).items()
+    changed: dict[Any, Any] = {}
+    try:
+        for key, old in items:
+            if (new := map_tensors(old, change)) is not old:
+                changed[key] = new
+    except RecursionError as error:
+        raise ShardingError(_CONTAINS_ITSELF) from error
+    return _copy_with(value, changed) if changed else value
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in it cast to `dtype`. A tensor in several places stays one tensor."""
-    known: dict[int, torch.Tensor] = {}
+_CONTAINS_ITSELF = (
+    "an argument or output of the model or a layer is a list, dict or dataclass that contains itself, such as a "
+    "tree whose nodes know their parents: StreamShard looks for all tensors in it. Give the tensors alone, or keep "
+    "the reference in a weakref.ref"
+)
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """The fields of an object of a dataclass; None if `value` is none."""
+    if not hasattr(type(value), "__dataclass_fields__") or isinstance(value, nn.Module):
+        return None
+    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+
+
+def _copy_with(value: Any, changed: Mapping[Any, Any]) -> Any:
+    """A copy of a container with other items. Not made by its class, whose constructor may take anything."""
+    if isinstance(value, tuple):
+        items = list(value)
+        for position, item in changed.items():
+            items[position] = item
+        if hasattr(value, "n_sequence_fields"):  # torch.return_types
+            return type(value)(items)
+        new: Any = tuple.__new__(type(value), items)
+        if attributes := getattr(value, "__dict__", None):
+            vars(new).update(attributes)
+        return new
+    new = copy.copy(value)
+    if getattr(value, "__dict__", None) is value:  # its keys are its attributes
+        new.__dict__ = new
+    for key, item in changed.items():
+        if isinstance(value, (list, *_DICTS)):
+            new[key] = item
+        else:
+            object.__setattr__(new, key, item)  # a frozen dataclass refuses setattr
+    return new
+
+
+def cast(value: Any, dtype: torch.dtype, kept: Sequence[torch.Tensor] = ()) -> Any:
+    """`value` with every floating-point tensor in it cast to `dtype`, except those in `kept`.
+
+    A tensor in several places stays one tensor.
+    """
+    known = dict(zip(map(id, kept), kept, strict=True))
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype is dtype or not tensor.is_floating_point():
@@ -105,54 +132,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         return new
 
     return map_tensors(value, change)
-
-
-def _refused() -> ShardingError:
-    return ShardingError(
-        "an argument or output of the model or a layer is a list, dict or dataclass that contains itself, such as a "
-        "tree whose nodes know their parents: StreamShard looks for all tensors in it. Give the tensors alone, or keep "
-        "the reference in a weakref.ref"
-    )
-
-
-def _is_dataclass(value: Any) -> bool:
-    return hasattr(type(value), "__dataclass_fields__") and not isinstance(value, nn.Module)
-
-
-# Constructors of subclasses may take anything, so a new object is a copy whose items are replaced.
-
-
-def _with_items(value: Any, items: list[Any]) -> Any:
-    if type(value) is list:
-        return items
-    if isinstance(value, list):
-        new = copy.copy(value)
-        new[:] = items
-        return new
-    if hasattr(value, "n_sequence_fields"):  # torch.return_types
-        return type(value)(items)
-    new = tuple.__new__(type(value), items)
-    if attributes := getattr(value, "__dict__", None):
-        vars(new).update(attributes)
-    return new
-
-
-def _with_keys(value: Any, changed: dict[Any, Any]) -> Any:
-    if type(value) is dict:
-        return value | changed
-    new = copy.copy(value)
-    if getattr(value, "__dict__", None) is value:  # its keys are its attributes
-        new.__dict__ = new
-    for key, item in changed.items():
-        new[key] = item
-    return new
-
-
-def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
-    new = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(new, name, item)  # a frozen dataclass refuses setattr
-    return new
 
 
 # -- arguments and outputs ----------------------------------------------------------------------------------------
@@ -188,19 +167,10 @@ def refuse_lost_writes(copies: Copies, output: Any, name: str) -> None:
 
 def cast_output(output: Any, dtype: torch.dtype) -> Any:
     """Cast the model's output as ``Precision.output_dtype`` says."""
-    loss, cache = _named(output, "loss"), _named(output, "past_key_values")
-    known = {id(tensor): tensor for tensor in tensors_in(cache)}  # a tensor in several places stays one tensor
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
-            return tensor
-        if id(tensor) not in known:
-            is_wanted = loss is None or tensor is loss or tensor.dim() == 0
-            known[id(tensor)] = tensor.to(dtype) if is_wanted else tensor
-        return known[id(tensor)]
-
-    return map_tensors(output, change)
-
-
-def _named(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    named = output.get if isinstance(output, Mapping) else functools.partial(getattr, output)
+    loss = named("loss", None)
+    kept = tensors_in(named("past_key_values", None))
+    for tensor in tensors_in(output):
+        if tensor.dtype is torch.float64 or (loss is not None and tensor is not loss and tensor.dim() > 0):
+            kept.append(tensor)
+    return cast(output, dtype, kept)

@@ -1,6 +1,6 @@
 """All private functions and classes of torch that the package uses, each with its reason. No other module names one.
 
-Functions that each layer's forward or backward calls are aliases, because a wrapper would cost host time per layer.
+Functions that each pass or each layer's forward or backward calls are aliases: a wrapper would cost host time.
 Other modules do use private attributes of modules, tensors and optimizers (``_parameters``, ``_version``) and the
 ``torch._foreach_`` functions.
 
@@ -18,6 +18,7 @@ Imported under torch's own names:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -70,6 +71,18 @@ set_versions: Any = torch._C._autograd._unsafe_set_version_counter
 # with weak references (pytorch/pytorch#186796), which RNN modules keep to their weights.
 swap_tensor = torch._C._swap_tensor_impl
 
+# Whether a backward that begins now runs in compiled autograd. torch has no public function for it.
+is_autograd_compiled: Callable[[], bool] = functools.partial(
+    getattr, compiled_autograd, "compiled_autograd_enabled", False
+)
+
+# Whether a torch profiler runs. torch's own FSDP2 asks nobody and pays for its names always.
+is_profiled: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+
+# The DistributedDataParallel module whose forward runs; None if none does. torch.compile asks for it like this.
+active_ddp: Callable[[], object] = functools.partial(
+    getattr, torch.nn.parallel.DistributedDataParallel, "_active_ddp_module"
+)
 
 # The saved-tensor hooks that are active now. torch.autograd.graph can set hooks, but not read them.
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -103,21 +116,6 @@ def is_traced() -> bool:
     ``torch.compiler.is_compiling`` is true only in code that is traced, not in code that the tracer itself runs.
     """
     return TracingContext.try_get() is not None
-
-
-def is_autograd_compiled() -> bool:
-    """Whether a backward that begins now runs in compiled autograd. torch has no public function for it."""
-    return bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
-
-
-def is_profiled() -> bool:
-    """Whether a torch profiler runs. torch's own FSDP2 asks nobody and pays for its names always."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
-
-
-def active_ddp() -> object:
-    """The DistributedDataParallel module whose forward runs; None if none does. torch.compile asks for it like this."""
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def innermost_transform() -> str | None:

@@ -320,6 +320,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
     "planning/program": [
+        ("Schedule.add_request", Drop("self._current = unit"), "program"),
         ("Schedule.release_before", Swap(": self.released + 1", ": self.released"), "program"),
     ],
 }

@@ -66,7 +66,7 @@ def _moments_in(values: Mapping[str, Any], shard: Param) -> dict[str, torch.Tens
         key: value.as_subclass(torch.Tensor).detach().reshape(-1)
         for key, value in values.items()
         if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
-        if value.as_subclass(torch.Tensor).shape == shard.piece.shape
+        if value.as_subclass(torch.Tensor).shape == shard.piece.local_shape
     }
 
 
@@ -292,4 +292,4 @@ def _cut(name: str, value: Any, shard: Param) -> Any:
             f"optimizer state {name!r} has shape {tuple(value.shape)}; {shard.name!r} has {shard.layout.shape}: was "
             "the optimizer built over the same parameters?"
         )
-    return value.reshape(-1)[shard.local.start : shard.local.stop].view(shard.piece.shape).clone()
+    return value.reshape(-1)[shard.local.start : shard.local.stop].view(shard.piece.local_shape).clone()

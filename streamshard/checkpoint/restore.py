@@ -206,7 +206,8 @@ class LoadPlan:
         """A tensor for this rank's piece of an optimizer's state, to be filled later."""
         tensor = self._of_replica(engine, saved)
         fits = self._tensors[tensor].shape == shard.layout.shape  # of others a stranger may name many
-        piece = torch.empty(shard.piece.shape if fits else 0, dtype=self._tensors[tensor].dtype, device=self._device)
+        shape = shard.piece.local_shape if fits else (0,)
+        piece = torch.empty(shape, dtype=self._tensors[tensor].dtype, device=self._device)
         self._read(f"{name}: {saved!r}", tensor, shard.layout.shape, shard.local.start, piece.view(-1))
         return piece
 

@@ -35,7 +35,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     Args:
         base: becomes a base class of the class of `root`.
         root: the user's model.
-        found: the units of `root`, in the order of ``engine.units[1:]``.
+        found: the units of `root`, in the order of ``engine.units``.
         engine: complete, with weights.
         in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
     """
@@ -44,14 +44,14 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     engine.edits_of = weakref.ref(edits)
     owner = owners_of(found)
     shards = {param.param: param for param in engine.param_shards}
-    layers = {module: unit for unit, here in zip(engine.units[1:], found, strict=True) for module in here.modules}
+    layers = {module: unit for unit, here in zip(engine.units[1:], found[1:], strict=True) for module in here.modules}
     places: dict[nn.Parameter, tuple[int, int]] = {}
     for unit in engine.units:
         for index, param in enumerate(unit.params):
             places[param.param] = unit.index, index
             param.unsharded.__dict__ = param.param.__dict__  # an attribute that the user sets on one is on both
         if unit is not engine.root_unit:
-            layer = type(found[unit.index - 1].modules[0]).__name__
+            layer = type(found[unit.index].modules[0]).__name__
             unit.guard.ask = ask_for(weakref.ref(engine), unit.index, layer)
             unit.guard.set_present(False, marks=False)
     for name, module in modules_of(root):
@@ -146,11 +146,11 @@ def _before_loading(
         if param.shape == value.shape:
             engine.fill([shard.name])
             if piece_of(param) is not None and not isinstance(value, ShardedTensor):
-                state_dict[name] = ShardedTensor.wrap(shard.what.cut(value), shard.what)
+                state_dict[name] = ShardedTensor.wrap(shard.piece.cut(value), shard.piece)
             continue
         others[-1].append(  # error messages
-            f"StreamShard: {shard.name!r} has shape {shard.what.shape}, in the state dict it has {tuple(value.shape)}. "
-            "Wanted are full tensors, from full_state_dict() or an unsharded model"
+            f"StreamShard: {shard.name!r} has shape {shard.piece.shape}, in the state dict it has "
+            f"{tuple(value.shape)}. Wanted are full tensors, from full_state_dict() or an unsharded model"
         )
         state_dict[name] = param.detach()  # copies the parameter to itself, so torch reports no other shape
     for key, buffer in module._buffers.items():

@@ -54,7 +54,7 @@ class Backward(Phase):
         replicas = engine.reductions.replicas
         averages = replicas is not None and replicas.averages_grads
         self._leaves_unaveraged = is_local and averages and not engine.plan.keeps_grads
-        self._schedule = Schedule([], engine.plan.weights, engine.plan.shared, reduce=True)
+        self._schedule = Schedule([], engine.plan.weights, engine.plan.is_streamed, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
         self._at_first_call: set[int] = set()  # resident units: backward has come to their first call of the forward
         self._recomputing: list[Unit] = []  # units of the layers that run forward, one inside the other
@@ -103,7 +103,7 @@ class Backward(Phase):
         self.graph = graph
         self._at_first_call.clear()
         visits = list(filter(None, reversed(graph.visits)))  # without the root unit, which is reduced at the end
-        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=True)
+        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=True)
         engine.reductions.due = set(visits)
         for index, versions in graph.versions.items():  # ranks may raise at different units: all have the same program
             refuse_changed(engine.units[index], versions)

@@ -23,7 +23,7 @@ from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.loop import Structure
 from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
-from streamshard.planning.unit_order import UnitOrder
+from streamshard.planning.program import UnitOrder
 
 if TYPE_CHECKING:
     from streamshard.core.buffer_sync import BufferSync
@@ -157,7 +157,7 @@ class Engine:
         self.structure_of: Callable[[], Structure | None] = lambda: None
         self.edits_of: Callable[[], ModuleEdits | None] = lambda: None
         self.phase: Phase | None = None
-        self.order = UnitOrder(self.plan.shared)
+        self.order = UnitOrder(self.plan.is_streamed)
         self.inputs = Inputs()
         self.is_summoned = False
         self.empty: dict[str, None] = {}

@@ -76,7 +76,7 @@ class Forward(Phase):
         visits = list(filter(units.__contains__, engine.order.order))
         self.graph = Graph({ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
         self._engine = engine
-        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=False)
+        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=False)
         self._learns = has_graph and not engine.order.is_settled
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._in_place: set[int] = set()  # resident units that were used
@@ -151,9 +151,7 @@ class Forward(Phase):
             self._issue(schedule.finish())
             while self._gather_on_request(unit.index) != unit.index:
                 pass
-            schedule.reach_requested(unit.index)
-        else:
-            self._issue(schedule.reach(unit.index))
+        self._issue(schedule.reach(unit.index))
         self._engine.all_gather(unit)  # unless it is in its slot
         unit.ready()
 

@@ -51,8 +51,10 @@ def engine_of(model: nn.Module) -> Engine:
     """
     handle = handle_of(model) if isinstance(model, nn.Module) else None
     if handle is None:
-        is_inside = "give the sharded model inside, its _orig_mod, or compile in place, by model.compile()"
-        advice = is_inside if is_compiled(model) else "call StreamShard(model) first"
+        advice = "call StreamShard(model) first"
+        compiled = getattr(model, "_orig_mod", None)  # torch.compile puts a module around the model
+        if isinstance(compiled, nn.Module) and handle_of(compiled) is not None:
+            advice = "give the sharded model inside, its _orig_mod, or compile in place, by model.compile()"
         raise ShardingError(f"{type(model).__name__} is not sharded: {advice}")
     return handle.engine
 
@@ -66,12 +68,6 @@ def not_a_layer(model: nn.Module) -> nn.Module:
     if isinstance(model, ShardedModule) and ((handle := handle_of(model)) is None or not handle.is_root):
         raise ShardingError(f"{type(model).__name__} is inside a sharded model: give the whole model")
     return model
-
-
-def is_compiled(model: object) -> bool:
-    """Whether `model` is the module that ``torch.compile`` puts around a sharded model."""
-    inner = getattr(model, "_orig_mod", None)
-    return isinstance(inner, nn.Module) and handle_of(inner) is not None
 
 
 def refuse_in_pass(engine: Engine, what: str) -> None:

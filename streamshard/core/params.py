@@ -4,7 +4,7 @@
 
 `FlatParam` is one flat parameter: the memory that its collectives move. `Param` is one parameter in it: the user's
 Parameter object, which stays the same object, the unsharded parameter, and the state of its gradient. See [Note: flat
-parameters] in `streamshard.planning.flat_params`.
+parameters] in `streamshard.planning.layout`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import be_piece, put_grad
 from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard
-from streamshard.planning.flat_params import ByteRange, FlatParamPlan
-from streamshard.planning.layout import LocalRange, ParamLayout
+from streamshard.planning.layout import ByteRange, FlatParamPlan, LocalRange, ParamLayout
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, get_grad, set_grad, swap_tensor
 
@@ -76,10 +75,10 @@ class Param:
     Args:
         layout: where the full parameter lies in its flat parameter.
         aliases: further names of the same (tied) parameter.
-        param: the user's Parameter; its data become `piece`.
-        piece: memory of this rank's piece of the main weights, of shape `FlatParamLayout.local_shape`.
+        param: the user's Parameter; its data become `main_weights`.
+        main_weights: memory of this rank's piece of the main weights, of shape ``piece.local_shape``.
         local: which elements of the flattened parameter this rank owns.
-        what: describes the piece, also for tensors that outlive the model.
+        piece: describes the piece, also for tensors that outlive the model.
 
     Attributes:
         name: fully qualified name in the root model.
@@ -105,12 +104,12 @@ class Param:
         layout: ParamLayout,
         aliases: tuple[str, ...],
         param: nn.Parameter,
-        piece: torch.Tensor,
+        main_weights: torch.Tensor,
         local: LocalRange,
-        what: Piece,
+        piece: Piece,
     ) -> None:
         self.name, self.layout, self.aliases = layout.name, layout, aliases
-        self.param, self.piece, self.local, self.what = param, piece, local, what
+        self.param, self.main_weights, self.local, self.piece = param, main_weights, local, piece
         self.dtype = param.dtype
         self.has_room = False
         self.state = GradState.NONE
@@ -126,7 +125,7 @@ class Param:
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's range of `flat` [shard_numel], a view in the sharded parameter's shape."""
-        return flat.narrow(0, self.local.shard_offset, self.local.numel).view(self.piece.shape)
+        return flat.narrow(0, self.local.shard_offset, self.local.numel).view(self.piece.local_shape)
 
     # -- the gradient ---------------------------------------------------------------------------------------------
 
@@ -278,21 +277,21 @@ class FlatParam:
             full: [numel], the weights to shard, any dtype and device; None: it is empty, of NaN.
         """
         local = self.layout.local_range(layout, self._ranks.rank)
-        piece = self.main.narrow(0, local.shard_offset, local.numel)
-        piece = piece.view(self.layout.local_shape(layout, self._ranks.rank))
+        main_weights = self.main.narrow(0, local.shard_offset, local.numel)
+        main_weights = main_weights.view(self.layout.local_shape(layout, self._ranks.rank))
         if full is None:
-            piece.fill_(math.nan)
+            main_weights.fill_(math.nan)
         else:
-            piece.view(-1).copy_(full[local.start : local.stop])
+            main_weights.view(-1).copy_(full[local.start : local.stop])
         if self.layout.is_whole:  # a storage of its own, or accelerate and safetensors take parameters for tied
-            piece = from_dlpack(piece)
-        places = (local.start, local.stop, tuple(piece.shape))
-        what = Piece(layout.name, layout.shape, *places, self._ranks, self.layout, layout, self._ledger_of)
-        added = Param(layout, aliases, param, piece, local, what)
+            main_weights = from_dlpack(main_weights)
+        places = (local.start, local.stop, tuple(main_weights.shape))
+        piece = Piece(layout.name, layout.shape, *places, self._ranks, self.layout, layout, self._ledger_of)
+        added = Param(layout, aliases, param, main_weights, local, piece)
         param.grad = None
-        _put_under(param, piece)
+        _put_under(param, main_weights)
         self.params.append(added)
-        be_piece(param, what)
+        be_piece(param, piece)
         return added
 
     def make_unsharded(self, param: Param, guard: WeightGuard) -> None:
@@ -303,7 +302,7 @@ class FlatParam:
         """
         alias = self.weights.data
         param.unsharded = UnshardedParameter(self.part_of(alias, param.layout), requires_grad=True)
-        guard.watch(param.unsharded, alias, param.param, param.name, param.piece)
+        guard.watch(param.unsharded, alias, param.param, param.name, param.main_weights)
         if self.kind.trains:
             self.place_grad(param)
 
@@ -315,7 +314,7 @@ class FlatParam:
         """Tell `param` where its gradient lies in the slot and in the main grads."""
         param.has_room = True
         param.in_slot = self.part_of(self.grads, param.layout)
-        param._main_grad, param._grad_piece = param.shaped(self.main_grads), param.what.of_grad()
+        param._main_grad, param._grad_piece = param.shaped(self.main_grads), param.piece.of_grad()
 
     def leave_slot(self) -> None:
         """Give main grads memory of their own, because a reduction adds to them. Compute stream."""
@@ -323,14 +322,14 @@ class FlatParam:
         self.main_grads = self._new_main_grads().copy_(self.main_grads)
 
 
-def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:
-    """Give `param`, which stays the same object, the memory of `piece`."""
+def _put_under(param: nn.Parameter, main_weights: torch.Tensor) -> None:
+    """Give `param`, which stays the same object, the memory of `main_weights`."""
     if not param.is_meta:
-        param.data = piece
+        param.data = main_weights
         return
     # `.data` cannot be assigned from meta to a device. torch.utils.swap_tensors refuses tensors with weak references,
     # and RNNs have such references to their weights.
-    fresh = nn.Parameter(piece.data, requires_grad=param.requires_grad)
+    fresh = nn.Parameter(main_weights.data, requires_grad=param.requires_grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(fresh, hooks, getattr(param, hooks))
     swap_tensor(param, fresh)

@@ -28,7 +28,7 @@ from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
 from streamshard.guards.sharded_tensor import Life
 from streamshard.guards.weights import WeightGuard
-from streamshard.planning.flat_params import UnitLayout
+from streamshard.planning.layout import UnitLayout
 from streamshard.torch_private import AsTensors, get_grad, set_grad
 
 _WHY_EARLIER = (

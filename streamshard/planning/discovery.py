@@ -38,22 +38,6 @@ _WORTH_A_GATHER = 2**20
 _LARGE = 0.5  # share of the largest layer that makes a module worth a unit of its own
 
 
-class FoundUnit(NamedTuple):
-    """The modules of a unit: a layer, several layers that `coalesce` has combined, or a large module beside them.
-
-    Attributes:
-        name: fully qualified.
-        modules: the unit's layers.
-        is_resident: the unit has a slot of its own.
-        resident: modules inside the layers whose parameters lie in the root unit.
-    """
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    is_resident: bool = False
-    resident: tuple[nn.Module, ...] = ()
-
-
 class FoundParam(NamedTuple):
     """One parameter with all the names it is registered under, the first one in ``names[0]``."""
 
@@ -61,10 +45,28 @@ class FoundParam(NamedTuple):
     param: nn.Parameter
 
 
-def find_groups(
+class FoundUnit(NamedTuple):
+    """A layer, several layers that `coalesce` has combined, a large module beside them, or the root unit.
+
+    Attributes:
+        name: fully qualified; "" for the root unit.
+        modules: the unit's layers. Of the root unit: modules inside other units' layers whose parameters it has.
+        is_resident: the unit has a slot of its own.
+        params: its parameters, in registration order.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    is_resident: bool = False
+    params: tuple[FoundParam, ...] = ()
+
+
+def find_units(
     root: nn.Module, units: UnitsArgument, resident: ResidentArgument = (), *, min_numel: int = 0
-) -> tuple[list[FoundUnit], list[list[FoundParam]]]:
-    """The units of `root` in registration order, as `StreamShard` documents for its arguments `units` and `resident`.
+) -> list[FoundUnit]:
+    """The root unit and the units of `root` in registration order, as `StreamShard` documents.
+
+    A unit is resident too if no other layer has its layers' class.
 
     Args:
         root: the model.
@@ -72,9 +74,6 @@ def find_groups(
         resident: the user's argument. A layer named here, or inside a module named here, becomes a resident unit. The
             parameters of a module inside a layer move to the root unit.
         min_numel: consecutive small layers are combined until they have this many elements.
-
-    Returns:
-        The units, and lists of parameters: the root unit's first, then each unit's.
 
     Raises:
         UnitError: a unit is not part of the model, is the root, overlaps another or has no parameters.
@@ -89,32 +88,38 @@ def find_groups(
     beside = [module for module, inside in around.items() if not inside or module is root]
     _check_units(layers, beside, names)
     resident_layers = {*wanted, *towers, *itertools.chain.from_iterable(around.values())}
-    found = [
-        FoundUnit(names[layer], (layer,), is_resident, () if is_resident else _inside(layer, wanted))
-        for layer in layers
-        for is_resident in [layer in resident_layers]
-    ]
-    numels = [sum(each.param.numel() for each in group) for group in _group_params(root, found)[1:]]
-    found = coalesce(found, numels, min_numel)
+    inside_layers = [module for layer in layers if layer not in resident_layers for module in _inside(layer, wanted)]
+    root_unit = FoundUnit("", tuple(inside_layers), is_resident=True)
+    found = [FoundUnit(names[layer], (layer,), layer in resident_layers) for layer in layers]
+    found = coalesce(_with_params(root, [root_unit, *found])[1:], min_numel)
     large = _find_large(root, layers, beside, min_numel) if units is None and layers else []
     found += [FoundUnit(names[module], (module,), is_resident=True) for module in (*beside, *large)]
     found.sort(key=lambda unit: order[unit.modules[0]])
-    return found, _group_params(root, found)
+    kinds = Counter(type(layer) for unit in found for layer in unit.modules)
+    for position, unit in enumerate(found):
+        if any(kinds[type(layer)] == 1 for layer in unit.modules):
+            found[position] = unit._replace(is_resident=True)
+    return _with_params(root, [root_unit, *found])
 
 
 def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
-    """By module, the number of its unit, from 1. Modules that units share, or that are resident inside one, get 0."""
+    """By module, the number of its unit. Modules that units share, or that are resident inside one, get 0.
+
+    Args:
+        units: root unit first.
+    """
+    root_unit, *others = units
     owner: dict[nn.Module, int] = {}
-    for number, unit in enumerate(units, 1):
+    for number, unit in enumerate(others, 1):
         for module in itertools.chain.from_iterable(map(modules_inside, unit.modules)):
             owner[module] = number if owner.get(module, number) == number else 0
-    for module in (inner for unit in units for resident in unit.resident for inner in modules_inside(resident)):
-        owner[module] = 0
+    for module in root_unit.modules:
+        owner.update(dict.fromkeys(modules_inside(module), 0))
     return owner
 
 
-def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[FoundParam]]:
-    """The parameters of the root unit (first) and of each unit, in registration order.
+def _with_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[FoundUnit]:
+    """`units`, root unit first, with their parameters.
 
     A parameter that several units share, or a unit and the rest of the model, lies in the root unit, whose weights are
     in place throughout a pass.
@@ -127,39 +132,34 @@ def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[Foun
             if param is not None:
                 names.setdefault(param, []).append(join_names(prefix, key))
                 holders.setdefault(param, set()).add(owner.get(module, 0))
-    groups: list[list[FoundParam]] = [[] for _ in range(len(units) + 1)]
+    groups: list[list[FoundParam]] = [[] for _ in units]
     for param, where in holders.items():
         number = next(iter(where)) if len(where) == 1 else 0
         groups[number].append(FoundParam(tuple(names[param]), param))
-    return groups
+    return [unit._replace(params=tuple(group)) for unit, group in zip(units, groups, strict=True)]
 
 
 # -- small layers -------------------------------------------------------------------------------------------------
 
 
-def coalesce(units: Sequence[FoundUnit], numels: Sequence[int], at_least: int) -> list[FoundUnit]:
+def coalesce(units: Sequence[FoundUnit], at_least: int) -> list[FoundUnit]:
     """Combine consecutive streamed units until each has `at_least` elements. A smaller rest stays a unit.
 
     Args:
         units: in registration order.
-        numels: elements of each unit.
         at_least: the fewest elements of a combined unit.
     """
-    groups: list[list[FoundUnit]] = []
-    missing = 0  # elements that the last group may still take
-    for unit, numel in zip(units, numels, strict=True):
+    combined: list[FoundUnit] = []
+    missing = 0  # elements that the last unit may still take
+    first = ""  # the name of its first layer
+    for unit in units:
         if missing <= 0 or unit.is_resident:
-            groups.append([])
-            missing = at_least
-        groups[-1].append(unit)
-        missing = 0 if unit.is_resident else missing - numel
-    return [_together(group) for group in groups]
-
-
-def _together(units: Sequence[FoundUnit]) -> FoundUnit:
-    name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"
-    resident = tuple(module for unit in units for module in unit.resident)
-    return FoundUnit(name, tuple(module for unit in units for module in unit.modules), units[0].is_resident, resident)
+            combined.append(unit)
+            missing, first = at_least, unit.name
+        else:
+            combined[-1] = FoundUnit(f"{first} .. {unit.name}", (*combined[-1].modules, *unit.modules))
+        missing = 0 if unit.is_resident else missing - sum(each.param.numel() for each in unit.params)
+    return combined
 
 
 # -- modules that the user names ----------------------------------------------------------------------------------
@@ -169,14 +169,10 @@ def _select(given: _NamedModules, names: dict[nn.Module, str], what: str) -> lis
     """The modules that `given` names; `what` is the argument's name, for errors."""
     if isinstance(given, type | str | nn.Module) and not isinstance(given, nn.ModuleList):
         given = [given]
-    by_name: dict[object, nn.Module] = {name: module for module, name in names.items()}
     found: list[nn.Module] = []
     for wanted in given if isinstance(given, Iterable) else [given]:
-        if isinstance(wanted, nn.Module):
-            matches = [wanted] if wanted in names else []
-        elif isinstance(wanted, str) and wanted in by_name:
-            matches = [by_name[wanted]]
-        else:
+        matches = [module for module, name in names.items() if wanted is module or wanted == name]
+        if not matches:
             matches = [module for module, name in names.items() if name and _is_of_class(module, wanted)]
         if not matches:
             raise UnitError(

@@ -1,7 +1,17 @@
-"""Where every parameter lies: pure functions from parameter sizes to offsets and per-rank ranges. No torch here.
+"""Where every parameter lies: in which flat parameter of its unit, at which offset, and on which rank. Pure data.
 
 The engine, the memory report, checkpoints and the exporter read the same layout object, so they agree on the bytes of
-each rank. See [Note: layout].
+each rank. See [Note: flat parameters] and [Note: layout].
+
+[Note: flat parameters]
+A unit's parameters lie in *flat parameters*, `flat_params` in the code. The parameters in one have the same compute
+dtype and storage dtype, and all of them train or none does. Most units have one flat parameter, for example all bf16
+weights of a layer. Each flat parameter takes one all-gather and, if it trains, one reduction. A unit's all-gather is
+that of its flat parameters in order, followed by one fence. In a weight slot a unit's flat parameters lie one after
+another; in a grad slot only those that train.
+
+Trainable parameters are kept in fp32. Frozen parameters have no updates to add up, so they keep their own dtype, unless
+layers compute in fp32. If storage dtype and compute dtype are equal, the main weights are the all-gather input.
 
 [Note: layout]
 In a flat parameter, parameters lie one after another. Each start is aligned, and the buffer is padded to a multiple of
@@ -16,10 +26,17 @@ grains, and a parameter that does not fit into the rest of a grain starts with t
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from streamshard.config import Precision, ReductionMode
+from streamshard.planning.discovery import FoundParam, FoundUnit
 
 ALIGNMENT_BYTES = 16  # vectorised loads of GPU kernels want 16-byte aligned starts
 
@@ -78,7 +95,7 @@ class FlatParamLayout:
         """Elements each rank owns: ``padded_numel / N``."""
         return self.padded_numel // self.world_size
 
-    @property
+    @functools.cached_property
     def is_whole(self) -> bool:
         """Whether each rank owns all elements: there is one rank."""
         return self.world_size == 1
@@ -135,3 +152,165 @@ def plan_flat_param(
 
 def _round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
+
+
+# -- flat parameters of a unit ------------------------------------------------------------------------------------
+
+
+class FlatParamKind(NamedTuple):
+    """The properties that all parameters of a flat parameter share.
+
+    Attributes:
+        trains: the parameters required gradients when the model was sharded.
+        compute_dtype: dtype of the unsharded parameters.
+        wire_dtype: dtype of all-gathers.
+        main_dtype: dtype of the main weights: fp32 if `trains`.
+        grad_dtype: dtype of gradients in grad slots.
+        mode: how gradients are reduced.
+    """
+
+    trains: bool
+    compute_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    main_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    mode: ReductionMode
+
+    def on_one_rank(self) -> FlatParamKind:
+        """The kind where nothing is sent: no rounding to dtypes of messages."""
+        return self._replace(wire_dtype=self.compute_dtype, grad_dtype=torch.float32, mode=ReductionMode.FP32)
+
+
+def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: bool) -> FlatParamKind:
+    """The kind of the flat parameter that a parameter belongs to.
+
+    Args:
+        dtype: the parameter's own.
+        precision: the model's.
+        trains: the parameter requires a gradient.
+        in_fp32: layers compute with it in fp32, whatever ``param_dtype`` is.
+    """
+    fp32 = torch.float32
+    compute = precision.param_dtype or dtype
+    wire = precision.wire_dtype or compute
+    if in_fp32 or compute is fp32:
+        return FlatParamKind(trains, fp32, fp32 if in_fp32 else wire, fp32, fp32, ReductionMode.FP32)
+    main = fp32 if trains else dtype
+    return FlatParamKind(trains, compute, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
+
+
+class ByteRange(NamedTuple):
+    """A range of a buffer, in bytes."""
+
+    start: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """Behind the last byte."""
+        return self.start + self.size
+
+
+class FlatParamPlan(NamedTuple):
+    """One flat parameter, and where it lies.
+
+    Attributes:
+        tag: its number in the model, the same on all ranks; the tag of its messages.
+        kind: see `FlatParamKind`.
+        found: its parameters, as they were before sharding.
+        layout: where they lie.
+        weights: in the unit's weight slot: ``padded_numel`` elements of the compute dtype.
+        wire: in the wire buffer beside the slot; empty if it is all-gathered in the compute dtype.
+        grads: in the unit's grad slot; empty if it is frozen.
+    """
+
+    tag: int
+    kind: FlatParamKind
+    found: Sequence[FoundParam]
+    layout: FlatParamLayout
+    weights: ByteRange
+    wire: ByteRange
+    grads: ByteRange
+
+
+class UnitLayout(NamedTuple):
+    """The flat parameters of one unit. Trainable ones come first. Made by `plan_units`.
+
+    Attributes:
+        name: fully qualified name of the unit's module; "" for the root unit.
+        flat_params: at least one flat parameter, which is empty if the unit has no parameters.
+    """
+
+    name: str
+    flat_params: tuple[FlatParamPlan, ...]
+
+    @property
+    def params(self) -> tuple[ParamLayout, ...]:
+        """The parameters of all flat parameters, in order."""
+        return tuple(param for flat_param in self.flat_params for param in flat_param.layout.params)
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(flat_param.layout.numel for flat_param in self.flat_params)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of all flat parameters, padding included."""
+        return sum(flat_param.layout.padded_numel for flat_param in self.flat_params)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the unit in a weight slot."""
+        return self.flat_params[-1].weights.stop
+
+
+def plan_units(
+    units: Sequence[FoundUnit],
+    precision: Precision,
+    in_fp32: Collection[nn.Parameter],
+    world_size: int,
+    *,
+    align_pieces_to: int,
+) -> list[UnitLayout]:
+    """Lay out all units.
+
+    Args:
+        units: root unit first.
+        precision: the model's.
+        in_fp32: layers compute with these parameters in fp32.
+        world_size: number of ranks N.
+        align_pieces_to: see `plan_flat_param`.
+    """
+    layouts: list[UnitLayout] = []
+    tags = itertools.count()
+    for unit in units:
+        flat_params: list[FlatParamPlan] = []
+        weights = wire = grads = ByteRange(0, 0)
+        for kind, params in _by_kind(unit.params, precision, in_fp32):
+            if world_size == 1:
+                kind = kind.on_one_rank()
+            sizes = [ParamLayout(found.names[0], tuple(found.param.shape)) for found in params]
+            element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)
+            layout = plan_flat_param(sizes, world_size, element_bytes=element_bytes, align_pieces_to=align_pieces_to)
+            numel, is_wire = layout.padded_numel, kind.wire_dtype is not kind.compute_dtype
+            weights = ByteRange(weights.stop, numel * kind.compute_dtype.itemsize)
+            wire = ByteRange(wire.stop, is_wire * numel * kind.wire_dtype.itemsize)
+            grads = ByteRange(grads.stop, kind.trains * numel * kind.grad_dtype.itemsize)
+            flat_params.append(FlatParamPlan(next(tags), kind, params, layout, weights, wire, grads))
+        layouts.append(UnitLayout(unit.name, tuple(flat_params)))
+    return layouts
+
+
+def _by_kind(
+    params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter]
+) -> list[tuple[FlatParamKind, list[FoundParam]]]:
+    """The flat parameters of a unit, those that train first. See [Note: flat parameters]."""
+    parts: dict[FlatParamKind, list[FoundParam]] = {}
+    for found in params:
+        param = found.param
+        kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
+        parts.setdefault(kind, []).append(found)
+    if not parts:
+        parts[kind_of(torch.float32, precision, trains=False, in_fp32=False)] = []
+    return sorted(parts.items(), key=lambda part: not part[0].trains)

@@ -39,14 +39,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from streamshard.config import ReductionMode, SlotCount
-from streamshard.planning.flat_params import ByteRange, UnitLayout
+from streamshard.planning.layout import ByteRange, UnitLayout
 
 
 class SlotPlan(NamedTuple):
     """Which unit uses which slot. See [Note: slots].
 
     Attributes:
-        shared: by unit, whether the unit is streamed: it shares the block slots.
+        is_streamed: by unit: it shares the block slots.
         weights: by unit, its weight slot.
         grads: by unit, its grad slot.
         scratch: by unit, the scratch of its reductions.
@@ -54,7 +54,7 @@ class SlotPlan(NamedTuple):
         keeps_grads: every unit has a grad slot of its own, where gradients may stay until the next backward.
     """
 
-    shared: tuple[bool, ...]
+    is_streamed: tuple[bool, ...]
     weights: tuple[int, ...]
     grads: tuple[int, ...]
     scratch: tuple[int, ...]
@@ -62,35 +62,32 @@ class SlotPlan(NamedTuple):
     keeps_grads: bool
 
 
-def plan_slots(shared: Sequence[bool], weight_slots: SlotCount, grad_slots: SlotCount) -> SlotPlan:
+def plan_slots(is_streamed: Sequence[bool], weight_slots: SlotCount, grad_slots: SlotCount) -> SlotPlan:
     """Assign slots to units.
 
     Args:
-        shared: by unit, whether the unit is streamed.
+        is_streamed: by unit; the others are resident.
         weight_slots, grad_slots: number of block slots, or "all": as many as there are blocks.
     """
-    grads = _assign(shared, grad_slots)
-    if grad_slots != "all":
-        grads = _share_one(grads, shared)
-    # With "all" grad slots two scratches suffice: two reductions run at a time. One per unit would take a model / N.
-    scratch = tuple(unit % 2 for unit in range(len(shared))) if grad_slots == "all" else grads
-    return SlotPlan(
-        tuple(shared), _assign(shared, weight_slots), grads, scratch, weight_slots == "all", grad_slots == "all"
-    )
+    weights, grads = _assign(is_streamed, weight_slots), _assign(is_streamed, grad_slots)
+    if grad_slots == "all":
+        # Two scratches suffice: two reductions run at a time. One per unit would take a model / N.
+        scratch = [unit % 2 for unit in range(len(is_streamed))]
+    else:
+        resident = [unit for unit, streamed in enumerate(is_streamed) if unit > 0 and not streamed]
+        for unit in resident:
+            grads[unit] = grads[resident[0]]
+        scratch = grads
+    keeps = weight_slots == "all", grad_slots == "all"
+    return SlotPlan(tuple(is_streamed), tuple(weights), tuple(grads), tuple(scratch), *keeps)
 
 
-def _assign(shared: Sequence[bool], count: SlotCount) -> tuple[int, ...]:
+def _assign(is_streamed: Sequence[bool], count: SlotCount) -> list[int]:
     """By unit, its slot: block slots are 0 to count - 1, resident units get numbers above."""
-    blocks = list(itertools.accumulate(shared, initial=0))  # before each unit
-    turns = blocks[-1] if count == "all" else min(count, blocks[-1])
-    pairs = enumerate(zip(shared, blocks, strict=False))
-    return tuple(before % turns if is_shared else turns + unit - before for unit, (is_shared, before) in pairs)
-
-
-def _share_one(slots: Sequence[int], shared: Sequence[bool]) -> tuple[int, ...]:
-    """Let all resident units but the root unit have one slot, the first one's."""
-    resident = [unit for unit, is_shared in enumerate(shared) if not is_shared and unit > 0]
-    return tuple(slots[resident[0]] if unit in resident else slot for unit, slot in enumerate(slots))
+    blocks = sum(is_streamed)
+    turns = blocks if count == "all" else min(count, blocks)
+    block_slots, own_slots = itertools.cycle(range(turns)), itertools.count(turns)
+    return [next(block_slots if streamed else own_slots) for streamed in is_streamed]
 
 
 class Category(enum.Enum):

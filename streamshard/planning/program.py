@@ -21,14 +21,23 @@ single rank may do so: it first issues the rest of the program, and then request
 A resident unit does not share its slot: once all-gathered, any rank can use it at any time in the pass, without a
 collective. If a rank calls it several times, the rank's backward does not issue the unit's reduction before it has come
 to the first of these calls (`Backward._waits_before`). Until the order is known, resident units are all-gathered first,
-and ranks may use them in any order (`streamshard.planning.unit_order`).
+and ranks may use them in any order.
+
+[Note: learning the order]
+After each training pass the ranks agree on the order in which they have used units (`UnitOrder`). Each exchange lets
+hosts wait for each other, so ranks stop it once every streamed unit was used, after `_QUIET_PASSES` passes in a row
+without news, or when the orders of ranks contradict each other.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, NamedTuple, Protocol
+
+_QUIET_PASSES = 10
 
 
 class Op(NamedTuple):
@@ -49,33 +58,19 @@ def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -
     Returns:
         ``len(visits) + 1`` lists; list k may be issued once all visits before k are released.
     """
-    steps: list[list[Op]] = [[] for _ in range(len(visits) + 1)]
+    steps: list[list[Op]] = [[]]
     step = 0
     free_at: dict[int, int] = {}  # by slot, the step at which it is free
     for visit, unit in enumerate(visits):
+        steps.append([])
         step = max(step, free_at.get(slot_of[unit], 0))
         free_at[slot_of[unit]] = visit + 1
         steps[step].append(Op(unit))
-    last_visit = {unit: visit for visit, unit in enumerate(visits)} if reduce else {}
-    for unit, visit in last_visit.items():
-        steps[visit + 1].append(Op(unit, is_reduction=True))
+    if reduce:
+        behind_last = dict(zip(visits, range(1, len(steps)), strict=True))
+        for unit, step in behind_last.items():
+            steps[step].append(Op(unit, is_reduction=True))
     return steps
-
-
-def gathers_of_step(slot_of: Sequence[int]) -> list[int]:
-    """The units that one step all-gathers, in order, if forward visits all units in turn and backward in reverse.
-
-    Args:
-        slot_of: the weight slot of each unit, by unit index.
-    """
-    content: dict[int, int] = {}  # by slot, the unit whose weights it holds
-    gathered = []
-    for visits in (range(len(slot_of)), range(len(slot_of))[::-1]):
-        for op in itertools.chain.from_iterable(plan_steps(visits, slot_of, reduce=False)):
-            if content.get(slot_of[op.unit]) != op.unit:
-                content[slot_of[op.unit]] = op.unit
-                gathered.append(op.unit)
-    return gathered
 
 
 class Schedule:
@@ -83,28 +78,44 @@ class Schedule:
 
     Args:
         visits, slot_of, reduce: see `plan_steps`.
-        turns: by unit, whether the unit is streamed; the others are resident.
+        is_streamed: by unit; the others are resident.
 
     Attributes:
         visits: see above.
         log: units visited so far, those out of order included. Backward is planned from the log.
         used: the units that this rank has really used, in order.
-        has_requests: ranks have requested units after the program was over.
         released: all visits before this one are released.
     """
 
-    def __init__(self, visits: Sequence[int], slot_of: Sequence[int], turns: Sequence[bool], *, reduce: bool) -> None:
+    def __init__(
+        self, visits: Sequence[int], slot_of: Sequence[int], is_streamed: Sequence[bool], *, reduce: bool
+    ) -> None:
         self.visits = tuple(visits)
         self.log: list[int] = []
         self.used: list[int] = []
-        self.has_requests = False
         self.released = 0
+        self._is_streamed = is_streamed
+        self._current: int | None = None  # the unit whose visit is under way, in the program or out of order
         self._has_inner_uses = False  # which keep their places in the log
-        self._turns = turns
-        self._current: int | None = None  # the unit that was asked for last
         self._steps = plan_steps(self.visits, slot_of, reduce=reduce)
         self._issued_steps = 0
-        self._is_outside = True  # the unit that was asked for last is out of order
+
+    def find(self, unit: int) -> int | None:
+        """The next visit of `unit` that is not released; None if there is none."""
+        try:
+            return self.visits.index(unit, self.released)
+        except ValueError:
+            return None
+
+    @property
+    def following(self) -> int:
+        """The first visit that has not begun."""
+        return self.released + (self.visits[self.released : self.released + 1] == (self._current,))
+
+    def is_out_of_order(self, unit: int) -> bool:
+        """Whether `unit`, which is used now, has no visit left in the program, and its weights are not in place."""
+        is_there = self._current == unit or self.find(unit) is not None
+        return not is_there and (self._is_streamed[unit] or unit not in self.visits)
 
     def reach(self, unit: int) -> list[Op]:
         """This rank uses `unit` now, so the visit of another unit is over.
@@ -112,48 +123,23 @@ class Schedule:
         Returns:
             The operations that have become possible, `unit`'s all-gather included.
         """
-        self._note_use(unit)
-        if self._current == unit:
-            return []
+        if self.used[-1:] != [unit]:
+            self.used.append(unit)
         visit = self.find(unit)
-        if visit is None and not self._turns[unit] and unit in self.visits:
-            return []  # resident, and all-gathered before
+        if visit is None:
+            if not self.is_out_of_order(unit):
+                return []
+            ops = self.release_before(self.following)
+            self.log.append(unit)
+        else:
+            ops = self.release_before(visit)
         self._current = unit
-        if visit is not None:
-            self._is_outside = False
-            return self.release_before(visit)
-        ops = [] if self._is_outside else self.release_before(self.released + 1)
-        self._is_outside = True
-        self.log.append(unit)
         return ops
-
-    def is_out_of_order(self, unit: int) -> bool:
-        """Whether `unit`, which is used now, has no visit left in the program, and its weights are not in place."""
-        is_there = self._current == unit or self.find(unit) is not None
-        return not is_there and (self._turns[unit] or unit not in self.visits)
 
     def add_request(self, unit: int) -> None:
         """The program is over, and all ranks all-gather `unit`, because a rank has requested it."""
         self.log.append(unit)
-        self.has_requests = True
-
-    def take_order(self, order: Iterable[int]) -> None:
-        """Let backward visit each unit once, in `order`, which ranks have learnt from this pass.
-
-        Without this, a unit that was also requested is in the log twice, and its gradients leave their slot until the
-        second visit. The log also begins with the resident units.
-
-        Args:
-            order: contains the order of units of each rank as a subsequence.
-        """
-        if not self._has_inner_uses:
-            self.log = [unit for unit in order if unit in self.visits]
-
-    def reach_requested(self, unit: int) -> None:
-        """This rank uses `unit` now, the unit that was requested last."""
-        self._note_use(unit)
         self._current = unit
-        self._is_outside = True
 
     def read(self, unit: int, *, is_inside: bool) -> None:
         """Note that weights of the resident `unit` are read. No visit is over.
@@ -167,22 +153,12 @@ class Schedule:
         position = len(self.used) - is_inside
         if unit not in self.used[max(position - 1, 0) : position + 1]:
             self.used.insert(position, unit)
-        if unit in self.log or unit in self.visits[: self.released]:
+        if unit in self.log:
             return
         visit = self.find(unit)
-        start = self.released + (not self._is_outside)
-        if visit is None or is_inside or any(self._turns[other] for other in self.visits[start:visit]):
+        if visit is None or is_inside or any(self._is_streamed[other] for other in self.visits[self.following : visit]):
             self.log.append(unit)
             self._has_inner_uses = True
-
-    def _note_use(self, unit: int) -> None:
-        if self.used[-1:] != [unit]:
-            self.used.append(unit)
-
-    def find(self, unit: int) -> int | None:
-        """The next visit of `unit` that is not released; None if there is none."""
-        left = (visit for visit in range(self.released, len(self.visits)) if self.visits[visit] == unit)
-        return next(left, None)
 
     def release_before(self, visit: int) -> list[Op]:
         """Release all visits before `visit`.
@@ -193,10 +169,148 @@ class Schedule:
         if visit > self.released:
             self.log.extend(self.visits[self.released : visit])
             self.released = visit
-        ops = [op for step in self._steps[self._issued_steps : self.released + 1] for op in step]
-        self._issued_steps = max(self._issued_steps, self.released + 1)
+        ops: list[Op] = []
+        for step in self._steps[self._issued_steps : self.released + 1]:
+            ops += step
+        self._issued_steps = self.released + 1
         return ops
 
     def finish(self) -> list[Op]:
         """The pass is over: the operations that are left."""
         return self.release_before(len(self.visits))
+
+    def take_order(self, order: Iterable[int]) -> None:
+        """Let backward visit each unit once, in `order`, which ranks have learnt from this pass.
+
+        Without this, a unit that was also requested is in the log twice, and its gradients leave their slot until the
+        second visit. The log also begins with the resident units.
+
+        Args:
+            order: contains the order of units of each rank as a subsequence.
+        """
+        if not self._has_inner_uses:
+            self.log = [unit for unit in order if unit in self.visits]
+
+
+# -- learning the order -------------------------------------------------------------------------------------------
+
+
+class Agreement(Protocol):
+    """The two collectives by which ranks agree."""
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`."""
+
+
+class UnitOrder:
+    """The order of units, the same on all ranks. See [Note: learning the order].
+
+    Args:
+        is_streamed: by unit; the others are resident. The first unit is resident, and every pass uses it first.
+
+    Attributes:
+        order: all units.
+        is_settled: nothing will change it.
+    """
+
+    def __init__(self, is_streamed: Sequence[bool]) -> None:
+        self._is_streamed = is_streamed
+        self._known: tuple[int, ...] = (0,)  # of the units that training passes have used so far
+        self.order = merge_order(self._known, is_streamed)
+        self.is_settled = False
+        self._quiet_passes = 0  # in a row, that have brought no news
+
+    def learn(self, schedule: Schedule, ranks: Agreement, *, has_failed: bool) -> None:
+        """A pass with gradients is over: learn the order of units from its use, here and on other ranks. Collective.
+
+        Ranks may have skipped units. If the orders of ranks contradict each other, the order stays as it is.
+
+        Args:
+            schedule: the pass's.
+            ranks: the ranks that have run the pass.
+            has_failed: the forward has raised on this rank; then all ranks learn from the next pass instead.
+        """
+        used = None if has_failed else tuple(schedule.used)
+        self._quiet_passes += 1
+        if ranks.any_rank(used is None or not is_part_of(used, self._known)):
+            self._quiet_passes = 0
+            everywhere = dict.fromkeys(ranks.gather_objects(used))
+            if None in everywhere:
+                return
+            known = join_orders((self._known, *everywhere), self.order)
+            if known is None:
+                self.is_settled = True
+            else:
+                self._known = known
+                self.order = merge_order(known, self._is_streamed)
+            if (order := join_orders(everywhere, self.order)) is not None:
+                schedule.take_order(merge_order(order, self._is_streamed))
+        if not self.is_settled:
+            is_known = set(self._known).issuperset(itertools.compress(itertools.count(), self._is_streamed))
+            self.is_settled = is_known or self._quiet_passes == _QUIET_PASSES
+
+
+def merge_order(used: Iterable[int], is_streamed: Sequence[bool]) -> tuple[int, ...]:
+    """The order in which units were used, with unused units put in between.
+
+    An unused streamed unit comes after the streamed unit that is registered before it. Unused resident units come after
+    the first unit, because ranks may use them at any time. So if one rank uses such a unit later, the other ranks
+    all-gather it too.
+
+    Args:
+        used: in order; units may occur more than once.
+        is_streamed: by unit.
+    """
+    order = list(used)
+    before: int | None = None
+    missing = []
+    for unit, takes_turns in enumerate(is_streamed):
+        if takes_turns:
+            if unit not in order:
+                first = next((position for position, other in enumerate(order) if is_streamed[other]), len(order))
+                order.insert(first if before is None else order.index(before) + 1, unit)
+            before = unit
+        elif unit not in order:
+            missing.append(unit)
+    return (*order[:1], *missing, *order[1:])
+
+
+def is_part_of(used: Iterable[int], order: Iterable[int]) -> bool:
+    """Whether `used` is `order` with some units left out."""
+    left = iter(order)
+    return all(unit in left for unit in used)
+
+
+def join_orders(orders: Iterable[Sequence[int]], otherwise: Sequence[int]) -> tuple[int, ...] | None:
+    """The order that contains each of `orders` as a subsequence; None if they contradict each other.
+
+    Args:
+        orders: units in order of use. The n-th use of a unit in one order is its n-th use in the others.
+        otherwise: an order of all units, for pairs that `orders` leave open.
+    """
+    place = {unit: position for position, unit in reversed(list(enumerate(otherwise)))}
+    sorter = TopologicalSorter[tuple[int, int]]()  # of uses: (unit, n) is the unit's n-th use
+    for order in orders:
+        times = Counter[int]()
+        uses = []
+        for unit in order:
+            uses.append((unit, times[unit]))
+            times[unit] += 1
+            sorter.add(uses[-1])
+        for before, use in itertools.pairwise(uses):
+            sorter.add(use, before)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    joined: list[int] = []
+    ready: list[tuple[int, int]] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=lambda use: (place[use[0]], use))
+        use = ready.pop(0)
+        joined.append(use[0])
+        sorter.done(use)
+    return tuple(joined)

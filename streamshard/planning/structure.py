@@ -234,7 +234,8 @@ def find_fp32(root: nn.Module, precision: Precision, kept: Collection[str]) -> I
     if precision.param_dtype is torch.float32:
         return InFp32(frozenset(), ())
     inside = {inner for module in listed for inner in modules_inside(module) if inner is not module}
-    for module in (*listed, *_fp32_norms(root)):
+    norms = [module for module in modules_inside(root) if isinstance(module, _NormBase)]
+    for module in (*listed, *(norm for norm in norms if getattr(norm.running_mean, "dtype", None) is torch.float32)):
         found.update(params_of(module).values())
     return InFp32(frozenset(found), tuple(module for module in listed if module not in inside))
 
@@ -246,10 +247,3 @@ def _matches(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool
 def _has_part(name: str, part: str) -> bool:
     """Whether whole words of `name` are `part`: "norm" is part of "layers.0.norm.weight", not of "layernorm"."""
     return re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) is not None
-
-
-def _fp32_norms(root: nn.Module) -> Iterator[nn.Module]:
-    for module in modules_inside(root):
-        mean = module.running_mean if isinstance(module, _NormBase) else None
-        if mean is not None and mean.dtype is torch.float32:
-            yield module

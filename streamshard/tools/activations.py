@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from streamshard.errors import ConfigError, describe
 from streamshard.nested import tensors_in
-from streamshard.planning.discovery import FoundUnit, UnitsArgument, find_groups
+from streamshard.planning.discovery import FoundUnit, UnitsArgument, find_units
 from streamshard.planning.structure import modules_inside, params_of
 from streamshard.torch_private import FakeTensorMode
 
@@ -100,7 +100,7 @@ def model_without_memory(
             warnings.simplefilter("ignore")
             model = build().eval()
             cast_params(model, dtype)
-            yield model, [unit for unit in find_groups(model, units)[0] if not unit.is_resident]
+            yield model, [unit for unit in find_units(model, units) if not unit.is_resident]
     except Exception as error:  # the model may raise anything, and fake tensors have no values to branch on
         what = describe(error).partition("\n")[0]
         raise ConfigError(f"the forward of {seq} tokens without memory: {what}") from error

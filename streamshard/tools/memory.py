@@ -142,7 +142,7 @@ def explain_out_of_memory(engine: Engine, holds: str) -> str:
         holds: "holds", or what else `engine` does with its memory.
     """
     streams, plan = engine.streams, engine.plan
-    least = plan_slots(plan.shared, 2, 2)
+    least = plan_slots(plan.is_streamed, 2, 2)
     pairs = {"weight_slots=2": (plan.weights, least.weights), "grad_slots=2": (plan.grads, least.grads)}
     fewer = [setting for setting, (slots, fewest) in pairs.items() if max(slots) > max(fewest) and not engine.is_whole]
     ways = [*fewer, "more ranks", "smaller batches", "activation checkpointing"]

@@ -25,7 +25,6 @@ from streamshard.config import SlotCount, parse_bytes
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
-from streamshard.planning.program import gathers_of_step
 from streamshard.planning.structure import list_of
 from streamshard.tools.activations import estimate_activations
 from streamshard.tools.memory import report_memory
@@ -205,7 +204,7 @@ def plan(
 
     stages = [stage("ZeRO-3", 2), stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")]
     if weight_slots is None and room is not None and fits(stages[0]) and not fits(stages[1]):
-        counts = range(3, len(checked.found) + 1)
+        counts = range(3, len(checked.found))
         weight_slots = 2 + bisect.bisect_right(counts, room, key=lambda count: stage("", count).total_bytes)
     if weight_slots is not None and weight_slots != 2:
         stages.insert(1, stage(f"{weight_slots} slots", weight_slots))
@@ -246,17 +245,15 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
     settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
     engine = plan_engine(checked._replace(settings=settings), ranks)
     report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
-    slot_of = engine.plan.weights
-    gathered = [flat for unit in gathers_of_step(slot_of) for flat in units[unit] if flat.layout.params]
+    at_turn = {slot: unit for unit, slot in enumerate(engine.plan.weights)}.values()  # what forward leaves in each slot
+    backward = [unit for number, unit in enumerate(units) if number not in at_turn]
+    gathered = [flat for unit in (*units, *backward) for flat in unit if flat.layout.params]
     reduced = [flat for unit in units for flat in unit if flat.kind.trains]
     if ranks.world_size == 1:
         gathered = reduced = []
-    at_turn = {slot: unit for unit, slot in enumerate(slot_of)}.values()  # what forward leaves in each slot
-    least = [flat for unit in units for flat in unit]
-    least += [flat for number, unit in enumerate(units) if number not in at_turn for flat in unit]
     shards = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in gathered)
     shards += sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in reduced)
-    whole = sum(flat.layout.numel * flat.kind.wire_dtype.itemsize for flat in least)
+    whole = sum(flat.layout.numel * flat.kind.wire_dtype.itemsize for flat in gathered)
     whole += sum(flat.layout.numel * flat.kind.grad_dtype.itemsize for flat in reduced)
     others = ranks.world_size - 1  # each receives this rank's shards, and its parts of this rank's gradients
     return Stage(
@@ -268,9 +265,8 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
 def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
     """The units, root unit first. Equal streamed units of a class, or equal resident ones of a list, are one entry."""
     alike: dict[tuple[object, ...], list[Unit]] = {}
-    modules = [(), *(found.modules for found in checked.found)]
-    for unit, layers in zip(plan_engine(checked, ranks).units, modules, strict=True):
-        name = type(layers[0]).__name__ if unit.is_streamed else list_of(unit.name)
+    for unit, found in zip(plan_engine(checked, ranks).units, checked.found, strict=True):
+        name = type(found.modules[0]).__name__ if unit.is_streamed else list_of(unit.name)
         alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
     return [
         PlannedUnit(

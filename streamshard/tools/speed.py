@@ -26,7 +26,7 @@ from streamshard.config import Precision
 from streamshard.device import has_streams, module_of
 from streamshard.errors import ConfigError
 from streamshard.nested import map_tensors, tensors_in
-from streamshard.planning.flat_params import kind_of
+from streamshard.planning.layout import kind_of
 from streamshard.tools.activations import cast_params, model_without_memory, run_tokens
 
 _SMALL_NUMEL = 1 << 22  # starting the collectives of a smaller layer may take longer than sending its bytes

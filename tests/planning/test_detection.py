@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from streamshard.conventions import conventions
-from streamshard.planning.discovery import embedding_params, find_groups
+from streamshard.planning.discovery import embedding_params, find_units
 from streamshard.planning.structure import params_of, tie_on_meta
 from tests.models import Layer
 
 
 def _units(model: nn.Module, *named: str) -> list[str]:
-    return [unit.name for unit in find_groups(model, named or None)[0]]
+    return [unit.name for unit in find_units(model, named or None)[1:]]
 
 
 class Parts(nn.Module):
@@ -66,11 +66,11 @@ def test_every_large_list_of_a_transformers_model_is_found(name: str) -> None:
         model = kind(kind.config_class())
         conventions().tie_weights(model)
     tie_on_meta(model)
-    units, groups = find_groups(model, None)
+    root_unit, *units = find_units(model, None)
     found = [type(unit.modules[0]).__name__ + "*" * unit.is_resident for unit in units]
     assert Counter(name for name in found if re.search(r"Layer\*?$", name)) == layers
     embeddings = embedding_params(model)
-    root = {each.param for each in groups[0]} - embeddings
+    root = {each.param for each in root_unit.params} - embeddings
     weights = set(params_of(model).values()) - embeddings
     assert sum(param.numel() for param in root) < outside * sum(param.numel() for param in weights)
 

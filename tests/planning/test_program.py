@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.planning.program import Op, Schedule, plan_steps
-from streamshard.planning.unit_order import first_order, is_part_of, join_orders, merge_order
+from streamshard.planning.program import Op, Schedule, is_part_of, join_orders, merge_order, plan_steps
 
 UNITS = 7
 visits_lists = st.lists(st.integers(0, UNITS - 1), max_size=12)
 slots_lists = st.lists(st.integers(0, 3), min_size=UNITS, max_size=UNITS)
-turns_lists = st.lists(st.booleans(), min_size=UNITS, max_size=UNITS)
+streamed_lists = st.lists(st.booleans(), min_size=UNITS, max_size=UNITS)
 ALL_TURN = [True] * UNITS
 
 
@@ -44,12 +43,12 @@ def test_steps_have_every_operation_once_and_as_early_as_the_rules_allow(visits:
 # -- the schedule -------------------------------------------------------------------------------------------------
 
 
-@given(visits_lists, slots_lists, turns_lists, st.booleans(), st.data())
+@given(visits_lists, slots_lists, streamed_lists, st.booleans(), st.data())
 def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
-    visits: list[int], slots: list[int], turns: list[bool], reduce: bool, data: st.DataObject
+    visits: list[int], slots: list[int], is_streamed: list[bool], reduce: bool, data: st.DataObject
 ) -> None:
     """Each exactly once, whatever is asked for and released, in whatever portions."""
-    schedule = Schedule(visits, slots, turns, reduce=reduce)
+    schedule = Schedule(visits, slots, is_streamed, reduce=reduce)
     issued: list[Op] = []
     for unit in data.draw(st.lists(st.integers(0, UNITS - 1), max_size=15), label="used"):
         issued += schedule.reach(unit)
@@ -113,35 +112,48 @@ def test_a_unit_that_is_read_before_its_visit_is_reduced_after_its_readers(what:
     assert schedule.used == [*before, *([] if before[-1:] == [read] else [read]), *last]
 
 
+def test_a_unit_that_a_rank_requests_is_visited_once_more() -> None:
+    """All ranks have issued the rest of the program, and have all-gathered the unit."""
+    schedule = Schedule([0, 1, 2], [2, 0, 1], [False, True, True], reduce=False)
+    for unit in (0, 2):
+        schedule.reach(unit)
+    assert schedule.is_out_of_order(1)
+    schedule.finish()
+    schedule.add_request(1)
+    assert schedule.reach(1) == []
+    assert (schedule.log, schedule.used) == ([0, 1, 2, 1], [0, 2, 1])
+
+
 # -- learning the order -------------------------------------------------------------------------------------------
 
 
-@given(turns_lists)
-def test_before_an_order_is_known_resident_units_come_first(turns: list[bool]) -> None:
-    """Then ranks may use it in whatever order; the rest as registered."""
-    order = first_order(turns)
+@given(streamed_lists)
+def test_before_an_order_is_known_resident_units_come_first(is_streamed: list[bool]) -> None:
+    """Then ranks may use it in whatever order; the rest as registered. The root unit is resident."""
+    is_streamed[0] = False
+    order = merge_order((0,), is_streamed)
     assert sorted(order) == list(range(UNITS))
-    stays, rest = order[: turns.count(False)], order[turns.count(False) :]
-    assert [turns[unit] for unit in stays] == [False] * len(stays)
+    stays, rest = order[: is_streamed.count(False)], order[is_streamed.count(False) :]
+    assert [is_streamed[unit] for unit in stays] == [False] * len(stays)
     assert (list(stays), list(rest)) == (sorted(stays), sorted(rest))
 
 
-@given(st.lists(st.integers(0, UNITS - 1), max_size=12), turns_lists)
-def test_merging_keeps_what_was_used_and_adds_each_of_the_rest_once(used: list[int], turns: list[bool]) -> None:
+@given(st.lists(st.integers(0, UNITS - 1), max_size=12), streamed_lists)
+def test_merging_keeps_what_was_used_and_adds_each_of_the_rest_once(used: list[int], is_streamed: list[bool]) -> None:
     """So if a rank uses a skipped unit later, the other ranks take part in its collectives."""
-    merged = merge_order(used, turns)
+    merged = merge_order(used, is_streamed)
     assert [unit for unit in merged if unit in used] == used
     assert sorted(unit for unit in merged if unit not in used) == [u for u in range(UNITS) if u not in used]
 
 
 def test_an_unused_unit_is_placed_early_enough_in_the_program() -> None:
     """Streamed units: after the registered predecessor, or before all streamed ones. Resident: after the first."""
-    turns = [False, True, True, True, True]
-    assert merge_order([0, 3, 1, 4], turns) == (0, 3, 1, 2, 4)
-    assert merge_order([0, 3], turns) == (0, 1, 2, 3, 4)
+    is_streamed = [False, True, True, True, True]
+    assert merge_order([0, 3, 1, 4], is_streamed) == (0, 3, 1, 2, 4)
+    assert merge_order([0, 3], is_streamed) == (0, 1, 2, 3, 4)
     # What takes images, and the layers 3 and 4 for text, with embedding 5 and head 6: this batch has no images.
-    turns = [False, True, True, True, True, False, False, False]
-    assert merge_order([0, 5, 3, 4, 6], turns) == (0, 7, 5, 1, 2, 3, 4, 6)
+    is_streamed = [False, True, True, True, True, False, False, False]
+    assert merge_order([0, 5, 3, 4, 6], is_streamed) == (0, 7, 5, 1, 2, 3, 4, 6)
 
 
 def test_orders_of_use_of_all_ranks_are_joined_into_one() -> None:

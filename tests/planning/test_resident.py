@@ -11,7 +11,7 @@ from torch import nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import UnitError
-from streamshard.planning.discovery import find_groups
+from streamshard.planning.discovery import find_units
 from tests.models import DIM, Layer, Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import assert_trains_like_plain, engine_inside, stack_step
@@ -36,7 +36,7 @@ LAYERS = [f"layers.{k}" for k in range(4)]
 
 def _resident(resident: Any, **settings: Any) -> list[str]:
     """Units, those that are resident with a star."""
-    return [unit.name + "*" * unit.is_resident for unit in find_groups(Wide(), None, resident, **settings)[0]]
+    return [unit.name + "*" * unit.is_resident for unit in find_units(Wide(), None, resident, **settings)[1:]]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ class Towers(nn.Module):
 def test_layers_of_small_towers_are_resident(sizes: Any, units: Any, wanted: set[str]) -> None:
     """Unless the user names the units."""
     with torch.device("meta"):
-        found, _ = find_groups(Towers(**sizes), units)
+        found = find_units(Towers(**sizes), units)[1:]
     assert len(found) == 16 + sum(count for count, _ in sizes.values())
     assert {unit.name.partition(".")[0] for unit in found if unit.is_resident} == wanted
 
@@ -85,7 +85,7 @@ def test_layers_of_small_towers_are_resident(sizes: Any, units: Any, wanted: set
 @pytest.mark.parametrize("units", [None, [nn.Linear]])
 def test_all_layers_of_a_module_named_in_resident_are_resident(units: Any) -> None:
     with torch.device("meta"):
-        found, _ = find_groups(Towers(image=(6, 1024)), units, ["image"])
+        found = find_units(Towers(image=(6, 1024)), units, ["image"])[1:]
     assert [unit.name for unit in found if unit.is_resident] == [f"image.{number}" for number in range(6)]
 
 
@@ -93,8 +93,8 @@ def test_parameters_of_a_resident_module_inside_a_layer_lie_in_the_root_unit() -
     """Their layer is streamed, also together with others. Layers around a resident one are put together apart."""
     model = nn.Sequential(*(nn.Sequential(Layer(), nn.LayerNorm(DIM)) for _ in range(4)))
     for size in (0, 2000):
-        found, groups = find_groups(model, [nn.Sequential], ["0.1", "2.1"], min_numel=size)
-        assert {param.names[0] for param in groups[0]} == {
+        root_unit, *found = find_units(model, [nn.Sequential], ["0.1", "2.1"], min_numel=size)
+        assert {param.names[0] for param in root_unit.params} == {
             f"{k}.1.{name}" for k in (0, 2) for name in ("weight", "bias")
         }
         assert not any(unit.is_resident for unit in found)
@@ -113,7 +113,7 @@ def test_parameters_of_a_resident_module_inside_a_layer_lie_in_the_root_unit() -
 )
 def test_an_impossible_resident_module_is_named(resident: Any, message: str) -> None:
     with pytest.raises(UnitError, match=re.escape(message)):
-        find_groups(Wide(), None, resident)
+        find_units(Wide(), None, resident)
 
 
 @on_ranks(1, 2)

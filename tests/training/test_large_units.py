@@ -78,7 +78,7 @@ def test_large_modules_beside_the_layers_are_units(context: RankContext) -> None
             engine = engine_inside(StreamShard(build(), precision=FP32))
             assert [unit.name for unit in engine.units[1:]] == wanted
             shared = [name in BLOCKS for name in wanted]
-            assert list(engine.plan.shared) == [False, *shared]
+            assert list(engine.plan.is_streamed) == [False, *shared]
     assert _units(StreamShard(LargeLM(), units=Block, precision=FP32)) == BLOCKS
 
 
