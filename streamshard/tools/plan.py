@@ -64,8 +64,6 @@ class Stage:
         total_bytes: both.
         all_gathers, reductions: collectives in one step: one forward, one backward.
         sent_bytes: what the rank sends for these.
-        least_sent_bytes: a lower bound of `sent_bytes`: forward gathers all weights, backward those that are not in a
-            slot any more, gradients are reduced once, and nothing is padded.
     """
 
     name: str
@@ -77,7 +75,6 @@ class Stage:
     all_gathers: int
     reductions: int
     sent_bytes: int
-    least_sent_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +133,6 @@ class Plan:
             row("  all-gathers", (stage.all_gathers for stage in self.stages)),
             row("  reductions", (stage.reductions for stage in self.stages)),
             row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
-            row(f"  {unit_name}, lower bound", (size(stage.least_sent_bytes) for stage in self.stages)),
             "\narguments of StreamShard",
             row("  weight_slots", (stage.weight_slots for stage in self.stages)),
             row("  grad_slots", (stage.grad_slots for stage in self.stages)),
@@ -194,7 +190,10 @@ def plan(
     with torch.device("meta"):
         built = model if isinstance(model, nn.Module) else model()
     checked = check_model(built, units, resident, given)
-    activations = _activations_of(model, units, checked, batch, seq)
+    activations = None
+    if batch is not None or seq is not None:
+        dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
+        activations = estimate_activations(model, units, dtype, batch, seq)
     room = None if budget_bytes is None else budget_bytes - (0 if activations is None else activations[1])
 
     def stage(name: str, weights: SlotCount, grads: SlotCount = 2, ranks: int = world_size) -> Stage:
@@ -221,20 +220,6 @@ def plan(
     )
 
 
-def _activations_of(
-    model: nn.Module | Callable[[], nn.Module],
-    units: UnitsArgument,
-    checked: Checked,
-    batch: int | None,
-    seq: int | None,
-) -> tuple[int, int] | None:
-    """`Plan.activation_bytes`; None without `batch` and `seq`."""
-    if batch is None and seq is None:
-        return None
-    dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
-    return estimate_activations(model, units, dtype, batch, seq)
-
-
 def _first_that_fits(world_size: int, fits: Callable[[int], bool]) -> int | None:
     """The first of 2, 4, 8, .. times `world_size` ranks for which `fits` holds; None if there is none."""
     with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
@@ -246,22 +231,16 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
     settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
     engine = plan_engine(checked._replace(settings=settings), ranks)
     report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
-    slot_of = engine.plan.weights
-    gathered = [flat for unit in gathers_of_step(slot_of) for flat in units[unit] if flat.layout.params]
+    gathered = [flat for unit in gathers_of_step(engine.plan.weights) for flat in units[unit] if flat.layout.params]
     reduced = [flat for unit in units for flat in unit if flat.kind.trains]
     if ranks.world_size == 1:
         gathered = reduced = []
-    at_turn = {slot: unit for unit, slot in enumerate(slot_of)}.values()  # what forward leaves in each slot
-    least = [flat for unit in units for flat in unit]
-    least += [flat for number, unit in enumerate(units) if number not in at_turn for flat in unit]
     shards = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in gathered)
     shards += sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in reduced)
-    whole = sum(flat.layout.numel * flat.kind.wire_dtype.itemsize for flat in least)
-    whole += sum(flat.layout.numel * flat.kind.grad_dtype.itemsize for flat in reduced)
     others = ranks.world_size - 1  # each receives this rank's shards, and its parts of this rank's gradients
     return Stage(
         *(name, weights, grads, report.held_bytes, report.adam_bytes, report.total_bytes + report.adam_bytes),
-        *(len(gathered), len(reduced), others * shards, others * whole // ranks.world_size),
+        *(len(gathered), len(reduced), others * shards),
     )
 
 
