@@ -2,7 +2,7 @@
 
 `StreamShardTrainerMixin` does the same for `Seq2SeqTrainer`, the trainers of TRL and sentence-transformers, and others
 that derive from Trainer. `StreamShardAccelerator` shards, clips and sets precision. This module handles what Trainer
-does itself: files, and counts of parameters.
+does itself: files, optimizers and evaluation.
 
 A checkpoint has the files that Trainer writes under DistributedDataParallel, so each can continue from the other's.
 Trainer fills ``partial-checkpoint-8/checkpoint-8``, which becomes ``checkpoint-8`` when it is complete.
@@ -214,26 +214,25 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        if self._can_read(resume_from_checkpoint):
-            if handle_of(self.model) is None:
-                self.accelerator.shard(self.model)  # so that each rank reads what it owns
-            load_safetensors(self.model, resume_from_checkpoint)
-            return
-        # sentence-transformers makes another model of the model's class, and loads that one's state dict.
-        with plain_classes(self.model) if self._writes_itself else contextlib.nullcontext():
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        if not self._load_slices(resume_from_checkpoint):
+            # sentence-transformers makes another model of the model's class, and loads that one's state dict.
+            with plain_classes(self.model) if self._writes_itself else contextlib.nullcontext():
+                super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:
-        if self._can_read(best := self.state.best_model_checkpoint):
-            load_safetensors(self.model, best)
-        else:
+        if not self._load_slices(self.state.best_model_checkpoint):
             super()._load_best_model()
 
-    def _can_read(self, directory: str) -> bool:
-        """Whether the directory has the full model in a format of which ranks can read slices."""
+    def _load_slices(self, directory: str) -> bool:
+        """Let each rank load what it owns, if the directory has the full model in safetensors files."""
         names = ("model.safetensors", "model.safetensors.index.json")
-        is_ours = not self._writes_itself and not has_adapters(self.model)
-        return is_ours and any((Path(directory) / name).is_file() for name in names)
+        is_there = any((Path(directory) / name).is_file() for name in names)
+        if self._writes_itself or has_adapters(self.model) or not is_there:
+            return False
+        if handle_of(self.model) is None:
+            self.accelerator.shard(self.model)
+        load_safetensors(self.model, directory)
+        return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         ranks = engine_of(self.model).ranks
