@@ -1,6 +1,6 @@
 """Trace one training step: how much of its communication is exposed.
 
-    torchrun --nproc-per-node 2 benchmarks/timeline.py --picture step.png --json step.json
+    torchrun --nproc-per-node 2 benchmarks/timeline.py --picture step.png
 
 Of several steps the fastest counts. Ranks that share a GPU talk through sockets, and so slowly that layers have to be
 small and sequences long for gathers to be over in time: --width 512 --sequence 8192 --rows 16.
@@ -31,7 +31,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="ranks to start without torchrun; default: the GPUs, else 2")
     parser.add_argument("--warmup", type=int, default=5, help="steps before those that are traced")
     parser.add_argument("--steps", type=int, default=9, help="trace so many; the fastest counts")
-    parser.add_argument("--json", type=Path, help="write the trace itself as well")
     parser.add_argument("--picture", type=Path, help="draw it")
     parser.add_argument("--output", type=Path, help="write the summary as JSON")
     arguments = parser.parse_args()
@@ -81,8 +80,6 @@ def _measure(arguments: argparse.Namespace) -> None:
         print(fastest)
         if arguments.output is not None:
             write_json(result, arguments.output)
-        if arguments.json is not None:
-            fastest.save_json(arguments.json)
         if arguments.picture is not None:
             draw(fastest, arguments.picture)
 

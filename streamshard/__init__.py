@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from streamshard.optim.wrappers import DistributedOptimizer as DistributedOptimizer
     from streamshard.optim.wrappers import LocalSGD as LocalSGD
     from streamshard.tools.plan import plan as plan
-    from streamshard.tools.statistics import step_statistics as step_statistics
+    from streamshard.tools.trace import step_statistics as step_statistics
     from streamshard.tools.trace import trace as trace
 else:
     import importlib
@@ -54,8 +54,7 @@ else:
         " load_safetensors",
         "optim.wrappers": "DistributedOptimizer LocalSGD",
         "tools.plan": "plan",
-        "tools.statistics": "step_statistics",
-        "tools.trace": "trace",
+        "tools.trace": "step_statistics trace",
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
     __all__ = sorted(_MODULE_OF)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.config import TRACE_STEPS, Precision, SlotCount
+from streamshard.config import Precision, SlotCount
 from streamshard.core.edge import WatchedRoot
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of
 from streamshard.errors import ShardingError
@@ -64,11 +63,6 @@ class StreamShard(WatchedRoot):
             ``"1MiB"``, so that tiny layers share collectives. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
-        trace: a directory for a trace of some steps (see `streamshard.trace`), made if it is not there. Each rank
-            writes ``trace-rank0.json`` (its number) for Perfetto; the first rank writes ``summary.txt`` too. None:
-            nothing is measured. A frozen model has no trace.
-        trace_steps: the first and the last optimizer step to trace, both included; 1 is the first step. The first
-            optimizer that steps behind a backward ends a step.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -84,11 +78,6 @@ class StreamShard(WatchedRoot):
             accepted = accept_model(*args, **kwargs)
             with explaining_out_of_memory(accepted):
                 engine = shard_model(StreamShard, accepted)
-        settings = accepted.checked.settings
-        if settings.trace is not None and any(flat.kind.trains for unit in engine.units for flat in unit.flat_params):
-            from streamshard.tools.trace import StepTracer
-
-            StepTracer(engine, settings.trace, *settings.trace_steps)
         if engine.ranks.is_first:
             log_summary(engine, accepted.module)
         return cast(StreamShard, accepted.module)
@@ -105,8 +94,6 @@ class StreamShard(WatchedRoot):
         grad_slots: SlotCount | None = None,
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
-        trace: str | os.PathLike[str] | None = None,
-        trace_steps: Sequence[int] = TRACE_STEPS,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass

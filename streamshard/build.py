@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +29,7 @@ from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import module_of, training_device, warn_if_untested
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
+from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
 from streamshard.planning.layout import UnitLayout, plan_units
@@ -95,7 +93,6 @@ def accept_model(
     who = None if mesh is None else groups_of(mesh)
     try:
         checked = check_model(module, units, resident, given)
-        _make_directory(checked.settings.trace)
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
         device = training_device(checked.here, group, None if who is None else who.device_type)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything
@@ -213,15 +210,6 @@ def check_model(
     found = find_units(module, units, resident, min_numel=min_numel)
     in_fp32 = find_fp32(module, settings.precision, conventions().kept_in_fp32(module, dtype))
     return Checked(settings, here, found, in_fp32, on_meta)
-
-
-def _make_directory(trace: str | os.PathLike[str] | None) -> None:
-    """Make the directory `trace` now: a run of hours should not find out at its end that there is none."""
-    try:
-        if trace is not None:
-            Path(trace).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"trace={str(trace)!r}: wanted a directory that can be made: {error}") from error
 
 
 def _check_module(module: nn.Module) -> None:

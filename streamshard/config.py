@@ -150,9 +150,6 @@ def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ConfigError(f"{name}={value!r}: wanted one of {choices}")
 
 
-TRACE_STEPS = (10, 12)  # the first and the last step of a trace; the first steps of a run are slower
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The keyword arguments of `streamshard.StreamShard`, except units and mesh. `StreamShard` documents each.
@@ -166,8 +163,6 @@ class Settings:
     grad_slots: SlotCount | None = None
     min_unit_size: int | str = 0
     align_pieces_to: int = 1
-    trace: str | os.PathLike[str] | None = None
-    trace_steps: Sequence[int] = TRACE_STEPS
 
     def __post_init__(self) -> None:
         for name in ("weight_slots", "grad_slots"):
@@ -177,17 +172,6 @@ class Settings:
         if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
             raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
-        if self.trace is not None:
-            parse_path("trace", self.trace)
-        steps = self.trace_steps
-        if not (isinstance(steps, list | tuple) and len(steps) == 2 and all(map(_is_int, steps))) or not (
-            0 < steps[0] <= steps[1]
-        ):
-            raise ConfigError(
-                f"trace_steps={steps!r}: wanted the first and the last step, counted from 1: {TRACE_STEPS}"
-            )
-        if self.trace is None and tuple(steps) != TRACE_STEPS:
-            raise ConfigError(f"trace_steps={steps!r} without trace: give the directory too, such as trace='trace'")
 
     def slots_on(self, world_size: int) -> tuple[SlotCount, SlotCount]:
         """The numbers of weight slots and gradient slots on `world_size` ranks: by default 2, and "all" on one rank."""

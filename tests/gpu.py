@@ -71,7 +71,7 @@ def enter_gpu() -> torch.device:
 def _let_collectives_be_late() -> None:
     """Make collectives slow in all models that are sharded from now on."""
     from streamshard import build
-    from streamshard.tools.adversary import AdversarialTransport
+    from tests.adversary import AdversarialTransport
 
     class LateRanks(build.Communicator):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

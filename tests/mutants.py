@@ -68,7 +68,7 @@ class Mutant(NamedTuple):
     """A change that makes the engine wrong.
 
     Attributes:
-        file: in ``streamshard``, without suffix.
+        file: from ``streamshard``, without suffix.
         function: ``name`` or ``Class.name``.
         change: of it.
         tests: files of those that are likely to notice it, without prefix and suffix, in the order of trying. Behind a
@@ -298,7 +298,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),
     ],
-    "tools/adversary": [
+    "../tests/adversary": [
         ("AdversarialTransport._start", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
     ],
     "full": [

@@ -40,9 +40,9 @@ from streamshard.core import edge
 from streamshard.core.backward import Backward
 from streamshard.guards.sharded_parameter import grad_of
 from streamshard.nested import tensors_in
-from streamshard.tools.adversary import AdversarialTransport
 from streamshard.tools.races import _bytes_of, _touched
 from streamshard.torch_private import AsTensors
+from tests.adversary import AdversarialTransport
 from tests.reference import engine_inside
 
 CPU = torch.device("cpu")

@@ -140,6 +140,10 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "blocks of nothing": ({"align_pieces_to": 0}, "align_pieces_to=0"),
     "precision by name": ({"precision": "half"}, 'precision=\'half\': wanted "bf16", "fp16", "fp32" or a'),
     "a mesh that is none": ({"mesh": 3}, "mesh=3"),
+    "a misspelt argument": (
+        {"grad_slot": 2},
+        r"grad_slot is no argument of StreamShard\. Did you mean grad_slots\? There are: units, ",
+    ),
 }
 
 

@@ -111,12 +111,13 @@ _SET_UP = {
     """,
     "docs/guide/replicas.md": "from streamshard import StreamShard",
     "docs/guide/slow_step.md": """
-        import types
-        from transformers import TrainingArguments
+        import transformers, types
         from streamshard import StreamShard
         from streamshard.integrations.transformers import StreamShardTrainer
         model, batches, tracker = StreamShard(model), [batch], types.SimpleNamespace(log=print)
-        arguments = TrainingArguments("out", use_cpu=True, report_to=[])
+        train = [{name: value[0] for name, value in batch.items()}] * 4
+        given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
+        arguments = transformers.TrainingArguments("out", max_steps=2, **given)
     """,
     "docs/guide/transformers.md": """
         from transformers import TrainingArguments
@@ -138,10 +139,7 @@ _REPLACED = {
     "docs/guide/big_models.md": {"nn.Linear(4096, 4096)": "nn.Linear(8, 8)", '"base/"': '"snapshot/"'},
     "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},
     "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
-    "docs/guide/slow_step.md": {
-        "StreamShard(model, ": "StreamShard(type(model)(config), ",
-        "(..., ": "(model=type(model)(config), args=arguments, ",
-    },
+    "docs/guide/slow_step.md": {"global_step == 10": "global_step == 0", "global_step == 12": "global_step == 2"},
     "docs/guide/stability.md": {"torch.amp.GradScaler()": 'torch.amp.GradScaler("cpu")'},
     "docs/guide/whole_parameters.md": {"256, 256": "16, 16", "8, 256": "8, 16"},
 }

@@ -1,7 +1,7 @@
 """`Transport`: the interface of the backends that move units' bytes between ranks.
 
 `streamshard.comm.gloo` serves CPUs, `streamshard.comm.nccl` GPUs, `streamshard.comm.shared_memory` the CPU ranks of one
-machine. `streamshard.tools.adversary` delays messages on purpose.
+machine. The tests add one that delays messages on purpose (`tests/adversary.py`).
 
 [Note: reductions]
 Every reduction writes the mean over ranks to main grads, in fp32. `ReductionMode` says what is sent and summed. Where

@@ -183,21 +183,16 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights as safetensors, every rank its own bytes: `export_safetensors`. Call it on every rank.
+        """Write the weights. Call it on every rank.
 
-        Raises:
-            ConfigError: ``safe_serialization=False``, for a sharded model.
+        Of a sharded model every rank writes its own bytes, as `export_safetensors` does. With
+        ``safe_serialization=False`` every rank gathers the full weights in its host's memory, and the first writes.
         """
         inner = _sharded_in(model)
-        if inner is None:
+        if inner is None or not safe_serialization:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
-            return
-        if not safe_serialization:
-            raise ConfigError(
-                "save_model(safe_serialization=False): sharded models are written as safetensors. For a file of "
-                "torch.save: accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')"
-            )
-        export_safetensors(inner, save_directory, max_shard_size=max_shard_size)
+        else:
+            export_safetensors(inner, save_directory, max_shard_size=max_shard_size)
 
     # -- the run ------------------------------------------------------------------------------------------------------
 

@@ -168,7 +168,7 @@ class HuggingFace(Conventions):
             return tensors
         try:
             loading = importlib.import_module("transformers.core_model_loading")
-            return dict(loading.revert_weight_conversion(_Unsharded(model, tensors), dict(tensors)))
+            return dict(loading.revert_weight_conversion(model, dict(tensors)))
         except Exception as error:  # any error means that the layout on disk is not known
             name = type(model).__name__
             raise CheckpointError(f"transformers cannot convert the weights of {name} for saving: {error}") from error
@@ -197,7 +197,7 @@ class HuggingFace(Conventions):
         failed: dict[str, str] = {}
         for name, step in steps.items():
             try:
-                results = step.convert(name, model=_Unsharded(model, wanted), config=cast(Any, model).config)
+                results = step.convert(name, model=model, config=cast(Any, model).config)
             except Exception as error:  # of a part that the files do not have, for example
                 failed[name] = f"transformers: {error}"
             else:
@@ -276,20 +276,3 @@ def _steps_of(
         step.add_tensor(name, key, pattern, stored[key])
         used.add(key)
     return steps, used
-
-
-class _Unsharded:
-    """A model for transformers' conversions: the same, except that parameters have their full shapes."""
-
-    def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._model = model
-        self._tensors = tensors
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        """A meta tensor in place of the parameter."""
-        if name not in self._tensors:
-            raise AttributeError(f"the model has no parameter {name!r}")
-        return self._tensors[name]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)

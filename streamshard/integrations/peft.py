@@ -45,7 +45,7 @@ from streamshard.torch_private import is_traced
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether ``save_pretrained`` saves adapters only: for a PeftModel, or a model with ``add_adapter``."""
-    return is_peft_model(model) or (is_transformers_model(model) and getattr(model, "_hf_peft_config_loaded", False))
+    return is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
 
 
 class _Inside(ShardedModule):

@@ -2,10 +2,11 @@
 
 `StreamShardTrainerMixin` does the same for `Seq2SeqTrainer`, the trainers of TRL and sentence-transformers, and others
 that derive from Trainer. `StreamShardAccelerator` shards, clips and sets precision. This module handles what Trainer
-does itself: files, and counts of parameters.
+does itself: files, optimizers and evaluation.
 
 A checkpoint has the files that Trainer writes under DistributedDataParallel, so each can continue from the other's.
-Trainer fills ``partial-checkpoint-8/checkpoint-8``, which becomes ``checkpoint-8`` when it is complete.
+Trainer fills ``checkpoint-8`` in a partial directory (see `streamshard.checkpoint.directory`). When it is complete, it
+is moved beside the others.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
+from streamshard.checkpoint.directory import Partial, remove_partial, write_together
 from streamshard.comm.ranks import run_on_all_ranks, run_on_first
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_hooks import is_elementwise_class
@@ -39,8 +41,7 @@ from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, refuse_pieces, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
 
-_PARTIAL = "partial-"  # Trainer takes whatever begins with "checkpoint-" for one
-_REPLACED = "replaced"
+_REPLACED = "replaced-"  # Trainer takes whatever begins with "checkpoint-" for one
 
 _Trainer: Any = object  # what the mixin stands in front of
 
@@ -133,28 +134,30 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As Trainer does, into another directory, which is renamed to ``checkpoint-8`` when it is complete."""
-        ranks, root = engine_of(self.model).ranks, Path(self._get_output_dir(trial))
-        name = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        path, partial = root / name, root / f"{_PARTIAL}{name}" / name
-        doing, save = f"save {path}", super()._save_checkpoint
-        run_on_first(ranks, doing, lambda: _begin(partial))
-        self._staging = partial.parent
-        try:
-            run_on_all_ranks(ranks, doing, lambda: save(model, trial))
-        finally:
-            self._staging = None
-        if self.state.best_model_checkpoint == str(partial):
-            self.state.best_model_checkpoint = str(path)
+        """As Trainer does, into a partial directory, from which ``checkpoint-8`` is moved when it is complete."""
+        root = Path(self._get_output_dir(trial))
+        path = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        save = super()._save_checkpoint
 
-        def publish() -> None:
-            # Trainer's has the best checkpoint in the staging directory.
-            self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
-            _publish(partial, path)
+        def write(staging: Path) -> None:
+            self._staging = staging
+            try:
+                save(model, trial)
+            finally:
+                self._staging = None
+            if self.state.best_model_checkpoint == str(staging / path.name):
+                self.state.best_model_checkpoint = str(path)
+
+        def publish(partial: Partial, _: object) -> None:
+            # Trainer's has the best checkpoint in the partial directory.
+            self.state.save_to_json(str(partial.path / path.name / TRAINER_STATE_NAME))
+            _replace(path, partial.path / path.name)
+            remove_partial(partial)
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 
-        run_on_first(ranks, doing, publish)
+        ranks, doing = engine_of(self.model).ranks, f"save {path}"
+        write_together(ranks, doing, root, "model", prepare=lambda _: _recover(root), write=write, publish=publish)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(path))
 
@@ -214,26 +217,25 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        if self._can_read(resume_from_checkpoint):
-            if handle_of(self.model) is None:
-                self.accelerator.shard(self.model)  # so that each rank reads what it owns
-            load_safetensors(self.model, resume_from_checkpoint)
-            return
-        # sentence-transformers makes another model of the model's class, and loads that one's state dict.
-        with plain_classes(self.model) if self._writes_itself else contextlib.nullcontext():
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        if not self._load_slices(resume_from_checkpoint):
+            # sentence-transformers makes another model of the model's class, and loads that one's state dict.
+            with plain_classes(self.model) if self._writes_itself else contextlib.nullcontext():
+                super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:
-        if self._can_read(best := self.state.best_model_checkpoint):
-            load_safetensors(self.model, best)
-        else:
+        if not self._load_slices(self.state.best_model_checkpoint):
             super()._load_best_model()
 
-    def _can_read(self, directory: str) -> bool:
-        """Whether the directory has the full model in a format of which ranks can read slices."""
+    def _load_slices(self, directory: str) -> bool:
+        """Let each rank load what it owns, if the directory has the full model in safetensors files."""
         names = ("model.safetensors", "model.safetensors.index.json")
-        is_ours = not self._writes_itself and not has_adapters(self.model)
-        return is_ours and any((Path(directory) / name).is_file() for name in names)
+        is_there = any((Path(directory) / name).is_file() for name in names)
+        if self._writes_itself or has_adapters(self.model) or not is_there:
+            return False
+        if handle_of(self.model) is None:
+            self.accelerator.shard(self.model)
+        load_safetensors(self.model, directory)
+        return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         ranks = engine_of(self.model).ranks
@@ -257,23 +259,20 @@ class StreamShardTrainer(StreamShardTrainerMixin, Trainer):
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def _begin(partial: Path) -> None:
-    """Remove leftovers of killed runs, also of one killed inside `_publish`, and make the directory `partial`."""
-    root = partial.parent.parent
-    for left in root.glob(f"{_PARTIAL}{trainer_utils.PREFIX_CHECKPOINT_DIR}-*"):
-        path = root / left.name.removeprefix(_PARTIAL)
-        if (left / _REPLACED).exists() and not path.exists():
-            os.replace(left / _REPLACED, path)
-        shutil.rmtree(left)
-    partial.mkdir(parents=True)
-
-
-def _publish(partial: Path, path: Path) -> None:
-    """Give the checkpoint its name. An earlier checkpoint of this name stays until this moment."""
+def _replace(path: Path, complete: Path) -> None:
+    """Give the checkpoint `complete` the name `path`. An earlier checkpoint of this name stays until this moment."""
+    replaced = path.with_name(f"{_REPLACED}{path.name}")
     if path.exists():
-        os.replace(path, partial.parent / _REPLACED)
-    os.replace(partial, path)
-    shutil.rmtree(partial.parent, ignore_errors=True)
+        os.replace(path, replaced)
+    os.replace(complete, path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _recover(root: Path) -> None:
+    """Name checkpoints as before if a run was killed inside `_replace`."""
+    for replaced in root.glob(f"{_REPLACED}{trainer_utils.PREFIX_CHECKPOINT_DIR}-*"):
+        path = root / replaced.name.removeprefix(_REPLACED)
+        shutil.rmtree(replaced) if path.exists() else os.replace(replaced, path)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

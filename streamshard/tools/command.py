@@ -1,4 +1,4 @@
-"""The command ``streamshard``: plan a training run, check the machine, inspect and convert checkpoints. Needs no GPU.
+"""The command ``streamshard``: plan a training run, measure the machine, inspect and convert checkpoints. Needs no GPU.
 
 Each command imports what it needs itself: torch takes seconds to import, and ``--help`` does not need it.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from streamshard.checkpoint.manifest import Manifest
     from streamshard.config import Precision
 
-_ABOUT = "Plan the memory of a training run, check the machine, inspect and convert checkpoints. Needs no GPU."
+_ABOUT = "Plan the memory of a training run, measure the machine, inspect and convert checkpoints. Needs no GPU."
 _SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
 _EXIT_CODES = "Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage."
@@ -60,33 +60,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
-    plan = commands.add_parser("plan", help="how much memory and communication training a model takes")
+    of_model = argparse.ArgumentParser(add_help=False)
+    about = "bf16, fp16, fp32, or fields of Precision, such as param_dtype=float32,wire_dtype=bfloat16"
+    of_model.add_argument("--precision", default="bf16", help=about)
+    for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
+        of_model.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}, of MODEL's forward")
+    of_model.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes, times in milliseconds")
+
+    about = "how much memory and communication training a model takes; with --batch and --seq, its activations too"
+    plan = commands.add_parser("plan", help=about, parents=[of_model])
     about = "a transformers config.json, its directory, or a function that builds a model: package.module:function"
     plan.add_argument("model", metavar="MODEL", help=about)
     plan.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model")
     plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80GiB: says what fits")
     plan.add_argument("--slots", type=int, metavar="K", help="plan K weight slots too")
-    about = "bf16, fp16, fp32, or fields of Precision, such as param_dtype=float32,wire_dtype=bfloat16"
-    plan.add_argument("--precision", default="bf16", help=about)
     about = "what connects the ranks: %(choices)s (%(default)s)"
     plan.add_argument("--transport", choices=("nccl", "sockets", "shared-memory"), default="nccl", help=about)
-    for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
-        plan.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}: estimate activations")
     about = "modules or classes of modules that become units"
     plan.add_argument("--units", nargs="+", action="extend", metavar="NAME", help=about)
     about = "modules whose weights are read outside of their layer"
     plan.add_argument("--resident", nargs="+", action="extend", default=[], metavar="NAME", help=about)
     about = "combine layers until a unit has so much, such as 1MiB"
     plan.add_argument("--min-unit-size", default=0, metavar="SIZE", help=about)
-    plan.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     plan.set_defaults(run=_plan)
 
-    doctor = commands.add_parser("doctor", help="check this machine; with a launcher measure the ranks")
+    about = "what slows this machine down; with a launcher, how fast its ranks communicate"
+    doctor = commands.add_parser("doctor", help=about, parents=[of_model])
     doctor.add_argument("model", metavar="MODEL", nargs="?", help="measure one layer of it too; as for plan")
-    doctor.add_argument("--precision", default="bf16", help="as for plan")
-    for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
-        doctor.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}, for MODEL")
-    doctor.add_argument("--json", action="store_true", help="print JSON; times are in milliseconds")
     doctor.set_defaults(run=_doctor)
 
     inspect = commands.add_parser("inspect", help="list checkpoints, or describe and verify one")

@@ -1,34 +1,28 @@
-"""What ``streamshard doctor`` says: is this machine ready for training, how fast is it, and which settings suit it.
+"""What ``streamshard doctor`` says: what slows training down here, how fast the machine is, and which settings suit it.
 
-One rank of each machine looks at it. If a launcher has started several ranks, they measure their collectives and, of a
-given model, one layer (`streamshard.tools.speed`). `advise` turns these numbers into settings.
+One rank of each machine looks for what costs time without an error. If a launcher has started several ranks, they
+measure their collectives and, of a given model, one layer (`streamshard.tools.speed`). `advise` turns these numbers
+into settings.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
-import re
-import resource
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.torch_version import TorchVersion
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import resolve_group
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
-from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
+from streamshard.comm.ranks import run_on_all_ranks
+from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Streams
 from streamshard.config import Precision, ReductionMode, SlotCount
 from streamshard.device import module_of, training_device
@@ -38,7 +32,6 @@ from streamshard.tools.speed import CollectiveSpeed, Layer, LayerSpeed, matmul_t
 _UNIT_NUMELS = tuple(mib << 19 for mib in (1, 16, 128))  # of units that take so many MiB in bf16
 _HIDDEN = 0.1  # communication hides if it makes compute longer by at most so much
 _DRIVER = Path("/proc/driver/nvidia/version")
-_SHM = "/dev/shm"
 _TRAPS = {  # of GPUs, by variable: values that are bad, and why
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "all streams of a GPU share one queue, so nothing overlaps: unset it"),
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for each kernel, so nothing overlaps: unset it"),
@@ -47,10 +40,8 @@ _TRAPS = {  # of GPUs, by variable: values that are bad, and why
     "NCCL_P2P_DISABLE": ("1", "GPUs do not use NVLink or PCIe directly: unset it"),
     "NCCL_SHM_DISABLE": ("1", "GPUs of a machine that have no P2P communicate through sockets: unset it"),
     "NCCL_IB_DISABLE": ("1", "machines communicate through TCP, not InfiniBand or RoCE: unset it"),
-    "NCCL_DEBUG": ("INFO TRACE", "its lines hide all others, and take time: use WARN"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "ranks compare each collective first, which takes time: unset it"),
 }
-_TUNING = "NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_GLOO_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,7 @@ def examine(
         memory = module_of(device).mem_get_info(device)[0]
     report = Report(world_size, -(-world_size // local_size), memory, [])
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        report.findings = [*check_versions(), *check_device(device, local_size), *check_environment_of(device)]
+        report.findings = [*check_machine(device, local_size)]
     if world_size > 1:
         dtype = precision.param_dtype or torch.float32
         make = None if build is None else lambda: Layer(build, dtype, (batch or 0, seq or 0), device)
@@ -133,49 +124,27 @@ def examine(
 # -- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_versions() -> Iterator[Finding]:
-    """What is installed, against what the package requires."""
-    for requirement in metadata.requires("streamshard") or ():
-        name, _, wanted = requirement.partition(">=")
-        if ";" not in requirement:  # no extra
-            version = metadata.version(name)
-            is_old = TorchVersion(version) < wanted
-            advice = f"pip install '{requirement}'" if is_old else ""
-            yield Finding("problem" if is_old else "ok", f"{name} {version}", advice)
-
-
-def check_device(device: torch.device, local_size: int) -> Iterator[Finding]:
-    """Devices of this machine, and bf16 against fp32.
+def check_machine(device: torch.device, local_size: int) -> Iterator[Finding]:
+    """What slows training down on this machine: its devices, bf16 against fp32, variables.
 
     Args:
         device: of this rank.
         local_size: ranks on this machine.
     """
-    found = re.search(r"\d+\.[\d.]+", _DRIVER.read_text()) if _DRIVER.exists() else None
-    driver = found[0] if found else None
-    yield from _check_cpu(local_size, driver) if device.type == "cpu" else _check_gpus(device, local_size, driver)
+    yield from _check_cpu(local_size) if device.type == "cpu" else _check_gpus(device)
     bf16, fp32 = (matmul_tflops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     slow = 'precision="fp32" computes faster here' if bf16 < fp32 else ""
     yield Finding("note" if slow else "ok", f"matmul: bf16 {bf16:.2f} TFLOP/s, fp32 {fp32:.2f} TFLOP/s", slow)
+    for name, (bad, advice) in _TRAPS.items():
+        if (value := os.environ.get(name, "")).upper() in bad.split():
+            yield Finding("note" if device.type == "cpu" else "problem", f"{name}={value}", advice)
 
 
-def _check_gpus(device: torch.device, local_size: int, driver: str | None) -> Iterator[Finding]:
+def _check_gpus(device: torch.device) -> Iterator[Finding]:
     module = module_of(device)
     count = module.device_count()
-    names = ", ".join(f"{n} x {name}" for name, n in Counter(map(module.get_device_name, range(count))).items())
-    nccl = ".".join(map(str, module.nccl.version())) if dist.is_nccl_available() else None
-    advice = "" if nccl else "install a build of torch that has NCCL"
-    what = (
-        f"{names}; driver {driver or 'unknown'}, {device.type} {torch.version.cuda or torch.version.hip}, NCCL {nccl}"
-    )
-    yield Finding("ok" if nccl else "problem", what, advice)
-    if local_size > count:
-        advice = f"NCCL refuses this: start {count}, one for each"
-        yield Finding("problem", f"{local_size} ranks share {count} GPU(s)", advice)
-    for index in range(count):
-        free, total = module.mem_get_info(index)
-        advice = "" if free > 0.9 * total else "nvidia-smi lists what uses the rest"
-        yield Finding("note" if advice else "ok", f"GPU {index}: {_size(free)} of {_size(total)} free", advice)
+    names = Counter(map(module.get_device_name, range(count)))
+    yield Finding("ok", ", ".join(f"{number} x {name}" for name, number in names.items()))
     pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
     far = [f"{one}-{other}" for one, other in pairs if not module.can_device_access_peer(one, other)]
     if far:
@@ -183,54 +152,17 @@ def _check_gpus(device: torch.device, local_size: int, driver: str | None) -> It
         yield Finding("note", what, "they communicate through the host")
 
 
-def _check_cpu(local_size: int, driver: str | None) -> Iterator[Finding]:
-    if driver:
-        what = f"torch {torch.__version__} finds no GPU, and there is driver {driver}"
+def _check_cpu(local_size: int) -> Iterator[Finding]:
+    if _DRIVER.exists():
+        what = f"torch {torch.__version__} finds no GPU, and there is an NVIDIA driver"
         yield Finding("problem", what, "install a build of torch for CUDA; if this is one, see nvidia-smi")
     cores, threads = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "not set")
     yield Finding("note", f"ranks train on the CPU: {cores} cores, no GPU")
     fair = str(max(1, cores // local_size))
     if threads != fair:
         level = "problem" if threads == "not set" and local_size > 1 else "note"
-        yield Finding(
-            level, f"OMP_NUM_THREADS: {threads}", f"set it to {fair}: then {local_size} rank(s) use each core once"
-        )
-    if share_memory(RankGroup(), 4096, 1):
-        yield Finding("ok", "ranks of this machine can share memory")
-    else:
-        advice = "shared memory needs Linux on x86, and no STREAMSHARD_SHARED_MEMORY=0"
-        yield Finding("note", "ranks of this machine communicate through sockets", advice)
-
-
-def check_environment_of(device: torch.device) -> Iterator[Finding]:
-    """Variables, the network, limits of the process, /dev/shm. Traps of GPUs are notes if ranks train on the CPU."""
-    level, environment = "note" if device.type == "cpu" else "problem", os.environ
-    traps = [name for name, (bad, _) in _TRAPS.items() if environment.get(name, "").upper() in bad.split()]
-    for name in traps:
-        yield Finding(level, f"{name}={environment[name]}", _TRAPS[name][1])
-    tuned = [name for name in sorted(environment) if name.startswith(_TUNING) and name not in _TRAPS]
-    if tuned:
-        what = ", ".join(f"{name}={environment[name]}" for name in tuned)
-        yield Finding("note", what, "each replaces a choice of NCCL, gloo or torch's allocator")
-    there = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = environment.get(variable, "^")
-        names = tuple(wanted.lstrip("=").split(","))
-        is_prefix = variable.startswith("NCCL") and not wanted.startswith("=")
-        if not any(name in names or is_prefix and name.startswith(names) for name in there) and wanted[:1] != "^":
-            yield Finding("problem", f"{variable}={wanted} names no interface", f"there are {', '.join(there)}")
-    host = socket.gethostname()
-    with contextlib.suppress(OSError):
-        if (address := socket.gethostbyname(host)).startswith("127."):
-            advice = "on several machines set GLOO_SOCKET_IFNAME before you make a gloo group of your own"
-            yield Finding("note", f"the name of this machine, {host}, leads to {address}", advice)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < 1024:
-        yield Finding("problem", f"ulimit -n is {files}", "too few for sockets and files of data: ulimit -n 65536")
-    with contextlib.suppress(OSError):
-        size = os.statvfs(_SHM).f_frsize * os.statvfs(_SHM).f_blocks
-        advice = "" if size >= 2**30 else "NCCL and a DataLoader's workers need more: docker run --ipc=host"
-        yield Finding(level if advice else "ok", f"{_SHM} has {_size(size)}", advice)
+        advice = f"set it to {fair}: then {local_size} rank(s) use each core once"
+        yield Finding(level, f"OMP_NUM_THREADS: {threads}", advice)
 
 
 def _size(n_bytes: int) -> str:
@@ -255,7 +187,9 @@ def _measure(report: Report, device: torch.device, make: Callable[[], Layer] | N
     names = {SharedMemoryTransport: "shared-memory", PairwiseTransport: "sockets"}
     report.transport = names.get(type(ranks.transport), "nccl")
     what = f"{ranks.world_size} ranks on {report.machines} machine(s), over {report.transport}"
-    report.findings.append(Finding("ok", what))
+    can_share = report.transport == "sockets" and report.machines == 1
+    advice = "shared memory needs Linux on x86, and no STREAMSHARD_SHARED_MEMORY=0" if can_share else ""
+    report.findings.append(Finding("note" if can_share else "ok", what, advice))
     for each in report.collectives:
         what = f"{each.name} of {_size(each.unit_bytes)}: {each.gb_s:.2f} GB/s, {each.median_ms:.2f} ms"
         report.findings.append(Finding("ok", what))

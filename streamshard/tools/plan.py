@@ -63,8 +63,6 @@ class Stage:
         total_bytes: both.
         all_gathers, reductions: collectives in one step: one forward, one backward.
         sent_bytes: what the rank sends for these.
-        least_sent_bytes: a lower bound of `sent_bytes`: forward gathers all weights, backward those that are not in a
-            slot any more, gradients are reduced once, and nothing is padded.
     """
 
     name: str
@@ -76,7 +74,6 @@ class Stage:
     all_gathers: int
     reductions: int
     sent_bytes: int
-    least_sent_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +132,6 @@ class Plan:
             row("  all-gathers", (stage.all_gathers for stage in self.stages)),
             row("  reductions", (stage.reductions for stage in self.stages)),
             row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
-            row(f"  {unit_name}, lower bound", (size(stage.least_sent_bytes) for stage in self.stages)),
             "\narguments of StreamShard",
             row("  weight_slots", (stage.weight_slots for stage in self.stages)),
             row("  grad_slots", (stage.grad_slots for stage in self.stages)),
@@ -193,7 +189,10 @@ def plan(
     with torch.device("meta"):
         built = model if isinstance(model, nn.Module) else model()
     checked = check_model(built, units, resident, given)
-    activations = _activations_of(model, units, checked, batch, seq)
+    activations = None
+    if batch is not None or seq is not None:
+        dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
+        activations = estimate_activations(model, units, dtype, batch, seq)
     room = None if budget_bytes is None else budget_bytes - (0 if activations is None else activations[1])
 
     def stage(name: str, weights: SlotCount, grads: SlotCount = 2, ranks: int = world_size) -> Stage:
@@ -220,20 +219,6 @@ def plan(
     )
 
 
-def _activations_of(
-    model: nn.Module | Callable[[], nn.Module],
-    units: UnitsArgument,
-    checked: Checked,
-    batch: int | None,
-    seq: int | None,
-) -> tuple[int, int] | None:
-    """`Plan.activation_bytes`; None without `batch` and `seq`."""
-    if batch is None and seq is None:
-        return None
-    dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
-    return estimate_activations(model, units, dtype, batch, seq)
-
-
 def _first_that_fits(world_size: int, fits: Callable[[int], bool]) -> int | None:
     """The first of 2, 4, 8, .. times `world_size` ranks for which `fits` holds; None if there is none."""
     with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
@@ -253,12 +238,10 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
         gathered = reduced = []
     shards = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in gathered)
     shards += sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in reduced)
-    whole = sum(flat.layout.numel * flat.kind.wire_dtype.itemsize for flat in gathered)
-    whole += sum(flat.layout.numel * flat.kind.grad_dtype.itemsize for flat in reduced)
     others = ranks.world_size - 1  # each receives this rank's shards, and its parts of this rank's gradients
     return Stage(
         *(name, weights, grads, report.held_bytes, report.adam_bytes, report.total_bytes + report.adam_bytes),
-        *(len(gathered), len(reduced), others * shards, others * whole // ranks.world_size),
+        *(len(gathered), len(reduced), others * shards),
     )
 
 

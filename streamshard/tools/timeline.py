@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from streamshard.comm.streams import StreamName
 
@@ -26,7 +23,6 @@ class Span(NamedTuple):
         activity: what takes it: "cast", "forward", "loss", "backward", "optimizer", one of the waits (`FOR_WEIGHTS`,
             ..), a collective ("all_gather", ..), or "flags", the exchange of which gradients there are.
         unit: index of the unit; None if the activity belongs to no unit.
-        name: the activity and the unit (of a wait, the guarded object), in words.
         start_us, stop_us: microseconds since the trace began; stamps (see `_Recorder`) while the trace is recorded.
         n_bytes: of a collective: what it reads and writes on this rank.
     """
@@ -34,7 +30,6 @@ class Span(NamedTuple):
     stream: StreamName
     activity: str
     unit: int | None
-    name: str
     start_us: float
     stop_us: float
     n_bytes: int = 0
@@ -50,31 +45,27 @@ class Trace:
     """Recorded steps of one rank. `trace` fills it when its body ends.
 
     Attributes:
-        rank: this rank, among all ranks that train the model.
         about: the rank and its device, in words.
         units: names of the units, by index.
-        first_step: number of the first step.
         spans: in order of their start.
         total_us: how long all steps took.
         host_us: the sum over all steps of ``host_s``, see `summary`; None on the CPU.
     """
 
-    rank: int
     about: str
     units: list[str]
-    first_step: int = 1
     spans: list[Span] = field(default_factory=list)
     total_us: float = 0.0
     host_us: float | None = None
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """The first and the last step, both included. The first optimizer step behind a backward ends a step."""
+    def steps(self) -> int:
+        """How many there are, at least 1. The first optimizer step behind a backward ends a step."""
         ends = sorted(
             (span.stop_us, span.activity) for span in self.spans if span.activity in ("backward", "optimizer")
         )
         count = sum((before[1], after[1]) == ("backward", "optimizer") for before, after in itertools.pairwise(ends))
-        return self.first_step, self.first_step + max(count, 1) - 1
+        return max(count, 1)
 
     def summary(self) -> dict[str, float]:
         """Where the time goes: seconds per step, means over the traced steps.
@@ -94,7 +85,7 @@ class Trace:
           is needed.
         - ``lower_bound_s``: the larger of ``compute_s + optimizer_s`` and ``communication_s``.
         """
-        own, (first, last) = self._own_us(), self.steps
+        own, steps = self._own_us(), self.steps
         found = {
             "step_s": self.total_us,
             "compute_s": own["cast"] + own["forward"] + own["loss"] + own["backward"],
@@ -106,10 +97,10 @@ class Trace:
         if self.host_us is not None:
             found |= {"host_s": self.host_us, "communication_s": self._communication_us()}
         found["lower_bound_s"] = max(found["compute_s"] + found["optimizer_s"], found.get("communication_s", 0.0))
-        return {name: value / 1e6 / (last - first + 1) for name, value in found.items()}
+        return {name: value / 1e6 / steps for name, value in found.items()}
 
     def __str__(self) -> str:
-        found, lines = self.summary(), [f"{self.about}, steps {self.steps[0]} to {self.steps[1]}, per step:"]
+        found, lines = self.summary(), [f"{self.about}, {self.steps} step{'s' * (self.steps > 1)}, per step:"]
         for name, seconds in found.items():
             words, share = name.removesuffix("_s").replace("_", " "), seconds / (found["step_s"] or 1.0)
             lines.append(f"  {words:<20}{seconds * 1e3:>10.1f} ms {share:>7.1%}")
@@ -139,27 +130,3 @@ class Trace:
         for (stream, _), own in kinds.items():
             needed[stream] += min(each.length_us / each.n_bytes for each in own) * sum(each.n_bytes for each in own)
         return max(needed.values())
-
-    def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the Trace Event Format of Perfetto and chrome://tracing.
-
-        Each rank is a process. Computation is a thread, and so is each kind of collective. Collectives of a kind that
-        overlap are in threads of their own.
-        """
-        lanes: list[tuple[str, list[Span]]] = []
-        for span in self.spans:
-            is_computing = span.stream is StreamName.COMPUTE
-            row = "compute" if is_computing else span.activity
-            free = (each for name, each in lanes if name == row and (is_computing or each[-1].stop_us <= span.start_us))
-            if (lane := next(free, None)) is None:
-                lanes.append((row, lane := []))
-            lane.append(span)
-        pid = {"pid": self.rank}
-        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", **pid, "args": {"name": self.about}}]
-        for tid, (row, lane) in enumerate(lanes):
-            place = {**pid, "tid": tid}
-            events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": row}})
-            for span in lane:
-                times = {"ts": span.start_us, "dur": span.length_us}
-                events.append({"ph": "X", "name": span.name, "cat": span.activity, **place, **times})
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -4,20 +4,17 @@
         model(batch).loss.backward()
         optimizer.step()
     print(found)                                 # a summary, per step; found.summary() is for trackers
-    found.save_json("step.json")                 # open it in https://ui.perfetto.dev or chrome://tracing
 
 On an accelerator, times are the device's, from events on its streams. On the CPU, times are the host's: the span of a
 collective ends with the wait that needed it. A wait is a span of its own, of the compute stream: it is the exposed part
-of communication. Nothing is measured outside of `trace` and of the steps in ``StreamShard(model, trace_steps=...)``.
+of communication. Nothing is measured outside of `trace` and `step_statistics`. torch.profiler shows the units by name
+(`streamshard.core.profiler`), and knows nothing of waits.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -28,7 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from streamshard.comm.streams import AllWork, Collective, Fence, Observer, Rule, StepEvent, StreamName, Work
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.module_state import engine_of
-from streamshard.errors import log, warn_user
 from streamshard.tools.timeline import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace
 from streamshard.torch_private import skip
 
@@ -51,90 +47,66 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         ShardingError: `model` is not sharded.
     """
     recorder = _Recorder(engine_of(model))
-    recorder.begin()
-    with _hearing_optimizers(recorder), recorder.streams.observed_by(recorder):
-        yield recorder.trace
-    recorder.finish()
-
-
-class StepTracer(Observer):
-    """Traces some of the next steps, and writes the files that `StreamShard` documents. The engine's streams own it.
-
-    Args:
-        engine: between steps. The tracer does not keep it.
-        directory: exists.
-        first, last: the steps, both included. 1 is the next step.
-    """
-
-    def __init__(self, engine: Engine, directory: str | os.PathLike[str], first: int, last: int) -> None:
-        self._directory, self._first, self._last = Path(directory), first, last
-        self._recorder = _Recorder(engine, first)
-        self._step = 0
-        self._is_due = False  # a backward has ended since the last step
-        self._running = contextlib.ExitStack()
-        self._running.enter_context(engine.streams.observed_by(self))
-        self._running.enter_context(_hearing_optimizers(self))
-        if first == 1:
-            self._begin()
-        if self._recorder.trace.rank == 0:
-            atexit.register(self._warn)
-
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        """See `Observer`. The recorder hears of optimizers here, of everything else from the streams."""
-        if moment in (StepEvent.OPTIMIZER_BEGINS, StepEvent.OPTIMIZER_ENDS):
-            if self._first <= self._step + 1 <= self._last:
-                self._recorder.on_event(moment, unit)
-            if self._is_due and moment is StepEvent.OPTIMIZER_ENDS:
-                self._is_due = False
-                self._end_step()
-        elif self._step == self._last:  # not above: torch is going through the hooks that this removes
-            self._running.close()
-        elif moment is StepEvent.BACKWARD_ENDS:
-            self._is_due = True
-
-    def _end_step(self) -> None:
-        self._step += 1
-        if self._step == self._first - 1:
-            self._begin()
-        elif self._step == self._last:
-            self._recorder.finish()
-            atexit.unregister(self._warn)
-            self._write(self._recorder.trace)
-
-    def _begin(self) -> None:
-        self._recorder.begin()
-        self._running.enter_context(self._recorder.streams.observed_by(self._recorder))
-
-    def _warn(self) -> None:
-        why = "no trace was written: the run ended after step %d, before the last of trace_steps=(%d, %d)"
-        log.warning(why, self._step, self._first, self._last)
-
-    def _write(self, found: Trace) -> None:
-        try:
-            found.save_json(self._directory / f"trace-rank{found.rank}.json")
-            if found.rank == 0:
-                (self._directory / "summary.txt").write_text(f"{found}\n")
-                log.info("the trace of steps %d to %d is in %s", self._first, self._last, self._directory.absolute())
-        except OSError as error:  # training goes on
-            warn_user(f"the trace of steps {self._first} to {self._last} is incomplete: {error}")
-
-
-# -- recording --------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _hearing_optimizers(observer: Observer) -> Iterator[None]:
-    """Tell `observer` of the steps of all optimizers in this process. Not to be left inside of a step's hooks."""
     hooks = [
-        register_optimizer_step_pre_hook(skip(lambda *_: observer.on_event(StepEvent.OPTIMIZER_BEGINS, None))),
-        register_optimizer_step_post_hook(skip(lambda *_: observer.on_event(StepEvent.OPTIMIZER_ENDS, None))),
+        register_optimizer_step_pre_hook(skip(lambda *_: recorder.on_event(StepEvent.OPTIMIZER_BEGINS, None))),
+        register_optimizer_step_post_hook(skip(lambda *_: recorder.on_event(StepEvent.OPTIMIZER_ENDS, None))),
     ]
     try:
-        yield
+        with recorder.streams.observed_by(recorder):
+            yield recorder.trace
     finally:
         for hook in hooks:
             hook.remove()
+    recorder.finish()
 
+
+@contextlib.contextmanager
+def step_statistics(model: nn.Module, scaler: Any = None) -> Iterator[Callable[..., dict[str, float]]]:
+    """Measure each training step inside the context, on this rank.
+
+        with streamshard.step_statistics(model) as read:
+            for batch in loader:
+                model(batch).backward()
+                norm = model.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                tracker.log(read(grad_norm=norm))
+
+    Args:
+        model: made by `StreamShard`.
+        scaler: a ``torch.amp.GradScaler``, if there is one.
+
+    Yields:
+        A function that returns the figures since its last call: the seconds of `Trace.summary`, ``step``, the number of
+        the call, and the numbers that are given to it. With a scaler also ``loss_scale``, that of the next step, and
+        ``skipped_steps``: how many steps the scaler has skipped so far, because gradients had overflowed. Call it once
+        per step, behind ``optimizer.step()`` and ``scaler.update()``. Not collective. On an accelerator the host waits
+        for the device.
+
+    Raises:
+        ShardingError: `model` is not sharded.
+    """
+    step = skipped = 0
+    scale = None if scaler is None else scaler.get_scale()
+    with contextlib.ExitStack() as running:
+        found = running.enter_context(trace(model))
+
+        def read(**given: torch.Tensor | float) -> dict[str, float]:
+            nonlocal found, scale, skipped, step
+            running.close()
+            step += 1
+            figures = {"step": step, **found.summary(), **{name: float(value) for name, value in given.items()}}
+            if scaler is not None:
+                before, scale = scale, scaler.get_scale()
+                skipped += scale < before  # only an overflow makes the scale smaller
+                figures |= {"loss_scale": scale, "skipped_steps": skipped}
+            found = running.enter_context(trace(model))
+            return figures
+
+        yield read
+
+
+# -- recording --------------------------------------------------------------------------------------------------------
 
 _BEGINS = {
     StepEvent.CAST_BEGINS: "cast",
@@ -156,22 +128,20 @@ _ENDS = {
 class _Recorder(Observer):
     """Stamps the beginning and the end of what it observes: seconds of the host, or events of the device, its own.
 
-    `begin` and `finish` are called once each. Events after `finish` change nothing.
+    The trace begins now. Events after `finish` change nothing.
 
     Args:
-        engine: see `trace`. The recorder does not keep it.
-        first_step: number of the first step.
+        engine: see `trace`.
 
     Attributes:
         trace: `finish` fills it.
         streams: the engine's.
     """
 
-    def __init__(self, engine: Engine, first_step: int = 1) -> None:
+    def __init__(self, engine: Engine) -> None:
         ranks = engine.ranks
-        rank = ranks.users_group.rank()
-        about = f"rank {rank} of {ranks.total_size} on {ranks.streams.device}"
-        self.trace = Trace(rank, about, [unit.name for unit in engine.units], first_step)
+        about = f"rank {ranks.users_group.rank()} of {ranks.total_size} on {ranks.streams.device}"
+        self.trace = Trace(about, [unit.name for unit in engine.units])
         self.streams = ranks.streams
         self._unit_of = [unit.index for unit in engine.units for _ in unit.flat_params]  # by tag
         self._spans: list[Span] = []
@@ -181,9 +151,6 @@ class _Recorder(Observer):
         self._computing: list[Span] = []  # a layer inside a layer comes last
         self._loss: Span | None = None  # between a forward and its backward
         self._host_s = self._host_began = 0.0
-
-    def begin(self) -> None:
-        """The trace begins now."""
         self._start = self._now(StreamName.COMPUTE)
 
     # -- collectives ------------------------------------------------------------------------------------------------
@@ -200,7 +167,7 @@ class _Recorder(Observer):
         unit = self._unit_of[tag] if tag is not None and tag < len(self._unit_of) else None
         is_of_flags = tag is not None and unit is None
         found = self._begin(stream, "flags" if is_of_flags else collective.value, unit)
-        if self._issued is None or self._issued[:4] != found[:4]:
+        if self._issued is None or self._issued[:3] != found[:3]:
             self._issued = found
         n_bytes = sum(tensor.nbytes for tensor in (*reads, *writes))
         self._issued = self._issued._replace(n_bytes=self._issued.n_bytes + n_bytes)
@@ -240,7 +207,7 @@ class _Recorder(Observer):
         activity = FOR_WEIGHTS if fence.rule in (Rule.WEIGHTS_ARRIVED, Rule.SHARDS_READ) else FOR_GRADS
         if self._computing and self._computing[-1].activity == "optimizer":
             activity = FOR_OWNERS
-        self._end(Span(StreamName.COMPUTE, activity, None, f"{activity}: {fence.what}", self._blocked, 0.0))
+        self._end(Span(StreamName.COMPUTE, activity, None, self._blocked, 0.0))
 
     # -- computation ------------------------------------------------------------------------------------------------
 
@@ -288,8 +255,7 @@ class _Recorder(Observer):
         return float(self._start.elapsed_time(stamp)) * 1e3
 
     def _begin(self, stream: StreamName, activity: str, unit: int | None) -> Span:
-        name = activity if unit is None else f"{activity} {self.trace.units[unit]}"
-        return Span(stream, activity, unit, name, self._now(stream), 0.0)
+        return Span(stream, activity, unit, self._now(stream), 0.0)
 
     def _end(self, begun: Span) -> None:
         self._spans.append(begun._replace(stop_us=self._now(begun.stream)))

@@ -15,7 +15,7 @@ from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
-from streamshard.tools.adversary import AdversarialTransport
+from tests.adversary import AdversarialTransport
 from tests.ranks import RankContext, on_ranks
 from tests.simulated import LateTransport, simulated_device
 

@@ -270,17 +270,17 @@ def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(
         train(and_sharded(Counting)[1], make_model("gpt2"), out, make_rows("gpt2"), save_strategy="steps", save_steps=1)
     dist.barrier()
     assert saved == [1, 2]
-    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-1"}
+    assert _files(out) == {"checkpoint-1"}
 
 
 @on_ranks(2)
 def test_leftovers_of_killed_saves_are_removed_and_checkpoints_replaced(context: RankContext, tmp_path: Path) -> None:
     _, ours_class = _trainers()
     data = make_rows("gpt2")
-    left = tmp_path / "partial-checkpoint-7"
     if context.rank == 0:
-        (left / "checkpoint-7").mkdir(parents=True)
-        (left / "replaced").mkdir()
+        (tmp_path / "model.0123abcd.partial" / "checkpoint-7").mkdir(parents=True)
+        (tmp_path / "replaced-checkpoint-7").mkdir()
+        (tmp_path / "replaced-checkpoint-2").mkdir()
         (tmp_path / "checkpoint-2").mkdir()
         (tmp_path / "checkpoint-2" / "of an earlier run").touch()
     dist.barrier()

@@ -19,8 +19,8 @@ from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.optim.rounds import Rounds
 from streamshard.planning.memory import Category
-from streamshard.tools.adversary import make_adversarial
 from streamshard.tools.races import detect_races
+from tests.adversary import make_adversarial
 from tests.models import DIM, Layer
 from tests.optim.muon import muon_in_fp32
 from tests.ranks import RankContext, on_ranks

@@ -158,7 +158,6 @@ def test_a_step_sends_what_the_plan_says(context: RankContext) -> None:
         assert sent.counts[Collective.ALL_GATHER] == planned.all_gathers
         assert sent.counts[Collective.REDUCE_SCATTER] == planned.reductions
         assert sent.sent_bytes == planned.sent_bytes
-        assert 0.8 * planned.sent_bytes < planned.least_sent_bytes <= planned.sent_bytes
 
 
 # -- what is printed ------------------------------------------------------------------------------------------------
@@ -187,8 +186,11 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
     # 32 layers in forward, 30 in backward, embedding, head and root unit once; 7/8 of 2 bytes, and 4 for gradients.
     assert (zero_3.all_gathers, zero_3.reductions) == (65, 35)
     kept = 2 * 218_112_000 + 2 * 525_336_576 + 4096
-    assert zero_3.least_sent_bytes == 7 * (2 * (2 * planned.numel - kept) + 4 * planned.numel) // 8
-    assert planned.stages[-1].least_sent_bytes == 7 * (2 + 4) * planned.numel // 8
+    for stage, least in (
+        (zero_3, 2 * (2 * planned.numel - kept) + 4 * planned.numel),
+        (planned.stages[-1], 6 * planned.numel),
+    ):
+        assert 7 * least // 8 <= stage.sent_bytes <= 1.0001 * 7 * least // 8  # but for padding
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

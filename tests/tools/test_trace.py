@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import json
-import logging
-import tempfile
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
-from streamshard import StreamShard
+from streamshard import StreamShard, step_statistics
 from streamshard import trace as record
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
-from streamshard.errors import ConfigError, ShardingError, log
+from streamshard.errors import ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.tools.races import detect_races
 from streamshard.tools.timeline import Span, Trace
-from tests.models import DIM, Stack, TinyConfig, TinyLM
+from tests.models import DIM, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, Call, adamw, assert_same, engine_inside, full_weights, lm_step, stack_step
 from tests.scenarios import BF16, sharded, train
@@ -86,25 +79,6 @@ def test_the_trace_has_every_computation_and_every_collective_in_order(trace: Tr
     for span in trace.spans:
         assert (span.stream is COMM) is (span.activity in ("all_gather", "reduce_scatter", "flags"))
         assert 0 <= span.start_us <= span.stop_us
-
-
-def test_the_json_file_is_what_perfetto_reads(trace: Trace, tmp_path: Path) -> None:
-    """Spans with times in microseconds, named rows, the rank as process."""
-    trace.save_json(tmp_path / "step.json")
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {1}
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(trace.spans)
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert set(rows.values()) == {"compute", "all_gather", "reduce_scatter", "flags"}
-    assert {rows[event["tid"]] for event in spans if event["name"] == "all_gather blocks.2"} == {"all_gather"}
-    for row in rows:  # Perfetto draws spans of one thread that overlap, but are not nested, at wrong places
-        ends = [0.0]
-        for span in (span for span in spans if span["tid"] == row):
-            while len(ends) > 1 and ends[-1] <= span["ts"]:
-                ends.pop()
-            assert len(ends) == 1 or rows[row] == "compute" and span["ts"] + span["dur"] <= ends[-1]
-            ends.append(span["ts"] + span["dur"])
 
 
 # Ways of training in which what is traced begins, ends or is given up in another order.
@@ -215,7 +189,7 @@ def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
     """Fast collectives hide behind computing, but for the first all-gathers and the last reductions of a step."""
     computing = 5 * (FORWARD_MS + BACKWARD_MS)
     trace, found = _on_played_device(context, gather_ms=FAST_MS, reduce_ms=FAST_MS)
-    assert trace.steps == (1, 2)
+    assert trace.steps == 2
     exposed = {"exposed_all_gather": 2 * FAST_MS, "exposed_reduction": 2 * FAST_MS}  # of the root unit and a layer
     assert found.pop("host") > 0.0
     assert 8 * FAST_MS + 5 * FAST_MS < found.pop("communication") < 9 * FAST_MS + 6 * FAST_MS
@@ -254,33 +228,37 @@ class _Waits(Observer):
 
     def __init__(self, clock: _Clock) -> None:
         self.clock = clock
+        self.found = Counter[str]()
 
     def on_block(self, fence: Fence, work: Work | None) -> None:
         """See `Observer`."""
         self.clock.clock_ms += 1.0 if "weight slot" in fence.what else 100.0
+        self.found[fence.what] += 1
 
 
 @on_ranks(2)
 def test_what_the_host_waits_for_is_exposed(context: RankContext) -> None:
     """On the CPU: each wait is counted once, as a wait for weights or for gradients, and is no part of computing."""
     clock = _Clock()
+    waiting = _Waits(clock)
     model = StreamShard(Stack((DIM,) * 6), precision=BF16)
     optimizer, streams = adamw(model), engine_inside(model).streams
     with mock.patch("streamshard.tools.trace.perf_counter", clock), contextlib.ExitStack() as stack:
         stack.enter_context(streams.observed_by(clock))
         found = stack.enter_context(record(model))
-        stack.enter_context(streams.observed_by(_Waits(clock)))
+        stack.enter_context(streams.observed_by(waiting))
         for number in range(2):
             stack_step(model, Call(number, context.rank, 2, 1.0))
             optimizer.step()
             optimizer.zero_grad()
             clock.clock_ms += 7.0
     summary = {name: 1e3 * value for name, value in found.summary().items()}
-    assert found.steps == (1, 2)
+    assert found.steps == 2
     computing = 5 * (FORWARD_MS + BACKWARD_MS)
     assert (summary["compute_s"], summary["other_s"]) == pytest.approx((computing, 7.0))
     assert summary["lower_bound_s"] == pytest.approx(computing)
-    waits = Counter(span.name.partition(": ")[2] for span in found.spans if span.activity.startswith("wait for"))
+    waits = waiting.found
+    assert waits.total() == sum(span.activity.startswith("wait for") for span in found.spans)
     for_weights = sum(count for what, count in waits.items() if "weight slot" in what)
     for_gathers = waits["gathered shards"]  # the cast waits for readers of its inputs
     for_grads = waits.total() - for_weights - for_gathers
@@ -309,7 +287,7 @@ def test_a_closure_is_inside_its_step(context: RankContext) -> None:
     with mock.patch("streamshard.tools.trace.perf_counter", clock), record(model) as found:
         optimizer.step(closure)
     summary = found.summary()
-    assert found.steps == (1, 1)
+    assert found.steps == 1
     assert (1e3 * summary["compute_s"], 1e3 * summary["optimizer_s"]) == pytest.approx((3.0, 4.0))
 
 
@@ -323,7 +301,7 @@ def test_exchanges_with_owners_belong_to_the_optimizer(context: RankContext) -> 
             stack_step(model, Call(number, context.rank, 2, 1.0))
             optimizer.step()
     waits = _of(found, "wait for whole parameters")
-    assert found.steps == (1, 2) and len(waits) >= 4 and len(_of(found, "all_to_all")) >= 4
+    assert found.steps == 2 and len(waits) >= 4 and len(_of(found, "all_to_all")) >= 4
     outer = [span for span in _of(found, "optimizer") if any(_holds(span, wait) for wait in waits)]
     assert all(any(_holds(span, wait) for span in outer) for wait in waits)
     total = sum(span.length_us for span in outer if not any(_holds(other, span) for other in outer if other != span))
@@ -334,126 +312,37 @@ def _holds(outer: Span, inner: Span) -> bool:
     return outer.start_us <= inner.start_us and inner.stop_us <= outer.stop_us
 
 
-# -- StreamShard(trace=...) -------------------------------------------------------------------------------------------
+# -- figures for a tracker --------------------------------------------------------------------------------------------
 
 
-def _train_with_trace(context: RankContext, directory: str, first: int, last: int) -> list[str]:
-    """Four steps; the second has two backwards, and an optimizer steps twice in the third. Returns what is logged."""
-    logged: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    settings: dict[str, Any] = {"trace": Path(directory), "trace_steps": [first, last]}
-    model, plain = (StreamShard(_stack(), precision=BF16, **each) for each in (settings, {}))
-    optimizers = [adamw(model), adamw(plain)]
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    for number in range(1, 5):
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
-            for _ in range(2 if number == 2 else 1):
-                stack_step(each, Call(number, context.rank, context.world_size, 1.0))
-            for _ in range(2 if number == 3 else 1):
-                optimizer.step()
+@on_ranks(1, 2)
+def test_each_step_has_its_norm_scale_times_and_skipped_steps(context: RankContext) -> None:
+    """With a loss scaler: the second and the third step overflow. Nothing is observed after the context."""
+    model: Any = StreamShard(Stack(), precision="fp16")
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found, norms = [], []
+    with step_statistics(model, scaler) as read:
+        for overflows in (False, True, True, False):
+            loss = model(vector_batch(0, context.rank)).float().square().mean()
+            scaler.scale(loss * (torch.inf if overflows else 1.0)).backward()  # type: ignore[no-untyped-call]
+            scaler.unscale_(optimizer)
+            norms.append(float(model.clip_grad_norm_(1.0)))
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
-    log.removeHandler(handler)
-    log.setLevel(logging.NOTSET)
-    assert_same(full_weights(model), full_weights(plain), "weights", EXACT)
-    assert engine_inside(model).streams.observers == engine_inside(plain).streams.observers == ()
-    return logged
-
-
-def _stack() -> nn.Module:
-    torch.manual_seed(5)
-    return Stack()
-
-
-@pytest.mark.parametrize(("first", "last", "backwards"), [(2, 3, 3), (1, 1, 1)])
-def test_trace_steps_writes_the_files_of_these_steps(
-    ranks: RankPool, tmp_path: Path, first: int, last: int, backwards: int
-) -> None:
-    """Of each rank a file for Perfetto; of the first rank a summary, which one log line tells of."""
-    directory = tmp_path / "new" / "trace"
-    logged = ranks(2).run(_train_with_trace, str(directory), first, last)
-    words = f"rank 0: the trace of steps {first} to {last} is in {directory}"
-    assert [[line for line in lines if "trace" in line] for lines in logged] == [[words], []]
-    names = {"summary.txt", "trace-rank0.json", "trace-rank1.json"}
-    assert {path.name for path in directory.iterdir()} == names
-    for rank in (0, 1):
-        events = json.loads((directory / f"trace-rank{rank}.json").read_text())["traceEvents"]
-        found = Counter(event["name"] for event in events)
-        assert found["backward the root unit"] == found["flags"] == backwards
-        assert found["optimizer"] >= 1 + last - first
-        assert {event["pid"] for event in events} == {rank}
-    text = (directory / "summary.txt").read_text()
-    assert text.startswith(f"rank 0 of 2 on cpu, steps {first} to {last}, per step:\n")
-
-
-@on_ranks(1)
-def test_training_goes_on_when_a_trace_cannot_be_written(context: RankContext) -> None:
-    """A warning says why."""
-    with tempfile.TemporaryDirectory() as directory:
-        model = StreamShard(Stack(), precision=BF16, trace=directory, trace_steps=(1, 1))
-    stack_step(model, Call(0, 0, 1, 1.0))
-    optimizer = adamw(model)
-    with pytest.warns(UserWarning, match="steps 1 to 1 is incomplete: .*No such file or directory"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("last", [1, 2])
-@on_ranks(1)
-def test_a_run_that_ends_before_its_trace_says_so(context: RankContext, last: int) -> None:
-    """At exit, on the first rank."""
-    at_exit: list[Callable[[], None]] = []
-    both = {"register": at_exit.append, "unregister": at_exit.remove}
-    with tempfile.TemporaryDirectory() as directory, mock.patch.multiple(atexit, **both):
-        model = StreamShard(Stack(), precision=BF16, trace=directory, trace_steps=(1, last))
-        stack_step(model, Call(0, 0, 1, 1.0))
-        adamw(model).step()
-    with mock.patch.object(log, "warning") as warning:
-        for each in at_exit:
-            each()
-    told = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-    words = "no trace was written: the run ended after step 1, before the last of trace_steps=(1, 2)"
-    assert told == [words] * (last == 2)
-
-
-@on_ranks(1)
-def test_a_trace_does_not_keep_its_model(context: RankContext) -> None:
-    """Memory is free when the model is gone, also in the middle of a trace."""
-    with tempfile.TemporaryDirectory() as directory:
-        model = StreamShard(Stack(), precision=BF16, trace=directory, trace_steps=(1, 2))
-    stack_step(model, Call(0, 0, 1, 1.0))
-    engine_of = weakref.ref(engine_inside(model))
-    del model
-    gc.collect()
-    assert engine_of() is None
-
-
-@on_ranks(1)
-def test_a_frozen_model_is_not_traced(context: RankContext) -> None:
-    """It has no steps: a trace from the first one on would never end."""
-    with tempfile.TemporaryDirectory() as directory:
-        model = StreamShard(Stack().requires_grad_(False), precision=BF16, trace=directory, trace_steps=(1, 2))
+            found.append(read(grad_norm=norms[-1]))
     assert engine_inside(model).streams.observers == ()
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (
-            {"trace_step": (1, 2)},
-            r"trace_step is no argument of StreamShard\. Did you mean trace_steps\? There are: units, ",
-        ),
-        ({"trace": 3}, "trace=3: wanted a path"),
-        ({"trace": __file__}, "wanted a directory that can be made: .*File exists"),
-        ({"trace_steps": (3, 2)}, r"trace_steps=\(3, 2\): wanted the first and the last step, counted from 1"),
-        ({"trace_steps": (1,)}, "trace_steps="),
-        ({"trace_steps": 10}, "trace_steps=10"),
-        ({"trace_steps": (1, 2)}, "without trace: give the directory too"),
-    ],
-)
-def test_bad_arguments_are_refused(settings: dict[str, Any], words: str) -> None:
-    """Before anything is allocated: the model stays as it is."""
-    model = Stack()
-    with pytest.raises(ConfigError, match=words):
-        StreamShard(model, **settings)
-    assert type(model) is Stack
+    assert [each["step"] for each in found] == [1, 2, 3, 4]
+    assert [each["skipped_steps"] for each in found] == [0, 1, 2, 2]
+    assert [each["loss_scale"] for each in found] == [1024.0, 512.0, 256.0, 256.0]
+    assert [each["grad_norm"] for each in found] == pytest.approx(norms, nan_ok=True)
+    for each in found:
+        parts = [each[name] for name in ("compute_s", "exposed_all_gather_s", "exposed_reduction_s")]
+        assert each["compute_s"] > 0.0 and min(parts) >= 0.0 and sum(parts) <= each["step_s"] * 1.0001
+        assert (each["exposed_all_gather_s"] > 0.0) == (context.world_size > 1)
+        json.dumps(each)
+    with step_statistics(model) as read:  # without a scaler and a norm
+        model(vector_batch(0, context.rank)).float().square().mean().backward()
+        last = read()
+    assert last["step"] == 1 and not {"grad_norm", "loss_scale", "skipped_steps"} & last.keys()

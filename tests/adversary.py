@@ -1,6 +1,6 @@
 """A transport that delays messages as long as the ordering rules allow. If a wait is missing, results become NaN.
 
-    from streamshard.tools.adversary import make_adversarial
+    from tests.adversary import make_adversarial
 
     with make_adversarial(model):          # a debugging tool: nothing overlaps any more
         train(model)                       # bit by bit what it gives without

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from streamshard import Precision
 from streamshard.comm.streams import Rule, StreamName
-from streamshard.tools.adversary import make_adversarial
+from tests.adversary import make_adversarial
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, counted_collectives, engine_inside, full_weights, sharded_model
