@@ -9,7 +9,6 @@
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- CheckpointError     files that cannot be written or read
     +-- StateError          an invariant of the engine is broken
-    +-- RaceError           two streams access the same bytes and no fence orders them
 
 A message says what was given, what is wanted, and which parameter, layer or rank is affected. Anything less than an
 error goes to `warn_user` or to `log`.
@@ -91,10 +90,6 @@ class StateError(StreamShardError):
 
     def __init__(self, subject: str, state: str, wanted: str) -> None:
         super().__init__(f"{subject} is {state}, wanted {wanted}")
-
-
-class RaceError(StreamShardError):
-    """Two streams access the same bytes and no fence orders them: a bug here, found by `streamshard.tools.races`."""
 
 
 _PACKAGE = os.path.dirname(__file__)

@@ -10,7 +10,7 @@ until its all-gather is waited for. A grad slot is read only when its reduction 
 reads and writes that come too early give NaN.
 
 On the CPU, computation runs in the calling thread, so waits for the compute stream (rules 2 and 4) cannot be missed.
-`streamshard.tools.races` checks those. On CUDA, collectives are delayed on their stream.
+`tests.races` checks those. On CUDA, collectives are delayed on their stream.
 """
 
 from __future__ import annotations

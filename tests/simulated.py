@@ -8,14 +8,14 @@
 Tensors lie in the CPU's memory, and what computes runs at once in the calling thread, as it does there. Collectives are
 early (at once) or late: a stream holds back what was put on it until another one waits for an event behind it. A wait
 that is left out is then seen as NaN or as old numbers. What compute does is never late, so that a missing wait *for* it
-(rules 2 and 4) is what `streamshard.tools.races` is for, and `checking_streams`:
+(rules 2 and 4) is what `tests.races` is for, and `checking_streams`:
 
     with simulated_device() as device, checking_streams(device) as streams:
         model = StreamShard(build())          # collectives are early
         with streams.of(model):
             train(model)                      # raises at the end if operations are on a stream that is not theirs
 
-`streamshard.tools.races` looks at fences, whatever stream their events are on. `checking_streams` looks at events.
+`tests.races` looks at fences, whatever stream their events are on. `checking_streams` looks at events.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from streamshard.core import edge
 from streamshard.core.backward import Backward
 from streamshard.guards.sharded_parameter import grad_of
 from streamshard.nested import tensors_in
-from streamshard.tools.races import _bytes_of, _touched
 from streamshard.torch_private import AsTensors
 from tests.adversary import AdversarialTransport
+from tests.races import _bytes_of, _touched
 from tests.reference import engine_inside
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from streamshard.core.engine import Engine
 from streamshard.core.params import GradState
 from streamshard.core.slots import SlotState, WeightSlot
 from streamshard.core.unit import Unit
-from streamshard.tools.races import detect_races
 from tests.adversary import make_adversarial
 from tests.models import Layer, Stack, stack_of, vector_batch
+from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from streamshard import ConfigError, ShardingError, StreamShard, export_safetensors, full_optimizer_state_dict
 from streamshard.comm.streams import Rule
 from streamshard.planning.memory import Category
-from streamshard.tools.races import detect_races
 from tests.adversary import make_adversarial
 from tests.models import Stack, TinyLM, vector_batch
+from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,

@@ -19,10 +19,10 @@ from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.optim.rounds import Rounds
 from streamshard.planning.memory import Category
-from streamshard.tools.races import detect_races
 from tests.adversary import make_adversarial
 from tests.models import DIM, Layer
 from tests.optim.muon import muon_in_fp32
+from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,

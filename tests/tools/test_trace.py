@@ -18,9 +18,9 @@ from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
 from streamshard.errors import ShardingError
 from streamshard.optim import WholeParameterOptimizer
-from streamshard.tools.races import detect_races
 from streamshard.tools.timeline import Span, Trace
 from tests.models import DIM, Stack, TinyConfig, TinyLM, vector_batch
+from tests.races import detect_races
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, Call, adamw, assert_same, engine_inside, full_weights, lm_step, stack_step
 from tests.scenarios import BF16, sharded, train

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from streamshard import StreamShard
 from streamshard.comm.streams import Collective
 from streamshard.errors import ShardingError
-from streamshard.tools.races import detect_races
 from tests.adversary import make_adversarial
 from tests.models import DIM, Adapter, Stack, TinyLM, vector_batch
+from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from streamshard import Precision
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.shared_memory import SharedMemoryTransport
-from streamshard.tools.races import detect_races
 from tests.adversary import make_adversarial
+from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,

@@ -18,8 +18,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from streamshard import ConfigError, Precision, ShardingError, StreamShard
 from streamshard.comm.transport import sum_in_rank_order
 from streamshard.nested import tensors_in
-from streamshard.tools.races import detect_races
 from tests.models import Stack, TinyConfig, TinyLM, vector_batch
+from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, Tolerance, adamw, assert_same, engine_inside, full_grads, full_weights, lm_step
 from tests.scenarios import PRECISIONS

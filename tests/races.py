@@ -1,6 +1,6 @@
 """A race detector: finds accesses of two streams to the same bytes that no fence orders.
 
-    from streamshard.tools.races import detect_races
+    from tests.races import detect_races
 
     with detect_races(model):              # raises RaceError at the end if not
         model(batch).loss.backward()
@@ -36,10 +36,13 @@ from torch import nn
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of
-from streamshard.errors import RaceError
 from streamshard.nested import tensors_in
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, OpOverload, TorchDispatchMode
+
+
+class RaceError(Exception):
+    """Two streams access the same bytes and no fence orders them."""
 
 
 class Access(NamedTuple):

@@ -7,10 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName
-from streamshard.errors import RaceError
 from streamshard.planning.memory import Category
-from streamshard.tools.races import Race, RaceDetector, detect_races
 from tests.models import Stack, vector_batch
+from tests.races import Race, RaceDetector, RaceError, detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, engine_inside
 from tests.scenarios import BF16, dropping, sharded, train
