@@ -119,7 +119,7 @@ _ASIDE = "with module.stream(module.Stream()):"
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/directory": [
         ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
-        ("publish_checkpoint", Swap("if each.path != directory", ""), "find"),
+        ("publish_checkpoint", Swap("and each.path != directory", ""), "find"),
         ("_next_generation", Swap("unread * _AHEAD", "0"), "find"),
         ("_delete_old", Swap("len(own) - keep", "len(own) + 1 - keep"), "directory"),
     ],

@@ -30,7 +30,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from streamshard.checkpoint.find import PARTIAL, Survey, check_sizes, is_named_as_ours, may_access, survey
+from streamshard.checkpoint.find import PARTIAL, Entry, check_sizes, is_named_as_ours, survey
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, Manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
@@ -177,21 +177,20 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
     try:
         sync_directory(directory)
         if keep is not None:
-            _delete_old([each.path for each in earlier.whole if each.path != directory], keep - 1)
+            _delete_old([each.path for each in earlier if not each.wrong and each.path != directory], keep - 1)
     except OSError as error:
         log.warning("%s is saved; older ones are not deleted: %s", path, error)
     return path
 
 
-def _next_generation(earlier: Survey) -> int:
+def _next_generation(earlier: Sequence[Entry]) -> int:
     """One more than the largest in the directory, or far more if it has a checkpoint that the system cannot read now.
 
     Raises:
         CheckpointError: there is none.
     """
-    entries = [*earlier.whole, *earlier.others]
-    known = max((each.manifest.generation for each in entries if each.manifest is not None), default=0)
-    unread = sum(each.manifest is None and each.may_be_whole for each in entries)
+    known = max((each.manifest.generation for each in earlier if each.manifest is not None), default=0)
+    unread = sum(each.manifest is None and each.may_be_whole for each in earlier)
     if (generation := known + 1 + unread * _AHEAD) > MAX_GENERATION:
         raise CheckpointError(f"a checkpoint beside it has generation {known}, the largest there may be: move it away")
     return generation
@@ -202,7 +201,8 @@ def _delete_old(paths: Sequence[Path], keep: int) -> None:
     own = [path for path in paths if is_named_as_ours(path) and not path.is_symlink()]
     for old in own[: max(len(own) - keep, 0)]:
         try:
-            if os.stat(old).st_mode & stat.S_IWUSR and may_access(old, os.W_OK):  # root may write to all
+            is_ours = os.access(old, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+            if is_ours and os.stat(old).st_mode & stat.S_IWUSR:  # root may write to all
                 gone = old.with_name(f"{old.name}.{secrets.token_hex(4)}{PARTIAL}")
                 os.rename(old, gone)  # first: what a kill leaves is no checkpoint, and the next save deletes it
                 shutil.rmtree(gone)

@@ -10,7 +10,7 @@ that the system cannot read, never stops a save or the load of another one, and 
 from __future__ import annotations
 
 import contextlib
-import errno
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
+from streamshard.checkpoint.safetensors_file import open_regular
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, describe, log, printable
@@ -25,8 +26,7 @@ from streamshard.errors import CheckpointError, describe, log, printable
 PARTIAL = ".partial"
 """Suffix of a directory's name until the directory is complete."""
 
-_NAME = re.compile(r"checkpoint-(\d+)(-\d+)?")
-_MAX_DIGITS = 18
+_NAME = re.compile(r"checkpoint-(\d{1,18})(?!\d)(-\d+)?")
 
 
 class Entry(NamedTuple):
@@ -46,30 +46,10 @@ class Entry(NamedTuple):
     may_be_whole: bool = True
 
     @property
-    def order(self) -> tuple[int, int, bool]:
-        """Sort key of checkpoints whose manifest can be read, newest last. A user's copy comes before its original."""
-        assert self.manifest is not None
-        return self.manifest.generation, self.manifest.number, is_named_as_ours(self.path)
-
-
-class Survey(NamedTuple):
-    """The checkpoints of one directory.
-
-    Attributes:
-        whole: newest last.
-        others: checkpoints that cannot be used, directories with a checkpoint's name and no manifest among them.
-    """
-
-    whole: list[Entry]
-    others: list[Entry]
-
-    def passed_over(self, taken: Entry | None) -> dict[Path, str]:
-        """Why checkpoints that are newer than `taken`, or may be, cannot be used; by their paths."""
-        return {
-            each.path: each.wrong
-            for each in self.others
-            if taken is None or each.manifest is None or each.order > taken.order
-        }
+    def order(self) -> tuple[float, int, bool]:
+        """Sort key, newest last. One without a manifest may be the newest. A user's copy comes before its original."""
+        made = self.manifest
+        return (math.inf, 0, False) if made is None else (made.generation, made.number, is_named_as_ours(self.path))
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -84,10 +64,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         ConfigError: `directory` is not a path.
     """
     root = parse_path("directory", directory)
-    found = survey(root)
-    newest = found.whole[-1] if found.whole else None
-    passed_over = found.passed_over(newest)
-    if newest is None and any(each.may_be_whole for each in found.others):
+    entries = survey(root)
+    newest = next((each for each in reversed(entries) if not each.wrong), None)
+    passed_over = {each.path: each.wrong for each in entries[entries.index(newest) + 1 if newest else 0 :]}
+    if newest is None and any(each.may_be_whole for each in entries):
         raise no_checkpoint(root, passed_over)
     _warn(passed_over)
     return newest.path if newest else None
@@ -98,8 +78,10 @@ def _warn(passed_over: Mapping[Path, str]) -> None:
         log.warning("passed over %s: %s", printable(str(path)), why)
 
 
-def survey(directory: Path) -> Survey:
-    """Read the manifests of all checkpoints in `directory`, and its own if it is a checkpoint.
+def survey(directory: Path) -> list[Entry]:
+    """Read the manifests of all checkpoints in `directory`, and its own if it is a checkpoint. Newest last.
+
+    Directories with a checkpoint's name and no manifest are among them.
 
     Raises:
         OSError: the directory cannot be read.
@@ -107,9 +89,8 @@ def survey(directory: Path) -> Survey:
     inside = [path for path in sorted(_children(directory)) if not path.name.endswith(PARTIAL)]
     paths = [path for path in inside if is_named_as_ours(path) or is_checkpoint(path)]
     entries = [read_entry(path) for path in ([directory] if is_checkpoint(directory) else []) + paths]
-    whole = sorted((each for each in entries if not each.wrong), key=lambda each: each.order)
-    # Another run may have deleted one in the meantime.
-    return Survey(whole, [each for each in entries if each.wrong and os.path.lexists(each.path)])
+    there = (each for each in entries if not each.wrong or os.path.lexists(each.path))  # another run may delete some
+    return sorted(there, key=lambda each: each.order)
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -140,9 +121,8 @@ def no_checkpoint(directory: Path, why_of: Mapping[Path, str]) -> CheckpointErro
 
 
 def next_number(directory: Path) -> int:
-    """One more than the largest number in the names of checkpoints in `directory`. A longer name would not be taken."""
-    found = (match[1] for path in _children(directory) if (match := _NAME.match(path.name)))
-    return max((int(number) for number in found if len(number) <= _MAX_DIGITS), default=0) + 1
+    """One more than the largest number in the names of checkpoints in `directory`."""
+    return max((int(match[1]) for path in _children(directory) if (match := _NAME.match(path.name))), default=0) + 1
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -154,20 +134,14 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
     """
     for record in manifest.files:
         try:
-            size_bytes = os.stat(directory / record.name).st_size
+            with open_regular(directory / record.name) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
-        if not may_access(directory / record.name, os.R_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory / record.name))
         if size_bytes != record.size_bytes:
             raise CheckpointError(
                 f"{directory} is not whole: {record.name} has {size_bytes} bytes, was written with {record.size_bytes}"
             )
-
-
-def may_access(path: Path, mode: int) -> bool:
-    """Whether this process may read (``os.R_OK``) or write to (``os.W_OK``) `path`."""
-    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def is_named_as_ours(path: Path) -> bool:
@@ -195,46 +169,38 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
         CheckpointError: on every rank. `root` is a checkpoint and damaged: names the newest intact one beside it. Or no
             checkpoint in `root` is intact: says why of each.
     """
-    is_one = run_on_first(ranks, f"load {root}", lambda: is_checkpoint(root))
-    if is_one:
-        try:
-            return open_verified(root, ranks), {}
-        except CheckpointError as caught:  # the same on all ranks
-            error = caught
-    else:
-        files, passed_over = _newest_intact(root, ranks)
-        if files is not None:
-            _warn(passed_over if ranks.is_first else {})
-            return files, passed_over
-        error = no_checkpoint(root, passed_over)
-    beside = None
-    if is_one or is_named_as_ours(root):
+    files, failed = _newest_intact(root, ranks)
+    if files is not None:
+        _warn(failed if ranks.is_first else {})
+        return files, failed
+    error = CheckpointError(failed[root]) if root in failed else no_checkpoint(root, failed)
+    if root in failed or is_named_as_ours(root):
         path = Path(os.path.abspath(root))
         with contextlib.suppress(CheckpointError):  # the error about `root` matters more
-            beside, _ = _newest_intact(path.parent, ranks, without=path)
-    advice = "" if beside is None else f". The newest intact checkpoint beside it is {beside.root}"
-    raise CheckpointError(f"{error}{advice}") from error
+            files, _ = _newest_intact(path.parent, ranks, without=path)
+    advice = "" if files is None else f". The newest intact checkpoint beside it is {files.root}"
+    raise CheckpointError(f"{error}{advice}")
 
 
 def _newest_intact(
-    directory: Path, ranks: RankGroup, without: Path | None = None
+    root: Path, ranks: RankGroup, without: Path | None = None
 ) -> tuple[CheckpointFiles | None, dict[Path, str]]:
-    """The newest checkpoint whose files match their checksums; and why others are passed over. Collective."""
+    """The checkpoint `root`, or the newest in it whose files match their checksums; and why others are passed over."""
 
-    def find() -> list[tuple[Path | None, dict[Path, str]]]:
-        found = survey(directory)
-        newest_first = [each for each in reversed(found.whole) if each.path != without]
-        return [(each and each.path, found.passed_over(each)) for each in (*newest_first, None)]
+    def find() -> list[tuple[Path, str]]:
+        if is_checkpoint(root):
+            return [(root, "")]
+        return [(each.path, each.wrong) for each in reversed(survey(root)) if each.path != without]
 
     failed: dict[Path, str] = {}
-    for path, passed_over in run_on_first(ranks, f"load {directory}", find):
-        if path is None:
-            break
-        try:
-            return open_verified(path, ranks), failed | passed_over
-        except CheckpointError as error:  # the same on all ranks
-            failed[path] = str(error)
-    return None, failed | passed_over
+    for path, wrong in run_on_first(ranks, f"load {root}", find):
+        if not wrong:
+            try:
+                return open_verified(path, ranks), failed
+            except CheckpointError as error:  # the same on all ranks
+                wrong = str(error)
+        failed[path] = wrong
+    return None, failed
 
 
 def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
