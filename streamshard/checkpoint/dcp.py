@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
+from streamshard.checkpoint.directory import PARTIAL, next_number, open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece
-from streamshard.checkpoint.find import PARTIAL, next_number, open_intact
 from streamshard.checkpoint.json_codec import CPU, decode, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
@@ -213,7 +213,8 @@ def _optimizer_in(
                     f"the optimizer's {each!r} of {name!r} has shape {list(shape)}, the parameter "
                     f"{list(weights[name].shape)}: StreamShard loads only state with one number for each element"
                 )
-            own[each] = encode(value, path, tensors)
+            own[each], found = encode(value, path)
+            tensors |= found
         elif what == "param_groups" and (name.isdecimal() or name in weights):
             options_of.setdefault(name, {})[each] = value
         else:
@@ -225,7 +226,8 @@ def _optimizer_in(
         if not isinstance(names := group.get("params", []), list):
             raise CheckpointError(f"the optimizer's 'params' is a {type(names).__name__}, wanted a list of names")
         group["params"] = [f"model/{name}" for name in names]
-    rest_in = encode({"param_groups": groups, "shared": {}}, "optimizer", tensors)
+    rest_in, found = encode({"param_groups": groups, "shared": {}}, "optimizer")
+    tensors |= found
     return {"class": None, "state": state, **rest_in}, taken
 
 

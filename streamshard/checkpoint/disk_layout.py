@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
-from streamshard.checkpoint.safetensors_file import TensorSpec
 from streamshard.conventions import conventions
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError
@@ -209,10 +208,10 @@ def saved_names(model: nn.Module, shards: Sequence[Param]) -> dict[str, str]:
 
 def plan_disk(
     model: nn.Module, shards: Sequence[Param], dtype: torch.dtype | None
-) -> dict[TensorSpec, tuple[Run, ...]]:
-    """The tensors of `model` on disk as `save_pretrained` stores them, in the order in which files are filled.
+) -> tuple[Mapping[str, torch.Tensor], dict[str, tuple[Run, ...]]]:
+    """The tensors of `model` on disk as `save_pretrained` stores them, on the meta device, in the order of the files.
 
-    Each with the ranges of the model's parameters and buffers that its elements are, in order.
+    Also, of each, the ranges of the model's parameters and buffers that its elements are, in order.
 
     Args:
         model: the sharded model.
@@ -228,12 +227,11 @@ def plan_disk(
     tensors = whole_tensors(model, shards, names, dtype)
     with Rearrangement(tensors) as followed:
         stored = conventions().rearrange_for_saving(model, tensors)
-    return {
-        TensorSpec(name, tuple(tensor.shape), tensor.dtype): tuple(
-            run._replace(source=names[run.source]) for run in followed.runs(name, tensor)
-        )
+    runs_of = {
+        name: tuple(run._replace(source=names[run.source]) for run in followed.runs(name, tensor))
         for name, tensor in stored.items()
     }
+    return stored, runs_of
 
 
 def local_pieces(model: nn.Module, shards: Sequence[Param], *, buffers: bool) -> dict[str, TensorPiece]:
@@ -252,6 +250,13 @@ def local_pieces(model: nn.Module, shards: Sequence[Param], *, buffers: bool) ->
                 raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
             pieces[source] = TensorPiece.whole(source, buffer.detach())
     return pieces
+
+
+def put_back_buffers(model: nn.Module, pieces: Mapping[str, TensorPiece]) -> None:
+    """Copy loaded values into buffers that are not contiguous, from the contiguous copies that were read."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in pieces and not buffer.is_contiguous():
+            buffer.copy_(pieces[name].data.view(buffer.shape))
 
 
 def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator[tuple[int, torch.Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,21 +26,16 @@ from streamshard.core.params import Param
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
-
-class OptimizerPart(NamedTuple):
-    """One rank's part of an optimizer, without tensors. Ranks compare and join their parts.
-
-    Attributes:
-        saved: JSON of the optimizer's state dict, with names of parameters; of its class; and, as "state", of the state
-            by the parameter's name. Of each parameter ranks have some entries.
-        stepped: by name, whether this rank has stepped its piece of a parameter. It may have left out the first step.
-    """
-
-    saved: dict[str, Any]
-    stepped: dict[str, bool]
-
-
 _REL_TOLERANCE = 1e-6  # machines may compute a schedule's cosine with other last bits
+
+
+OptimizerPart = tuple[dict[str, Any], dict[str, bool]]
+"""One rank's part of an optimizer, without tensors. Ranks compare and join their parts.
+
+JSON of the optimizer's state dict, with names of parameters; of its class; and, as "state", of the state by the
+parameter's name. Of each parameter ranks have some entries. And by name, whether this rank has stepped its piece of a
+parameter: it may have left out the first step.
+"""
 
 
 def owners_of(optimizer: Optimizer) -> Mapping[int, int]:
@@ -101,37 +96,35 @@ def local_state(
         CheckpointError, ShardingError: names state that cannot be put together.
     """
     take_over_state(optimizer)
-    tensors: dict[str, torch.Tensor] = {}
-    saved = encode(_without_state(optimizer, names), name, tensors)
+    saved, tensors = encode(_without_state(optimizer, names), name)
     pieces = TensorPiece.wholes(tensors) if ranks.is_first else []
     state: dict[str, dict[str, Any]] = {}
     stepped: dict[str, bool] = {}
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
-        values: Mapping[str, Any] = optimizer.state.get(param, {})
-        path, tensors, moments = f"{name}/{names[param]}", {}, dict[str, torch.Tensor]()
-        if param in sharded:
-            engine, shard = sharded[param]
-            if steps_here(owners.get(id(param)), engine, shard):
-                stepped[names[param]] = bool(values)
-            else:
-                values = {}
-            moments = _moments_in(values, shard) if id(param) not in owners else {}
-        state[names[param]] = encode({**values, **moments}, path, tensors)
+        path, values = f"{name}/{names[param]}", optimizer.state.get(param, {})
         if param not in sharded:
+            state[names[param]], tensors = encode(values, path)
             pieces += TensorPiece.wholes(tensors) if ranks.is_first else []
-        elif id(param) in owners:
-            pieces += of_replica(TensorPiece.wholes(tensors), engine)
-        elif len(tensors) > len(moments):
-            others = ", ".join(sorted(tensors.keys() - {f"{path}.{key}" for key in moments}))
+            continue
+        engine, shard = sharded[param]
+        if steps_here(owners.get(id(param)), engine, shard):
+            stepped[names[param]] = bool(values)
+        else:
+            values = {}
+        moments = _moments_in(values, shard) if id(param) not in owners else {}
+        state[names[param]], tensors = encode({**values, **moments}, path)
+        if id(param) in owners:
+            own = TensorPiece.wholes(tensors)
+        elif others := sorted(tensors.keys() - {f"{path}.{key}" for key in moments}):
             raise ShardingError(
-                f"{others}: tensors without one number for each element of the parameter, which ranks cannot put "
-                "together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
+                f"{', '.join(others)}: tensors without one number for each element of the parameter, which ranks "
+                "cannot put together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
             )
         else:
-            shape, start = shard.layout.shape, shard.local.start
-            pieces += of_replica([TensorPiece(each, shape, start, data) for each, data in tensors.items()], engine)
-    return OptimizerPart({**saved, "state": state}, stepped), pieces
+            own = [TensorPiece(each, shard.layout.shape, shard.local.start, data) for each, data in tensors.items()]
+        pieces += of_replica(own, engine)
+    return ({**saved, "state": state}, stepped), pieces
 
 
 def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
@@ -177,7 +170,7 @@ def join_parts(name: str, parts: Sequence[OptimizerPart]) -> dict[str, Any]:
                 )
         for param, own in saved["state"].items():
             joined[param] = own | joined.get(param, {})
-    return {**parts[0].saved, "state": joined}
+    return {**parts[0][0], "state": joined}
 
 
 def _shown(value: Any) -> Any:
@@ -255,8 +248,8 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
             )
         split, saved = getattr(optimizer, "split_stacks", None), {}
         for key, values in (given if split is None else split(given))["state"].items():
-            own = tensors.setdefault(key, {})
-            saved[key] = encode(values, f"{key}", own), {name: (each.shape, each.dtype) for name, each in own.items()}
+            encoded, tensors[key] = encode(values, f"{key}")
+            saved[key] = encoded, {name: (each.shape, each.dtype) for name, each in tensors[key].items()}
         return saved, {key: value for key, value in given.items() if key != "state"}
 
     saved, others = ranks.gather_results("load the optimizer's state", outline, ShardingError)[0]

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.disk_layout import local_pieces, saved_names
-from streamshard.checkpoint.find import open_intact
+from streamshard.checkpoint.directory import open_intact
+from streamshard.checkpoint.disk_layout import local_pieces, put_back_buffers, saved_names
 from streamshard.checkpoint.json_codec import decode
-from streamshard.checkpoint.load import put_back_buffers
-from streamshard.checkpoint.manifest import CheckpointFiles, name_of_rank, name_of_replica
+from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owners_of, steps_here
 from streamshard.checkpoint.run_parts import (
     RANDOM,
@@ -191,11 +190,12 @@ class LoadPlan:
                 own = self._decode(values)
             else:
                 engine, shard = sharded[param]
-                values = values if steps_here(owners.get(id(param)), engine, shard) else {}
-                if id(param) not in owners:
-                    own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
-                else:
+                if not steps_here(owners.get(id(param)), engine, shard):
+                    continue
+                if id(param) in owners:
                     own = self._decode(values, partial(self._of_replica, engine))
+                else:
+                    own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
             if own:
                 state[number] = own
         groups = zip(rest["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
@@ -224,10 +224,7 @@ class LoadPlan:
                         f"not on {ranks.total_size}"
                     )
                 continue
-            if len(saved) == 1:
-                value = self._decode(saved[0])
-            else:
-                value = self._decode(saved[ranks.total_rank], lambda each: name_of_rank(each, ranks.total_rank))
+            value = self._decode(saved[ranks.total_rank if len(saved) > 1 else 0])
             if has_state(mine.get(name)):
                 self.loads.append(partial(mine[name].load_state_dict, value))
                 value = mine[name]

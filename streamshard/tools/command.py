@@ -18,7 +18,7 @@ from streamshard import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, UnitError, printable
 
 if TYPE_CHECKING:
-    from streamshard.checkpoint.find import Entry
+    from streamshard.checkpoint.directory import Entry
     from streamshard.checkpoint.manifest import Manifest
     from streamshard.config import Precision
 
@@ -174,7 +174,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from streamshard.checkpoint.find import is_checkpoint, no_checkpoint, open_verified, survey
+    from streamshard.checkpoint.directory import is_checkpoint, no_checkpoint, open_verified, survey
     from streamshard.checkpoint.json_codec import name_of
     from streamshard.checkpoint.manifest import read_manifest
     from streamshard.comm.ranks import RankGroup

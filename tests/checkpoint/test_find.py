@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from streamshard import latest
-from streamshard.checkpoint.directory import remove_partial
-from streamshard.checkpoint.find import open_intact
+from streamshard.checkpoint.directory import open_intact, remove_partial
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION
 from streamshard.checkpoint.safetensors_file import MAX_TEXT_BYTES
 from streamshard.comm.ranks import RankGroup
