@@ -144,9 +144,9 @@ class DcpFiles:
         archive, folder, found = self._opened(box.part)
         match found:
             case Made(
-                "torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor_v3",
+                Named() as by,
                 (Made(None, ("storage", Named(), str(number), _, int(count))), int(start), size, strides, _, _, *rest),
-            ):
+            ) if by.endswith(("._rebuild_tensor_v2", "._rebuild_tensor_v3")):
                 width = dtype.itemsize if not rest else 1 if _dtype(rest[0]) == dtype else 0
             case _:
                 raise CheckpointError("it is no plain tensor in its file")

@@ -31,6 +31,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -53,9 +54,7 @@ from streamshard.checkpoint.disk_layout import (
 )
 from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
-    MODEL_FILES,
     FileLayout,
-    FileNames,
     Held,
     OpenFiles,
     bytes_of,
@@ -75,6 +74,28 @@ from streamshard.errors import CheckpointError, ConfigError, log
 
 _NAMES_SHOWN = 8
 _SAMPLE_BYTES = 256
+
+
+class FileNames:
+    """The names of the files of an export.
+
+    Args:
+        stem: how they begin: "model", or "diffusion_pytorch_model" for models of diffusers.
+
+    Attributes:
+        stem: see above.
+        single: the name of the file if there is one.
+        index: the name of the file that names the others if there are several.
+        numbered: matches the names of several files, as written first or with the random token of a later export.
+    """
+
+    def __init__(self, stem: str) -> None:
+        self.stem, self.single = stem, f"{stem}.safetensors"
+        self.index = f"{self.single}.index.json"
+        self.numbered = re.compile(stem + r"-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
+
+
+MODEL_FILES = FileNames("model")
 
 
 def export_shards(
@@ -194,7 +215,9 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
 
 def _name(root: Path, partial: Path, files: Sequence[FileLayout], names: FileNames) -> list[FileLayout]:
     """Rename the files in `partial` to the names that they will have in `root`. See [Note: publishing an export]."""
-    has_weights = any(name in (names.single, names.index) or names.is_numbered(name) for name in os.listdir(root))
+    has_weights = any(
+        name in (names.single, names.index) or names.numbered.fullmatch(name) for name in os.listdir(root)
+    )
     token = f"{names.stem}-{partial.suffixes[-2][1:]}-" if has_weights else f"{names.stem}-"
     named = [file._replace(name=file.name.replace(f"{names.stem}-", token, 1)) for file in files]
     for old, new in zip(files, named, strict=True):
@@ -246,7 +269,7 @@ def _sweep(root: Path, names: FileNames) -> None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, CheckpointError):
         return
     for name in os.listdir(root):
-        if names.is_numbered(name) and name not in named and not (root / name).is_dir():
+        if names.numbered.fullmatch(name) and name not in named and not (root / name).is_dir():
             (root / name).unlink()
 
 

@@ -7,11 +7,11 @@ JSON has no tuples, no infinite numbers, and only strings as keys of dicts. Such
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 
 from streamshard.errors import CheckpointError
@@ -67,8 +67,6 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _of_numpy(value: Any) -> bool | int | float | torch.Tensor | None:
     """The number or tensor with the values of a NumPy number or array; None if there is none."""
-    if (numpy := sys.modules.get("numpy")) is None:
-        return None
     if isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
         number = value.item()  # of long doubles and durations: another number of NumPy's, or no number
         return number if isinstance(number, bool | int | float) and value.dtype.kind != "m" else None

@@ -7,8 +7,8 @@ checkpoint takes no more time and memory than its files have bytes.
 
 [Note: names of tensors]
 A weight is called "model/", then its name; state of an optimizer "optimizer/model/", the weight's name, "." and the
-key; a tensor in `extra` "extra.", then its key. If ranks or replicas have different tensors of one name, "rank3/" or
-"replica1/" comes first. No other name begins so.
+key (converted from DCP: "optimizer.state.model/" and so on); a tensor in `extra` "extra.", then its key. If ranks or
+replicas have different tensors of one name, "rank3/" or "replica1/" comes first. No other name begins so.
 """
 
 from __future__ import annotations

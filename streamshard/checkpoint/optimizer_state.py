@@ -29,15 +29,6 @@ from streamshard.torch_private import is_traceable_wrapper_subclass
 _REL_TOLERANCE = 1e-6  # machines may compute a schedule's cosine with other last bits
 
 
-OptimizerPart = tuple[dict[str, Any], dict[str, bool]]
-"""One rank's part of an optimizer, without tensors. Ranks compare and join their parts.
-
-JSON of the optimizer's state dict, with names of parameters; of its class; and, as "state", of the state by the
-parameter's name. Of each parameter ranks have some entries. And by name, whether this rank has stepped its piece of a
-parameter: it may have left out the first step.
-"""
-
-
 def owners_of(optimizer: Optimizer) -> Mapping[int, int]:
     """By the id of a parameter, the rank of the shard group that steps all of it; without a rank, ranks step pieces."""
     ask = getattr(optimizer, "owners", None)
@@ -79,7 +70,7 @@ def of_replica(pieces: Iterable[TensorPiece], engine: Engine) -> list[TensorPiec
 
 def local_state(
     name: str, optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded, ranks: Communicator
-) -> tuple[OptimizerPart, list[TensorPiece]]:
+) -> tuple[dict[str, Any], list[TensorPiece]]:
     """Collect this rank's part of an optimizer's state.
 
     Args:
@@ -90,7 +81,9 @@ def local_state(
         ranks: all that collect. State of parameters that are not sharded is the first rank's.
 
     Returns:
-        This rank's part, and its pieces of tensors.
+        JSON of the optimizer's state dict, with names of parameters; of its class; and, as "state", of the state by the
+        parameter's name: of the parameters that this rank steps, or of which it steps a piece. And its pieces of
+        tensors.
 
     Raises:
         CheckpointError, ShardingError: names state that cannot be put together.
@@ -99,7 +92,6 @@ def local_state(
     saved, tensors = encode(_without_state(optimizer, names), name)
     pieces = TensorPiece.wholes(tensors) if ranks.is_first else []
     state: dict[str, dict[str, Any]] = {}
-    stepped: dict[str, bool] = {}
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
         path, values = f"{name}/{names[param]}", optimizer.state.get(param, {})
@@ -108,10 +100,8 @@ def local_state(
             pieces += TensorPiece.wholes(tensors) if ranks.is_first else []
             continue
         engine, shard = sharded[param]
-        if steps_here(owners.get(id(param)), engine, shard):
-            stepped[names[param]] = bool(values)
-        else:
-            values = {}
+        if not steps_here(owners.get(id(param)), engine, shard):
+            continue
         moments = _moments_in(values, shard) if id(param) not in owners else {}
         state[names[param]], tensors = encode({**values, **moments}, path)
         if id(param) in owners:
@@ -124,7 +114,7 @@ def local_state(
         else:
             own = [TensorPiece(each, shard.layout.shape, shard.local.start, data) for each, data in tensors.items()]
         pieces += of_replica(own, engine)
-    return ({**saved, "state": state}, stepped), pieces
+    return {**saved, "state": state}, pieces
 
 
 def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
@@ -139,12 +129,12 @@ def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> d
     return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
 
 
-def join_parts(name: str, parts: Sequence[OptimizerPart]) -> dict[str, Any]:
+def join_parts(name: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """JSON of the optimizer, with the state of all parameters.
 
     Args:
         name: the optimizer's.
-        parts: by rank.
+        parts: by rank, as `local_state` gives them. A rank may have left out the first step.
 
     Raises:
         RankMismatchError: on all ranks alike; ranks step with other options, or have stepped another number of times.
@@ -152,11 +142,11 @@ def join_parts(name: str, parts: Sequence[OptimizerPart]) -> dict[str, Any]:
     """
     first: dict[tuple[str, str], tuple[int, Any]] = {}
     joined: dict[str, dict[str, Any]] = {}
-    for rank, (saved, stepped) in enumerate(parts):
+    for rank, saved in enumerate(parts):
         groups = dict(enumerate(saved["param_groups"]))
         found: dict[tuple[str, str], Any] = {("the optimizer", "number of groups"): len(groups)}
         found |= {(f"group {number}", key): each for number, own in groups.items() for key, each in own.items()}
-        found |= {(param, "has stepped"): each for param, each in stepped.items()}
+        found |= {(param, "has stepped"): bool(each) for param, each in saved["state"].items()}
         found |= {(param, key): each for param, own in saved["state"].items() for key, each in own.items()}
         for (where, key), value in found.items():
             known, wanted = first.setdefault((where, key), (rank, value))
@@ -170,7 +160,7 @@ def join_parts(name: str, parts: Sequence[OptimizerPart]) -> dict[str, Any]:
                 )
         for param, own in saved["state"].items():
             joined[param] = own | joined.get(param, {})
-    return {**parts[0][0], "state": joined}
+    return {**parts[0], "state": joined}
 
 
 def _shown(value: Any) -> Any:
@@ -200,7 +190,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
     mine: list[TensorPiece] = []
 
-    def outline() -> tuple[OptimizerPart, dict[str, TensorRecord]]:
+    def outline() -> tuple[dict[str, Any], dict[str, TensorRecord]]:
         part, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
         mine.extend(pieces if not ranks.replica else ())
         return part, {piece.name: piece.record(ranks.total_rank) for piece in mine}

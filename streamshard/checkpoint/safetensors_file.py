@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import os
 import re
@@ -67,34 +66,6 @@ _DTYPE_NAMES = {
 
 
 # ------------------------------------------------------------------------------------------------ layout
-
-
-@dataclasses.dataclass(frozen=True)
-class FileNames:
-    """The names of the files of an export.
-
-    Attributes:
-        stem: how they begin: "model", or "diffusion_pytorch_model" for models of diffusers.
-    """
-
-    stem: str = "model"
-
-    @property
-    def single(self) -> str:
-        """The name of the file if there is one."""
-        return f"{self.stem}.safetensors"
-
-    @property
-    def index(self) -> str:
-        """The name of the file that names the others if there are several."""
-        return f"{self.stem}.safetensors.index.json"
-
-    def is_numbered(self, name: str) -> bool:
-        """Whether `name` is one of several files, as written first or with the random token of a later export."""
-        return re.fullmatch(self.stem + r"-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors", name) is not None
-
-
-MODEL_FILES = FileNames()
 
 
 class FileLayout(NamedTuple):

@@ -29,7 +29,7 @@ from streamshard.checkpoint.directory import Partial, next_number, publish_check
 from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces, saved_names
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
-from streamshard.checkpoint.optimizer_state import OptimizerPart, join_parts, local_state, of_replica, settle
+from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_replica, settle
 from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, class_name, has_state, name_parts, param_names
 from streamshard.checkpoint.safetensors_file import FileRecord, bytes_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
@@ -159,7 +159,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)
 
-    def collect_here() -> tuple[dict[str, OptimizerPart], dict[str, str]]:
+    def collect_here() -> tuple[dict[str, Any], dict[str, str]]:
         optimizer_parts = {}
         for name, (model, engine) in parts.models.items():
             saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from streamshard import StreamShard, export_safetensors
-from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint import safetensors_file, save
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.export import export_shards
@@ -102,7 +101,7 @@ def test_directory_that_other_ranks_do_not_see_is_named(context: RankContext, tm
 @on_ranks(1)
 def test_interrupt_removes_the_temporaries(context: RankContext, tmp_path: Path) -> None:
     """Ctrl-C in the middle of writing leaves nothing behind, and is still an interrupt."""
-    interrupted = mock.patch.object(exports_module, "write_all", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch.object(safetensors_file, "write_all", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
         export_safetensors(_one(4), tmp_path)
     assert names_in(tmp_path) == []
