@@ -51,7 +51,7 @@ def export_safetensors(
     """
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")
-    return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
+    return export_shards(model, engine, directory, dtype, max_shard_size)
 
 
 def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> Difference:
@@ -84,8 +84,7 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "load_safetensors", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():
-        difference, loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
-        engine.fill(loaded)
+        difference = load_shards(model, engine, directory, strict=strict)
         compute_buffers(engine, model)
     return difference
 

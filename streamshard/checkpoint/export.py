@@ -66,10 +66,10 @@ from streamshard.checkpoint.safetensors_file import (
     write_all,
     write_ranges,
 )
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.config import parse_bytes
 from streamshard.conventions import conventions
-from streamshard.core.params import Param
+from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError, ConfigError, log
 
 _NAMES_SHOWN = 8
@@ -99,19 +99,13 @@ MODEL_FILES = FileNames("model")
 
 
 def export_shards(
-    model: nn.Module,
-    shards: Sequence[Param],
-    ranks: RankGroup,
-    root: Path,
-    dtype: torch.dtype | str | None,
-    max_shard_size: int | str,
+    model: nn.Module, engine: Engine, root: Path, dtype: torch.dtype | str | None, max_shard_size: int | str
 ) -> list[str]:
     """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
 
     Args:
         model: the model.
-        shards: all of its parameters. Together the ranks' pieces cover each parameter, and do not overlap.
-        ranks: all ranks; each calls this function.
+        engine: its engine. Each of its ranks calls this function.
         root: the directory, on storage that all ranks share. Made if it does not exist.
         dtype, max_shard_size: see `streamshard.export_safetensors`.
 
@@ -122,13 +116,14 @@ def export_shards(
         CheckpointError: on every rank, if any rank fails; names the rank and the cause. The directory then has the
             earlier export, or the new one, complete.
     """
+    ranks = engine.ranks
     wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
     names = FileNames(conventions().file_stem(model))
 
     def plan() -> tuple[list[FileLayout], Held, torch.dtype | None]:
         # Replicas hold the same, or in local SGD nearly the same: one of them writes.
-        pieces = {} if ranks.replica else local_pieces(model, shards, buffers=ranks.is_first)
-        stored, runs_of = plan_disk(model, shards, wanted)
+        pieces = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
+        stored, runs_of = plan_disk(model, engine, wanted)
         held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
         floating = (tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
         return plan_files(stored, max_file_bytes, names), held, next(floating, None)
@@ -143,7 +138,7 @@ def export_shards(
         if sum(written) != sum(file.size_bytes for file in files):
             raise CheckpointError(f"ranks did not write every byte of {root} once")
         named = _name(root, partial.path, files, names)
-        _publish(partial, root, names, encode_index(named, sum(shard.layout.numel for shard in shards)))
+        _publish(partial, root, names, encode_index(named, sum(shard.layout.numel for shard in engine.param_shards)))
         return [file.name for file in named] + ([names.index] if len(named) > 1 else [])
 
     files, held, first_dtype = run_on_all_ranks(ranks, "plan the export", plan)
@@ -325,14 +320,9 @@ class StoredDirectory(OpenFiles):
         return file_of
 
 
-def load_shards(
-    model: nn.Module, shards: Sequence[Param], ranks: RankGroup, root: Path, *, strict: bool = True
-) -> tuple[Difference, set[str]]:
-    """Load a directory, as `streamshard.load_safetensors` documents, into `shards`.
-
-    Returns:
-        The difference between files and model, and the names of parameters and buffers that were loaded.
-    """
+def load_shards(model: nn.Module, engine: Engine, root: Path, *, strict: bool = True) -> Difference:
+    """Load a directory, as `streamshard.load_safetensors` documents. Returns how files and model differ."""
+    ranks = engine.ranks
     names = FileNames(conventions().file_stem(model))
     stored = run_on_all_ranks(ranks, f"load {root}", lambda: StoredDirectory(root, names))
     if not ranks.are_equal(stored.digest()):
@@ -342,7 +332,7 @@ def load_shards(
         )
 
     def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, TensorPiece]]:
-        return *_compare(model, shards, stored.tensors), local_pieces(model, shards, buffers=True)
+        return *_compare(model, engine, stored.tensors), local_pieces(model, engine, buffers=True)
 
     runs, difference, pieces = run_on_all_ranks(ranks, f"load {root}", compare)
     if strict and any(difference):
@@ -359,8 +349,9 @@ def load_shards(
     run_on_all_ranks(
         ranks, f"finish loading {root}, and the model holds some of its weights now: load again before using it", read
     )
+    engine.fill({run.source for own in runs.values() for run in own})
     log.info("loaded %s", root)
-    return difference, {run.source for own in runs.values() for run in own}
+    return difference
 
 
 class Difference(NamedTuple):
@@ -390,14 +381,14 @@ class Difference(NamedTuple):
 
 
 def _compare(
-    model: nn.Module, shards: Sequence[Param], stored: Mapping[str, torch.Tensor]
+    model: nn.Module, engine: Engine, stored: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Run]], Difference]:
     """Match the tensors in the files with the model's parameters and buffers, and find what does not fit.
 
     A transformers model loads as ``from_pretrained`` does; any other model loads the tensors with its names.
     """
-    names = saved_names(model, shards)
-    wanted = whole_tensors(model, shards, names, None)
+    names = saved_names(model, engine)
+    wanted = whole_tensors(model, engine, names, None)
     metas = {name: torch.empty(there.shape, dtype=there.dtype, device="meta") for name, there in stored.items()}
     with Rearrangement(metas, "loading") as followed:
         made, failed, used, optional = conventions().rearrange_for_loading(model, metas, wanted)

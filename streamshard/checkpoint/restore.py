@@ -97,7 +97,7 @@ def load_checkpoint(
     half = f"finish loading {path}, and half of it is loaded now: load again before going on"
     run_on_all_ranks(ranks, half, lambda: [act() for act in plan.steps])
     for each, engine in parts.models.values():
-        engine.fill(set(saved_names(each, engine.param_shards).values()))
+        engine.fill(set(saved_names(each, engine).values()))
         compute_buffers(engine, each)
     log.info("loaded %s", printable(str(path)))
     return Loaded(plan.values, path, passed_over)
@@ -159,9 +159,9 @@ class LoadPlan:
         return own if own in self._tensors else tensor
 
     def _plan_model(self, name: str, model: nn.Module, engine: Engine, saved: Mapping[str, Any]) -> None:
-        pieces = local_pieces(model, engine.param_shards, buffers=True)
+        pieces = local_pieces(model, engine, buffers=True)
         found: dict[str, str] = {}
-        for each, source in saved_names(model, engine.param_shards).items():  # of tied names any will do
+        for each, source in saved_names(model, engine).items():  # of tied names any will do
             if each in saved["names"]:
                 found.setdefault(source, saved["names"][each])
         unexpected = sorted({*saved["names"].values()} - {*found.values()})

@@ -162,8 +162,8 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
     def collect_here() -> tuple[dict[str, Any], dict[str, str]]:
         optimizer_parts = {}
         for name, (model, engine) in parts.models.items():
-            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
-            own = local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values()
+            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine)}
+            own = local_pieces(model, engine, buffers=engine.ranks.is_first).values()
             pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
         for name, optimizer in parts.optimizers.items():
             optimizer_parts[name], moments = local_state(name, optimizer, *param_names(optimizer, parts), ranks)
