@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from streamshard import errors as errors
     from streamshard import optim as optim
     from streamshard.api import StreamShard as StreamShard
-    from streamshard.checkpoint.find import latest as latest
+    from streamshard.checkpoint.directory import latest as latest
     from streamshard.checkpoint.restore import Loaded as Loaded
     from streamshard.checkpoint.restore import load_checkpoint as load_checkpoint
     from streamshard.checkpoint.save import Saving as Saving
@@ -43,7 +43,7 @@ else:
 
     _NAMES = {
         "api": "StreamShard",
-        "checkpoint.find": "latest",
+        "checkpoint.directory": "latest",
         "checkpoint.restore": "Loaded load_checkpoint",
         "checkpoint.save": "Saving save_checkpoint",
         "config": "Precision",

@@ -121,7 +121,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         RankMismatchError: at the end: ranks would write back pieces of different tensors.
     """
     full, _ = gather_full(engine, lambda _, tensor: tensor)
-    before = [] if writeback else _sums_of_bits(full.values())
+    before = None if writeback else _sums_of_bits(full.values())
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {shard.param for shard in full}))
     edited: dict[Param, torch.Tensor] = {}
     failure: Exception | None = None
@@ -129,10 +129,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         with under_params(engine, full):
             try:
                 yield
-                edited = _edited(engine, full)
-                if not writeback:
-                    _refuse_changed(edited, before)
-                    edited = {}
+                edited = _edited(engine, full, before)
             except Exception as error:
                 failure = error
         if writeback:
@@ -154,20 +151,16 @@ def _sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [] if not bits else torch.stack([each.sum() for each in bits]).tolist()
 
 
-def _refuse_changed(edited: Mapping[Param, torch.Tensor], before: Sequence[int]) -> None:
-    for shard, was, now in zip(edited, before, _sums_of_bits(edited.values()), strict=True):
-        if was != now:
-            raise ShardingError(
-                f"parameter {shard.name!r} was changed inside summon_full_params(writeback=False), and the change is "
-                "lost: leave writeback away to keep it. No parameter has changed"
-            )
-
-
-def _edited(engine: Engine, full: Mapping[Param, torch.Tensor]) -> dict[Param, torch.Tensor]:
+def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int] | None) -> dict[Param, torch.Tensor]:
     """By parameter, the tensor that it holds now, wherever the user has put it: shape, dtype and device of `full`.
 
+    Args:
+        engine: the model's.
+        full: what parameters have held at first.
+        before: the sums of its bits, if nothing may have changed. Then nothing is returned.
+
     Raises:
-        ShardingError: a parameter was replaced, has a gradient, or has other data of another shape.
+        ShardingError: a parameter was replaced, has a gradient, has other data of another shape, or has changed.
     """
     engine.check_structure()
     for shard, tensor in full.items():
@@ -181,7 +174,16 @@ def _edited(engine: Engine, full: Mapping[Param, torch.Tensor]) -> dict[Param, t
                 f"parameter {shard.name!r} was given other data inside summon_full_params(): "
                 f"{tuple(shard.param.shape)}, wanted {shard.layout.shape}. No parameter was written back"
             )
-    return {shard: shard.param.detach().to(tensor) for shard, tensor in full.items()}
+    edited = {shard: shard.param.detach().to(tensor) for shard, tensor in full.items()}
+    if before is None:
+        return edited
+    for shard, was, now in zip(edited, before, _sums_of_bits(edited.values()), strict=True):
+        if was != now:
+            raise ShardingError(
+                f"parameter {shard.name!r} was changed inside summon_full_params(writeback=False), and the change is "
+                "lost: leave writeback away to keep it. No parameter has changed"
+            )
+    return {}
 
 
 def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], failure: Exception | None) -> None:
@@ -225,27 +227,24 @@ def _refuse_step(params: set[nn.Parameter], optimizer: Optimizer, args: Any, kwa
 
 
 def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> dict[str, Any]:
-    """See `StreamShard.full_state_dict`."""
+    """See `StreamShard.full_state_dict`. Every tensor is in new memory on the CPU; tied names share one."""
     wanted = not rank0_only or engine.ranks.is_first
     full, failure = gather_full(engine, (lambda _, tensor: tensor.to("cpu", copy=True)) if wanted else None)
 
     def finish() -> dict[str, Any]:
         raise_if(failure)
-        return _state_dict_of(engine, model, full) if wanted else {}
+        if not wanted:
+            return {}
+        with under_params(engine, full):
+            state: dict[str, Any] = model.state_dict()
+        new = {tensor.untyped_storage().data_ptr() for tensor in full.values()}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                is_new = value.layout is torch.strided and value.untyped_storage().data_ptr() in new
+                state[name] = value.detach() if is_new else value.detach().to("cpu", copy=True)
+        return state
 
     return run_on_all_ranks(engine.ranks, "collect the model's state dict", finish, ShardingError)
-
-
-def _state_dict_of(engine: Engine, model: nn.Module, full: Mapping[Param, torch.Tensor]) -> dict[str, Any]:
-    """The model's ``state_dict()`` while parameters hold full tensors. Every tensor is in new memory on the CPU."""
-    with under_params(engine, full):
-        state: dict[str, Any] = model.state_dict()
-    new = {tensor.untyped_storage().data_ptr() for tensor in full.values()}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            is_new = value.layout is torch.strided and value.untyped_storage().data_ptr() in new  # tied names share it
-            state[name] = value.detach() if is_new else value.detach().to("cpu", copy=True)
-    return state
 
 
 # -- clipping -----------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.export import export_shards
-from streamshard.checkpoint.load import Difference, load_shards
+from streamshard.checkpoint.export import Difference, export_shards, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import parse_path
 from streamshard.core.module_state import engine_at_rest, not_a_layer
@@ -52,7 +51,7 @@ def export_safetensors(
     """
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")
-    return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
+    return export_shards(model, engine, directory, dtype, max_shard_size)
 
 
 def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> Difference:
@@ -85,8 +84,7 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "load_safetensors", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():
-        difference, loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
-        engine.fill(loaded)
+        difference = load_shards(model, engine, directory, strict=strict)
         compute_buffers(engine, model)
     return difference
 

@@ -146,9 +146,8 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: 
     A module whose class initialises everything inside it (transformers, torchtitan) does so instead. With `draws`,
     which means that parameters are drawn, a class whose own way is not known raises.
     """
-    if not any(_is_inside(each, name) for each in empty):
-        return
-    if conventions().initialise(module):
+    is_filled = not any(each.startswith(join_names(name, "")) for each in empty)
+    if is_filled or conventions().initialise(module):
         return
     own = getattr(module, "init_weights", None)
     if callable(own) and _takes_nothing(own):
@@ -166,11 +165,6 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: 
             _initialise(child, join_names(name, key), empty, draws=draws)
     if reset := next((found for each in _RESETS if callable(found := getattr(module, each, None))), None):
         reset()
-
-
-def _is_inside(tensor: str, module: str) -> bool:
-    """Whether `tensor` is the name of a tensor in the module called `module`."""
-    return not module or tensor.startswith(f"{module}.")
 
 
 def _takes_nothing(method: Callable[..., object]) -> bool:

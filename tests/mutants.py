@@ -119,13 +119,11 @@ _ASIDE = "with module.stream(module.Stream()):"
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/directory": [
         ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
-        ("publish_checkpoint", Swap("if each.path != directory", ""), "find"),
+        ("publish_checkpoint", Swap("and each.path != directory", ""), "find"),
         ("_next_generation", Swap("unread * _AHEAD", "0"), "find"),
         ("_delete_old", Swap("len(own) - keep", "len(own) + 1 - keep"), "directory"),
-    ],
-    "checkpoint/find": [
         ("read_entry", Drop("check_sizes(path, manifest)"), "directory"),
-        ("Entry.order", Swap("generation, self.manifest.number", "number, self.manifest.generation"), "directory"),
+        ("Entry.order", Swap("made.generation, made.number", "made.number, made.generation"), "directory"),
         ("open_verified", Drop('run_on_all_ranks(ranks, f"verify {path}"'), "find"),
     ],
     "checkpoint/manifest": [

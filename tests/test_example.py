@@ -20,7 +20,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from streamshard.checkpoint.find import open_verified
+from streamshard.checkpoint.directory import open_verified
 from streamshard.checkpoint.json_codec import decode
 from streamshard.comm.ranks import RankGroup
 from tests.launched import ROOT, Launched, run_file

@@ -3,9 +3,9 @@
 save    `run_parts` names models, optimizers and objects -> `save` collects JSON (`json_codec`) and pieces of
         tensors (`disk_layout`, `optimizer_state`) -> each rank writes its file (`safetensors_file`) ->
         rank 0 writes the `manifest` and renames the `directory`
-load    `find` the newest intact checkpoint -> `restore` compares it with the run, and plans what to copy ->
+load    the newest intact checkpoint of a `directory` -> `restore` compares it with the run, and plans what to copy ->
         copies from the files into pieces (`manifest`, `safetensors_file`)
 export  `disk_layout` says which ranges of parameters each tensor of Hugging Face's files consists of -> `export`:
-        each rank writes its ranges of the same files; `load` reads such files
+        each rank writes its ranges of the same files, and reads such files
 FSDP2   `dcp` translates names of torch.distributed.checkpoint, `dcp_files` reads its files
 """

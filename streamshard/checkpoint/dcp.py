@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
+from streamshard.checkpoint.directory import PARTIAL, next_number, open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece
-from streamshard.checkpoint.find import PARTIAL, next_number, open_intact
 from streamshard.checkpoint.json_codec import CPU, decode, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
@@ -160,18 +160,14 @@ def from_dcp(
             "name the prefix of the weights' keys (--model-key)"
         )
     left_out = files_of.keys() - {f"{prefix}{name}" for name in weights}
-    stored = {key: files for key, files in files_of.items() if key in left_out and key.startswith(own)}
-    state = {key.removeprefix(own): files.read(key) for key, files in stored.items()}
-    tensors: dict[str, torch.Tensor] = {}
-    optimizers = {}
-    if state:
-        optimizers["optimizer"], taken = _optimizer_in(state, weights, tensors)
-        left_out -= {f"{own}{key}" for key in taken}
-    stepped = {name for each in optimizers.values() for group in each["param_groups"] for name in group["params"]}
-    names = _names_in(weights, stepped)
+    mine = (key for key in files_of if key in left_out and key.startswith(own))  # in the order of param groups
+    state, tensors, taken = _optimizer_in({key.removeprefix(own): files_of[key].read(key) for key in mine}, weights)
+    names = _names_in(weights, {name for group in state["param_groups"] for name in group["params"]})
     pieces = TensorPiece.wholes({f"model/{name}": weights[name] for name in sorted(set(names.values()))} | tensors)
+    optimizers = {"optimizer": state} if taken else {}
     saved = {"models": {"model": {"class": None, "names": names}}, "optimizers": optimizers, "trees": {}}
-    return write_checkpoint(root, next_number(root), None, RankGroup(), saved, pieces), sorted(left_out)
+    path = write_checkpoint(root, next_number(root), None, RankGroup(), saved, pieces)
+    return path, sorted(left_out - {f"{own}{key}" for key in taken})
 
 
 def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, str]:
@@ -190,14 +186,13 @@ def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[st
 
 
 def _optimizer_in(
-    values: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]
-) -> tuple[dict[str, Any], set[str]]:
-    """The optimizer's JSON, and the keys used for it.
+    values: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], set[str]]:
+    """The optimizer's JSON, its tensors, and the keys used for it.
 
     Args:
         values: by key, without the optimizer's prefix.
         weights: the model's tensors, by name.
-        tensors: gains the optimizer's tensors, by their names in the checkpoint.
     """
     state: dict[str, dict[str, Any]] = {}
     options_of: dict[str, dict[str, Any]] = {}  # by the group's number, or by the name of a parameter in it
@@ -206,14 +201,13 @@ def _optimizer_in(
         what, _, rest = key.partition(".")
         name, _, each = rest.rpartition(".")
         if what == "state" and name in weights:
-            own, path = state.setdefault(f"model/{name}", {}), f"optimizer/model/{name}.{each}"
             shape = value.shape if isinstance(value, torch.Tensor) else None
             if shape and (shape != weights[name].shape or each in NUMBERS):
                 raise CheckpointError(
                     f"the optimizer's {each!r} of {name!r} has shape {list(shape)}, the parameter "
                     f"{list(weights[name].shape)}: StreamShard loads only state with one number for each element"
                 )
-            own[each] = encode(value, path, tensors)
+            state.setdefault(f"model/{name}", {})[each] = value
         elif what == "param_groups" and (name.isdecimal() or name in weights):
             options_of.setdefault(name, {})[each] = value
         else:
@@ -225,8 +219,8 @@ def _optimizer_in(
         if not isinstance(names := group.get("params", []), list):
             raise CheckpointError(f"the optimizer's 'params' is a {type(names).__name__}, wanted a list of names")
         group["params"] = [f"model/{name}" for name in names]
-    rest_in = encode({"param_groups": groups, "shared": {}}, "optimizer", tensors)
-    return {"class": None, "state": state, **rest_in}, taken
+    saved, tensors = encode({"state": state, "param_groups": groups, "shared": {}}, "optimizer")
+    return {"class": None, **saved}, tensors, taken
 
 
 def _joined(options_of: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

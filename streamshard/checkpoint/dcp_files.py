@@ -26,7 +26,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -81,7 +81,7 @@ class DcpFiles:
         self.tensors: dict[str, _Tensor] = {}
         self._values: dict[str, _Part] = {}
         with self._reading(METADATA_NAME):
-            found = _fields(read_pickle(io.BytesIO(read_text(root / METADATA_NAME))), "Metadata")
+            found = _fields(read_pickle(read_text(root / METADATA_NAME)), "Metadata")
             parts = dict(map(_place_of, found["storage_data"].items()))
             self._check_sizes(parts.values())
             for key, each in found["state_dict_metadata"].items():
@@ -105,7 +105,7 @@ class DcpFiles:
         """Compare the parts with their files. See [Note: sizes that a file claims]."""
         ends: dict[str, int] = {}
         for name, start, size_bytes in sorted(parts):
-            if start < ends.get(name, 0) or size_bytes < 0:
+            if start < ends.get(name, 0):
                 raise CheckpointError(f"parts of the file {name!r} overlap")
             ends[name] = start + size_bytes
         for name, end in ends.items():
@@ -143,17 +143,14 @@ class DcpFiles:
         """A box, as it is stored."""
         archive, folder, found = self._opened(box.part)
         match found:
-            case Made(Named(_, "_rebuild_tensor_v2"), (storage, int(start), size, strides, _, _)):
-                width = dtype.itemsize
-            case Made(Named(_, "_rebuild_tensor_v3"), (storage, int(start), size, strides, _, _, Named(_, name))):
-                width = 1 if dtype_named(name) == dtype else 0
+            case Made(
+                Named() as by,
+                (Made(None, ("storage", Named(), str(number), _, int(count))), int(start), size, strides, _, _, *rest),
+            ) if by.endswith(("._rebuild_tensor_v2", "._rebuild_tensor_v3")):
+                width = dtype.itemsize if not rest else 1 if _dtype(rest[0]) == dtype else 0
             case _:
                 raise CheckpointError("it is no plain tensor in its file")
-        match storage:
-            case Made(None, ("storage", Named(), str(number), _, int(count))):
-                data = bytearray(_content(archive, f"{folder}data/{number}"))
-            case _:
-                raise CheckpointError("it has no storage in its file")
+        data = bytearray(_content(archive, f"{folder}data/{number}"))
         if size != box.sizes or count * width != len(data) or math.prod(size) * dtype.itemsize > len(data):
             raise CheckpointError(f"its file does not hold a piece of shape {list(box.sizes)} and {dtype}")
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -170,7 +167,7 @@ class DcpFiles:
         folder = pickles[0].removesuffix("data.pkl")
         if (order := _content(archive, f"{folder}byteorder").decode("ascii")) != sys.byteorder:
             raise CheckpointError(f"its byte order is {order}, this machine's {sys.byteorder}")
-        return archive, folder, read_pickle(io.BytesIO(_content(archive, pickles[0])))
+        return archive, folder, read_pickle(_content(archive, pickles[0]))
 
 
 def _content(archive: zipfile.ZipFile, name: str) -> bytes:
@@ -186,7 +183,7 @@ def _content(archive: zipfile.ZipFile, name: str) -> bytes:
 
 def _is_made(found: Any, name: str) -> bool:
     """Whether it is a record of DCP's, by the name of the record's class."""
-    return isinstance(found, Made) and isinstance(found.by, Named) and found.by.name == name
+    return isinstance(found, Made) and isinstance(found.by, Named) and found.by.rpartition(".")[2] == name
 
 
 def _fields(found: Any, name: str) -> dict[str, Any]:
@@ -198,17 +195,16 @@ def _fields(found: Any, name: str) -> dict[str, Any]:
 def _place_of(item: tuple[Any, Any]) -> tuple[tuple[str, str], _Part]:
     """The part of a file, by key and by offsets as text. Numbers could be chosen to collide in a dict."""
     place, info = _fields(item[0], "MetadataIndex"), _fields(item[1], "_StorageInfo")
-    key, file, start, size_bytes = place["fqn"], info["relative_path"], info["offset"], info["length"]
+    key, file = place["fqn"], info["relative_path"]
     if not isinstance(key, str) or not isinstance(file, str):
         raise CheckpointError("it has something else in the place of names")
     if not FILE_NAME.fullmatch(file):
         raise CheckpointError(f"it names the file {file!r:.80}, wanted one in the directory")
     if info.get("transform_descriptors"):
         raise CheckpointError("its files are compressed: save them without extensions")
-    if not type(start) is type(size_bytes) is int or start < 0:
-        raise CheckpointError(f"it has parts of {file!r} that begin nowhere")
-    offset = place.get("offset")
-    return (key, "None" if offset is None else str(_sizes(offset))), _Part(file, start, size_bytes)
+    start, size_bytes = _sizes((info["offset"], info["length"]))
+    offsets = str(place.get("offset") and _sizes(place["offset"]))
+    return (key, offsets), _Part(file, start, size_bytes)
 
 
 def _sizes(found: Any) -> tuple[int, ...]:
@@ -226,7 +222,7 @@ def _tensor_of(key: str, record: Mapping[str, Any], parts: dict[tuple[str, str],
         record: its metadata.
         parts: where boxes are, by key and by offsets as text; loses the boxes of this tensor.
     """
-    shape, dtype = _sizes(record["size"]), dtype_named(record["properties"].state[0].name)
+    shape, dtype = _sizes(record["size"]), _dtype(record["properties"].state[0])
     boxes = []
     for chunk in record["chunks"]:
         fields = _fields(chunk, "ChunkStorageMetadata")
@@ -245,11 +241,12 @@ def _tensor_of(key: str, record: Mapping[str, Any], parts: dict[tuple[str, str],
 # ------------------------------------------------------------------------------------------------ pickles
 
 
-class Named(NamedTuple):
-    """A class or function that a pickle names."""
+class Named(str):
+    """The full name of a class or function in a pickle."""
 
-    module: str
-    name: str
+
+def _dtype(found: Any) -> torch.dtype:
+    return dtype_named(found.removeprefix("torch.") if isinstance(found, Named) else found)
 
 
 @dataclass(eq=False)
@@ -290,7 +287,7 @@ class _Reader(pickle._Unpickler):
     stack: list[Any]  # the unpickler's
 
     def find_class(self, module: str, name: str) -> Any:
-        return Named(module, name)
+        return Named(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
         return Made(None, pid)
@@ -298,10 +295,10 @@ class _Reader(pickle._Unpickler):
     def _make(self) -> None:
         """Put a record in the place of a call. Sizes are tuples here, and ordered dicts are dicts."""
         arguments, by = self.stack.pop(), self.stack.pop()
-        if by == ("torch", "Size"):
+        if by == "torch.Size":
             (made,) = arguments
         else:
-            made = _Dict() if by == ("collections", "OrderedDict") and arguments == () else Made(by, arguments)
+            made = _Dict() if by == "collections.OrderedDict" and arguments == () else Made(by, arguments)
         self.stack.append(made)
 
     def _build(self) -> None:
@@ -327,16 +324,13 @@ class _Reader(pickle._Unpickler):
     }
 
 
-def read_pickle(file: BinaryIO) -> Any:
+def read_pickle(data: bytes) -> Any:
     """The content of a pickle: None, numbers, strings, lists, tuples, dicts, `Named` and `Made`.
-
-    Args:
-        file: at the pickle's first byte.
 
     Raises:
         Exception: of many kinds; the pickle is malformed, or has instructions that DCP's files do not need.
     """
-    return _Reader(file).load()
+    return _Reader(io.BytesIO(data)).load()
 
 
 def plain_value(found: Any) -> Any:
@@ -353,14 +347,14 @@ def plain_value(found: Any) -> Any:
         count += 1
         if count > _MAX_VALUES:
             raise CheckpointError(f"it stands for more than {_MAX_VALUES:,} values")
-        if each is None or isinstance(each, bool | int | float | str):
+        if each is None or type(each) in (bool, int, float, str):
             return each
         if type(each) in (list, tuple):
             return type(each)(map(copy, each))
         if isinstance(each, dict) and all(isinstance(key, str) for key in each):
             return {key: copy(item) for key, item in each.items()}
-        if isinstance(each, Named) and each.module == "torch":
-            return dtype_named(each.name)
+        if isinstance(each, Named) and each.startswith("torch."):
+            return _dtype(each)
         raise CheckpointError(
             f"it holds {_kind_of(each)}; StreamShard reads numbers, strings, lists, tuples, dicts and dtypes only"
         )
@@ -370,6 +364,4 @@ def plain_value(found: Any) -> Any:
 
 def _kind_of(found: Any) -> str:
     named = found.by if isinstance(found, Made) else found
-    if isinstance(named, Named):
-        return f"{f'{named.module}.{named.name}':.80}"
-    return f"a {type(found).__name__}"
+    return f"{named:.80}" if isinstance(named, Named) else f"a {type(found).__name__}"

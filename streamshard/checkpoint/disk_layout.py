@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
-from streamshard.checkpoint.safetensors_file import TensorSpec
 from streamshard.conventions import conventions
-from streamshard.core.params import Param
+from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.torch_private import TorchDispatchMode
 
@@ -184,7 +183,7 @@ class TensorPiece(NamedTuple):
         return TensorRecord(self.shape, self.data.dtype, pieces)
 
 
-def saved_names(model: nn.Module, shards: Sequence[Param]) -> dict[str, str]:
+def saved_names(model: nn.Module, engine: Engine) -> dict[str, str]:
     """Every name of the model's state dict, in its order, and the parameter or buffer behind it.
 
     Tied names lead to the same parameter, which is called by its shard's name; a buffer is called by its own.
@@ -192,7 +191,7 @@ def saved_names(model: nn.Module, shards: Sequence[Param]) -> dict[str, str]:
     Raises:
         CheckpointError: a parameter has no shard.
     """
-    source_of = {name: shard.name for shard in shards for name in (shard.name, *shard.aliases)}
+    source_of = {name: shard.name for shard in engine.param_shards for name in (shard.name, *shard.aliases)}
     names: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = prefix + "." if prefix else ""
@@ -208,35 +207,34 @@ def saved_names(model: nn.Module, shards: Sequence[Param]) -> dict[str, str]:
 
 
 def plan_disk(
-    model: nn.Module, shards: Sequence[Param], dtype: torch.dtype | None
-) -> dict[TensorSpec, tuple[Run, ...]]:
-    """The tensors of `model` on disk as `save_pretrained` stores them, in the order in which files are filled.
+    model: nn.Module, engine: Engine, dtype: torch.dtype | None
+) -> tuple[Mapping[str, torch.Tensor], dict[str, tuple[Run, ...]]]:
+    """The tensors of `model` on disk as `save_pretrained` stores them, on the meta device, in the order of the files.
 
-    Each with the ranges of the model's parameters and buffers that its elements are, in order.
+    Also, of each, the ranges of the model's parameters and buffers that its elements are, in order.
 
     Args:
         model: the sharded model.
-        shards: its parameters, all of them.
+        engine: its engine.
         dtype: of floating-point tensors; None is what each parameter had before sharding and each buffer has now.
 
     Raises:
         CheckpointError: a tensor on disk would not consist of ranges of parameters.
     """
-    names = saved_names(model, shards)
+    names = saved_names(model, engine)
     dropped = conventions().left_out(model, [group for group in by_source(names).values() if len(group) > 1])
     names = {name: source for name, source in names.items() if name not in dropped}
-    tensors = whole_tensors(model, shards, names, dtype)
+    tensors = whole_tensors(model, engine, names, dtype)
     with Rearrangement(tensors) as followed:
         stored = conventions().rearrange_for_saving(model, tensors)
-    return {
-        TensorSpec(name, tuple(tensor.shape), tensor.dtype): tuple(
-            run._replace(source=names[run.source]) for run in followed.runs(name, tensor)
-        )
+    runs_of = {
+        name: tuple(run._replace(source=names[run.source]) for run in followed.runs(name, tensor))
         for name, tensor in stored.items()
     }
+    return stored, runs_of
 
 
-def local_pieces(model: nn.Module, shards: Sequence[Param], *, buffers: bool) -> dict[str, TensorPiece]:
+def local_pieces(model: nn.Module, engine: Engine, *, buffers: bool) -> dict[str, TensorPiece]:
     """What this rank holds, by parameter name; with `buffers`, persistent buffers too, whole.
 
     Buffers that are not contiguous are copied.
@@ -244,14 +242,22 @@ def local_pieces(model: nn.Module, shards: Sequence[Param], *, buffers: bool) ->
     Raises:
         CheckpointError: a buffer has no values.
     """
+    shards = engine.param_shards
     pieces = {each.name: TensorPiece(each.name, each.layout.shape, each.local.start, each.main) for each in shards}
-    for name, source in saved_names(model, shards).items() if buffers else ():
+    for name, source in saved_names(model, engine).items() if buffers else ():
         if source not in pieces:
             buffer = model.get_buffer(name)
             if buffer.is_meta:
                 raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
             pieces[source] = TensorPiece.whole(source, buffer.detach())
     return pieces
+
+
+def put_back_buffers(model: nn.Module, pieces: Mapping[str, TensorPiece]) -> None:
+    """Copy loaded values into buffers that are not contiguous, from the contiguous copies that were read."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in pieces and not buffer.is_contiguous():
+            buffer.copy_(pieces[name].data.view(buffer.shape))
 
 
 def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -265,11 +271,11 @@ def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator
 
 
 def whole_tensors(
-    model: nn.Module, shards: Sequence[Param], names: Mapping[str, str], dtype: torch.dtype | None
+    model: nn.Module, engine: Engine, names: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """Meta tensors in state dict order, of full shapes; floating-point ones in `dtype`, if given."""
     found = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    found.update((shard.name, (shard.layout.shape, shard.dtype)) for shard in shards)
+    found.update((shard.name, (shard.layout.shape, shard.dtype)) for shard in engine.param_shards)
     tensors = {}
     for name, source in names.items():
         shape, own = found[source]

@@ -1,4 +1,6 @@
-"""Export a sharded model's weights to a directory that `from_pretrained` loads.
+"""Directories that `from_pretrained` loads: export a sharded model's weights to one, and load one.
+
+Each rank reads its own bytes. An export goes so:
 
     plan -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
 
@@ -26,23 +28,37 @@ beside the old weights.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from streamshard.checkpoint.directory import Partial, remove_partial, write_together
-from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk
+from streamshard.checkpoint.disk_layout import (
+    Rearrangement,
+    Run,
+    TensorPiece,
+    by_source,
+    local_pieces,
+    overlaps,
+    plan_disk,
+    put_back_buffers,
+    saved_names,
+    whole_tensors,
+)
 from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
-    MODEL_FILES,
     FileLayout,
-    FileNames,
     Held,
-    TensorSpec,
+    OpenFiles,
+    bytes_of,
+    copy_range,
     lay_out,
     opened,
     read_text,
@@ -50,27 +66,46 @@ from streamshard.checkpoint.safetensors_file import (
     write_all,
     write_ranges,
 )
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.config import parse_bytes
 from streamshard.conventions import conventions
-from streamshard.core.params import Param
+from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError, ConfigError, log
+
+_NAMES_SHOWN = 8
+_SAMPLE_BYTES = 256
+
+
+class FileNames:
+    """The names of the files of an export.
+
+    Args:
+        stem: how they begin: "model", or "diffusion_pytorch_model" for models of diffusers.
+
+    Attributes:
+        stem: see above.
+        single: the name of the file if there is one.
+        index: the name of the file that names the others if there are several.
+        numbered: matches the names of several files, as written first or with the random token of a later export.
+    """
+
+    def __init__(self, stem: str) -> None:
+        self.stem, self.single = stem, f"{stem}.safetensors"
+        self.index = f"{self.single}.index.json"
+        self.numbered = re.compile(stem + r"-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
+
+
+MODEL_FILES = FileNames("model")
 
 
 def export_shards(
-    model: nn.Module,
-    shards: Sequence[Param],
-    ranks: RankGroup,
-    root: Path,
-    dtype: torch.dtype | str | None,
-    max_shard_size: int | str,
+    model: nn.Module, engine: Engine, root: Path, dtype: torch.dtype | str | None, max_shard_size: int | str
 ) -> list[str]:
     """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
 
     Args:
         model: the model.
-        shards: all of its parameters. Together the ranks' pieces cover each parameter, and do not overlap.
-        ranks: all ranks; each calls this function.
+        engine: its engine. Each of its ranks calls this function.
         root: the directory, on storage that all ranks share. Made if it does not exist.
         dtype, max_shard_size: see `streamshard.export_safetensors`.
 
@@ -81,38 +116,34 @@ def export_shards(
         CheckpointError: on every rank, if any rank fails; names the rank and the cause. The directory then has the
             earlier export, or the new one, complete.
     """
+    ranks = engine.ranks
     wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
     names = FileNames(conventions().file_stem(model))
 
     def plan() -> tuple[list[FileLayout], Held, torch.dtype | None]:
         # Replicas hold the same, or in local SGD nearly the same: one of them writes.
-        pieces = {} if ranks.replica else local_pieces(model, shards, buffers=ranks.is_first)
-        runs_of = plan_disk(model, shards, wanted)
-        held = {spec.name: list(overlaps(runs, pieces)) for spec, runs in runs_of.items()}
-        floating = (spec.dtype for spec in runs_of if spec.dtype.is_floating_point)
-        return plan_files(list(runs_of), max_file_bytes, names), held, next(floating, None)
-
-    def prepare(partial: Path) -> None:
-        _sweep(root, names)
-        for file in files:
-            with opened(partial / file.name, "xb") as descriptor:
-                write_all(descriptor, file.header, 0)
-                os.ftruncate(descriptor, file.size_bytes)
-        conventions().write_config(model, partial, first_dtype)
+        pieces = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
+        stored, runs_of = plan_disk(model, engine, wanted)
+        held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
+        floating = (tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
+        return plan_files(stored, max_file_bytes, names), held, next(floating, None)
 
     def write(partial: Path) -> int:
-        return sum(write_ranges(partial, file, held) for file in files)
+        if ranks.is_first:
+            _sweep(root, names)
+            conventions().write_config(model, partial, first_dtype)
+        return sum(write_ranges(partial, file, held, is_first=ranks.is_first) for file in files)
 
     def publish(partial: Partial, written: list[int]) -> list[str]:
-        if sum(written) != sum(file.size_bytes - len(file.header) for file in files):
+        if sum(written) != sum(file.size_bytes for file in files):
             raise CheckpointError(f"ranks did not write every byte of {root} once")
         named = _name(root, partial.path, files, names)
-        _publish(partial, root, names, encode_index(named, sum(shard.layout.numel for shard in shards)))
+        _publish(partial, root, names, encode_index(named, sum(shard.layout.numel for shard in engine.param_shards)))
         return [file.name for file in named] + ([names.index] if len(named) > 1 else [])
 
     files, held, first_dtype = run_on_all_ranks(ranks, "plan the export", plan)
     doing = f"export to {root}"
-    written = write_together(ranks, doing, root, "model", prepare=prepare, write=write, publish=publish, alone=True)
+    written = write_together(ranks, doing, root, "model", write=write, publish=publish, alone=True)
     log.info("exported %s", root)
     return written
 
@@ -132,32 +163,34 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int, names: FileNames = MODEL_FILES) -> list[FileLayout]:
+def plan_files(
+    tensors: Mapping[str, torch.Tensor], max_file_bytes: int, names: FileNames = MODEL_FILES
+) -> list[FileLayout]:
     """Distribute tensors over files as huggingface_hub does, with the same file names and contents.
 
     One pass in order. A tensor that is too large for any file gets its own file, numbered before the file that is being
     filled (huggingface_hub/serialization/_base.py).
 
     Args:
-        specs: the tensors, in the order of the state dict.
+        tensors: on the meta device, in the order of the state dict.
         max_file_bytes: the largest number of tensor bytes in a file, unless the file has only one tensor.
         names: of the files.
 
     Returns:
         ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
     """
-    files: list[list[TensorSpec]] = []
-    last: list[TensorSpec] = []
+    files: list[dict[str, torch.Tensor]] = []
+    last: dict[str, torch.Tensor] = {}
     room = max_file_bytes
-    for spec in specs:
-        if spec.size_bytes > max_file_bytes:
-            files.append([spec])
+    for name, tensor in tensors.items():
+        if tensor.nbytes > max_file_bytes:
+            files.append({name: tensor})
             continue
-        room -= spec.size_bytes
-        if room < 0:
+        if tensor.nbytes > room:
             files.append(last)
-            last, room = [], max_file_bytes - spec.size_bytes
-        last.append(spec)
+            last, room = {}, max_file_bytes
+        last[name] = tensor
+        room -= tensor.nbytes
     if last or not files:
         files.append(last)
     if len(files) == 1:
@@ -177,7 +210,9 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
 
 def _name(root: Path, partial: Path, files: Sequence[FileLayout], names: FileNames) -> list[FileLayout]:
     """Rename the files in `partial` to the names that they will have in `root`. See [Note: publishing an export]."""
-    has_weights = any(name in (names.single, names.index) or names.is_numbered(name) for name in os.listdir(root))
+    has_weights = any(
+        name in (names.single, names.index) or names.numbered.fullmatch(name) for name in os.listdir(root)
+    )
     token = f"{names.stem}-{partial.suffixes[-2][1:]}-" if has_weights else f"{names.stem}-"
     named = [file._replace(name=file.name.replace(f"{names.stem}-", token, 1)) for file in files]
     for old, new in zip(files, named, strict=True):
@@ -197,7 +232,7 @@ def _publish(partial: Partial, root: Path, names: FileNames, index: bytes) -> No
     own, front, other = partial.path, names.single, names.index
     if not (own / front).exists():
         front, other = other, front
-        with opened(own / front, "xb") as descriptor:
+        with opened(own / front) as descriptor:
             write_all(descriptor, index, 0)
     others = sorted(set(os.listdir(own)) - {front, MANIFEST_NAME})
     for name in others:
@@ -229,5 +264,156 @@ def _sweep(root: Path, names: FileNames) -> None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, CheckpointError):
         return
     for name in os.listdir(root):
-        if names.is_numbered(name) and name not in named and not (root / name).is_dir():
+        if names.numbered.fullmatch(name) and name not in named and not (root / name).is_dir():
             (root / name).unlink()
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+class StoredDirectory(OpenFiles):
+    """The tensors of a Hugging Face directory. The constructor reads only the files' headers.
+
+    Args:
+        root: the directory.
+        names: of its files.
+
+    Attributes:
+        tensors: by name, views of the mapped files.
+
+    Raises:
+        CheckpointError: the directory has no weights, or files are damaged or contradict the index.
+    """
+
+    def __init__(self, root: Path, names: FileNames = MODEL_FILES) -> None:
+        super().__init__(root)
+        if (self.root / names.single).is_file():
+            file_of = dict.fromkeys(self.open(names.single).keys(), names.single)
+        else:
+            file_of = self._read_index(names)
+        self.tensors = {name: self.stored(file, name) for name, file in file_of.items()}
+
+    def digest(self) -> str:
+        """A hash of names, shapes and some bytes of each tensor. Weights of different training steps differ in it."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
+            middle = tensor.view(-1)[tensor.numel() // 2 :][: _SAMPLE_BYTES // tensor.dtype.itemsize]
+            digest.update(bytes_of(middle))
+        return digest.hexdigest()
+
+    def _read_index(self, names: FileNames) -> dict[str, str]:
+        """Read which file has each tensor."""
+        index = self.root / names.index
+        if not index.is_file():
+            raise CheckpointError(
+                f"{self.root} has neither {names.single} nor {names.index}. Checkpoints of save_checkpoint are read "
+                "by load_checkpoint"
+            )
+        try:
+            file_of: dict[str, str] = dict(json.loads(read_text(index))["weight_map"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error!r:.200}") from None
+        for file in file_of.values():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(f"{index} names {file!r}, which is not a file of its own directory")
+        return file_of
+
+
+def load_shards(model: nn.Module, engine: Engine, root: Path, *, strict: bool = True) -> Difference:
+    """Load a directory, as `streamshard.load_safetensors` documents. Returns how files and model differ."""
+    ranks = engine.ranks
+    names = FileNames(conventions().file_stem(model))
+    stored = run_on_all_ranks(ranks, f"load {root}", lambda: StoredDirectory(root, names))
+    if not ranks.are_equal(stored.digest()):
+        raise CheckpointError(
+            f"could not load {root}: ranks see different files there. Another process is replacing them: load again; "
+            "or the disks of two hosts hold different copies"
+        )
+
+    def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, TensorPiece]]:
+        return *_compare(model, engine, stored.tensors), local_pieces(model, engine, buffers=True)
+
+    runs, difference, pieces = run_on_all_ranks(ranks, f"load {root}", compare)
+    if strict and any(difference):
+        raise difference.error(root, model)  # on every rank: they have read the same headers
+
+    def read() -> None:
+        with torch.no_grad():
+            for name, own in runs.items():
+                for start, data in overlaps(own, pieces):
+                    copy_range(stored.tensors[name], start, data)
+            put_back_buffers(model, pieces)
+
+    # From here on only the storage itself can fail.
+    run_on_all_ranks(
+        ranks, f"finish loading {root}, and the model holds some of its weights now: load again before using it", read
+    )
+    engine.fill({run.source for own in runs.values() for run in own})
+    log.info("loaded %s", root)
+    return difference
+
+
+class Difference(NamedTuple):
+    """Names that differ between the files and the model, in the model's order or alphabetical.
+
+    Attributes:
+        missing: names that the model has and the files do not.
+        unexpected: names that the files have and the model does not.
+        mismatched: names whose shape or kind differs, each with the difference.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+
+    def error(self, root: Path, model: nn.Module) -> CheckpointError:
+        """The error to raise. Its message shows some of the names, and its attributes have all names."""
+        what = "; ".join(
+            f"{kind} {', '.join(names[:_NAMES_SHOWN])}{' and more' if len(names) > _NAMES_SHOWN else ''}"
+            for kind, names in self._asdict().items()
+            if names
+        )
+        return CheckpointError(
+            f"{root} does not fit {type(model).__name__}: {what}. The error's attributes have all names",
+            **self._asdict(),
+        )
+
+
+def _compare(
+    model: nn.Module, engine: Engine, stored: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, list[Run]], Difference]:
+    """Match the tensors in the files with the model's parameters and buffers, and find what does not fit.
+
+    A transformers model loads as ``from_pretrained`` does; any other model loads the tensors with its names.
+    """
+    names = saved_names(model, engine)
+    wanted = whole_tensors(model, engine, names, None)
+    metas = {name: torch.empty(there.shape, dtype=there.dtype, device="meta") for name, there in stored.items()}
+    with Rearrangement(metas, "loading") as followed:
+        made, failed, used, optional = conventions().rearrange_for_loading(model, metas, wanted)
+    difference = Difference([], [], [])
+    runs: dict[str, list[Run]] = {}
+    for source, own in by_source(names).items():
+        found = next((name for name in own if name in made), None)  # of tied names one is enough; the first counts
+        bad = next((name for name in own if name in failed), None)
+        try:
+            if found is not None:
+                _check_kind(made[found], wanted[found])
+                for run in followed.runs(found, made[found]):
+                    runs.setdefault(run.source, []).append(Run(source, run.start, run.source_start, run.numel))
+            elif bad is not None:
+                difference.mismatched.append(f"{bad} ({failed[bad]})")
+            elif not optional.intersection(own):
+                difference.missing.append(own[0])
+        except CheckpointError as error:
+            difference.mismatched.append(f"{found} ({error})")
+    difference.unexpected.extend(sorted(set(stored) - used))
+    return runs, difference
+
+
+def _check_kind(there: torch.Tensor, wanted: torch.Tensor) -> None:
+    if there.shape != wanted.shape:
+        raise CheckpointError(f"is {list(there.shape)}, wanted {list(wanted.shape)}")
+    if there.dtype.is_floating_point != wanted.dtype.is_floating_point:
+        raise CheckpointError(f"is {there.dtype}, wanted {wanted.dtype}")

@@ -7,11 +7,11 @@ JSON has no tuples, no infinite numbers, and only strings as keys of dicts. Such
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 
 from streamshard.errors import CheckpointError
@@ -23,18 +23,22 @@ CPU = torch.device("cpu")
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON. Its tensors are put into `tensors`, detached, not copied.
+def encode(value: Any, path: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """`value` as JSON, and its tensors by name, detached, not copied.
 
     Args:
         value: None, numbers, strings, lists, tuples, dicts, counters, tensors, dtypes, NumPy arrays of torch's dtypes,
             and nested ones. NumPy's numbers come back as Python's.
         path: its name. Names of its tensors begin with it.
-        tensors: by name; gains the tensors in `value`.
 
     Raises:
         CheckpointError: names the path of any other value.
     """
+    tensors: dict[str, torch.Tensor] = {}
+    return _encode(value, path, tensors), tensors
+
+
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -44,7 +48,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return _encode_dict(value, path, tensors)
     if type(value) in (list, tuple, torch.Size):
-        items = [encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
+        items = [_encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
         return items if type(value) is list else {_KIND: "tuple", "value": items}
     if isinstance(value, torch.dtype):
         return {_KIND: "dtype", "value": name_of(value)}
@@ -52,7 +56,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(found, torch.Tensor):
         return {_KIND: "array", "value": _encode_tensor(found, path, tensors)}
     if found is not None:
-        return encode(found, path, tensors)
+        return _encode(found, path, tensors)
     kind = f" of dtype {value.dtype}" if hasattr(value, "dtype") else ""
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}{kind}: a checkpoint holds numbers, strings, "
@@ -63,8 +67,6 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _of_numpy(value: Any) -> bool | int | float | torch.Tensor | None:
     """The number or tensor with the values of a NumPy number or array; None if there is none."""
-    if (numpy := sys.modules.get("numpy")) is None:
-        return None
     if isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
         number = value.item()  # of long doubles and durations: another number of NumPy's, or no number
         return number if isinstance(number, bool | int | float) and value.dtype.kind != "m" else None
@@ -93,7 +95,7 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     data = value.detach().as_subclass(torch.Tensor)
     where = {} if data.device.type == "cpu" else {"device": data.device.type}
     if not data.shape and not data.dtype.is_complex:
-        number = encode(data.item(), path, tensors)
+        number = _encode(data.item(), path, tensors)
         return {_KIND: "number", "dtype": name_of(data.dtype), "value": number, **where}
     while path in tensors:  # a key may have a dot in it
         path += "'"
@@ -105,25 +107,12 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.T
     """An OrderedDict or a defaultdict comes back as a dict."""
     kind = "Counter" if isinstance(value, Counter) else "dict"
     if kind == "dict" and all(type(key) is str and key != _KIND for key in value):
-        return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
+        return {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
     items = [
-        [encode(key, f"a key of {path}", tensors), encode(each, f"{path}[{key!r}]", tensors)]
+        [_encode(key, f"a key of {path}", tensors), _encode(each, f"{path}[{key!r}]", tensors)]
         for key, each in value.items()
     ]
     return {_KIND: kind, "value": items}
-
-
-def references(saved: Any) -> Iterator[str]:
-    """Names of the tensors that JSON of `encode` refers to."""
-    rest = [saved]
-    while rest:
-        each = rest.pop()
-        if isinstance(each, dict):
-            if each.get(_KIND) == "tensor":
-                yield each["tensor"]
-            rest.extend(each.values())
-        elif isinstance(each, list):
-            rest.extend(each)
 
 
 def name_of(dtype: torch.dtype) -> str:

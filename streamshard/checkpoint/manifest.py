@@ -7,8 +7,8 @@ checkpoint takes no more time and memory than its files have bytes.
 
 [Note: names of tensors]
 A weight is called "model/", then its name; state of an optimizer "optimizer/model/", the weight's name, "." and the
-key; a tensor in `extra` "extra.", then its key. If ranks or replicas have different tensors of one name, "rank3/" or
-"replica1/" comes first. No other name begins so.
+key (converted from DCP: "optimizer.state.model/" and so on); a tensor in `extra` "extra.", then its key. If ranks or
+replicas have different tensors of one name, "rank3/" or "replica1/" comes first. No other name begins so.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, name_of, references
+from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, name_of
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     FILE_NAME,
@@ -38,7 +37,7 @@ from streamshard.checkpoint.safetensors_file import (
 from streamshard.errors import CheckpointError
 
 MANIFEST_NAME = "checkpoint.json"
-FORMAT = 6
+FORMAT = 7
 MAX_GENERATION = 1 << 40
 """No run saves as often. A larger generation is damage: the checkpoint would be the newest for ever."""
 
@@ -215,11 +214,19 @@ def _file_of(name: str, size_bytes: int, crc32: list[str]) -> FileRecord:
     return FileRecord(name, size_bytes, crc32)
 
 
-def _check_state(models: Any, optimizers: Any, trees: Any, tensors: Collection[str]) -> None:
-    """Check the parts that are read without `decode`, and that each tensor is referred to once."""
-    used = list(references(list(optimizers.values())))
+def _check_state(models: Any, optimizers: Any, trees: Any, tensors: Iterable[str]) -> None:
+    """Decode all values, and check that each tensor is referred to once, and the parts that are read as JSON."""
+    unused = {*tensors}
+
+    def use(name: str, _: object = None) -> torch.Tensor:
+        if name not in unused:
+            raise CheckpointError(f"its values refer to {name!r:.80} more than once, or there is no such tensor")
+        unused.remove(name)
+        return torch.empty(0)
+
     for name, saved in models.items():
-        used += {f"{name}/{source}" for source in saved["names"].values()}
+        for source in {*saved["names"].values()}:
+            use(f"{name}/{source}")
     for name, saved in (*models.items(), *optimizers.items()):
         if not isinstance(saved["class"], str | None):
             raise CheckpointError(f"the class of {name!r:.80} is {saved['class']!r:.80}, wanted a text")
@@ -230,11 +237,8 @@ def _check_state(models: Any, optimizers: Any, trees: Any, tensors: Collection[s
     for name, by_rank in trees.items():
         if not isinstance(by_rank, list) or not by_rank:
             raise CheckpointError(f"{name!r:.80} is {by_rank!r:.80}, wanted a list of one for each rank")
-        for rank, tree in enumerate(by_rank):
-            used += [name_of_rank(each, rank) if len(by_rank) > 1 else each for each in references(tree)]
-    if len({*used}) < len(used) or not {*used} <= {*tensors}:
-        strange = next(name for name, times in Counter(used).items() if times > 1 or name not in tensors)
-        raise CheckpointError(f"its values refer to {strange!r:.80} more than once, or there is no such tensor")
+    for value in (*optimizers.values(), *trees.values()):
+        decode(value, use, CPU)
 
 
 def name_of_rank(name: str, rank: int) -> str:
@@ -260,22 +264,19 @@ class CheckpointFiles(OpenFiles):
         self.manifest = manifest
 
     def verify(self, part: int, parts: int) -> None:
-        """Compare the files with their checksums and with the manifest, and decode its values.
+        """Compare the files with their checksums and with the manifest.
 
         Args:
             part, parts: do one of so many equal shares of the work.
 
         Raises:
-            CheckpointError: names the file or the value that is damaged.
+            CheckpointError: names the file that is damaged.
         """
         verify_files(self.root, self.manifest.files, part, parts)
         for name, record in self.manifest.tensors.items():
             for piece in record.pieces:
                 if piece.file % parts == part and piece.start < piece.stop:
                     self._stored(name, record, piece)
-        state = self.manifest.state
-        for saved in [*state["optimizers"].values(), *chain(*state["trees"].values())][part::parts]:
-            decode(saved, lambda name, device: torch.empty(0), CPU)
 
     def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> torch.Tensor:
         """A piece as a file stores it, 1-D: a view of the mapped file."""

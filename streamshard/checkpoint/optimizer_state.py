@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,20 +25,6 @@ from streamshard.core.optimizer_hooks import NUMBERS, params_in, take_over_state
 from streamshard.core.params import Param
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.torch_private import is_traceable_wrapper_subclass
-
-
-class OptimizerPart(NamedTuple):
-    """One rank's part of an optimizer, without tensors. Ranks compare and join their parts.
-
-    Attributes:
-        saved: JSON of the optimizer's state dict, with names of parameters; of its class; and, as "state", of the state
-            by the parameter's name. Of each parameter ranks have some entries.
-        stepped: by name, whether this rank has stepped its piece of a parameter. It may have left out the first step.
-    """
-
-    saved: dict[str, Any]
-    stepped: dict[str, bool]
-
 
 _REL_TOLERANCE = 1e-6  # machines may compute a schedule's cosine with other last bits
 
@@ -84,7 +70,7 @@ def of_replica(pieces: Iterable[TensorPiece], engine: Engine) -> list[TensorPiec
 
 def local_state(
     name: str, optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded, ranks: Communicator
-) -> tuple[OptimizerPart, list[TensorPiece]]:
+) -> tuple[dict[str, Any], list[TensorPiece]]:
     """Collect this rank's part of an optimizer's state.
 
     Args:
@@ -95,43 +81,40 @@ def local_state(
         ranks: all that collect. State of parameters that are not sharded is the first rank's.
 
     Returns:
-        This rank's part, and its pieces of tensors.
+        JSON of the optimizer's state dict, with names of parameters; of its class; and, as "state", of the state by the
+        parameter's name: of the parameters that this rank steps, or of which it steps a piece. And its pieces of
+        tensors.
 
     Raises:
         CheckpointError, ShardingError: names state that cannot be put together.
     """
     take_over_state(optimizer)
-    tensors: dict[str, torch.Tensor] = {}
-    saved = encode(_without_state(optimizer, names), name, tensors)
+    saved, tensors = encode(_without_state(optimizer, names), name)
     pieces = TensorPiece.wholes(tensors) if ranks.is_first else []
     state: dict[str, dict[str, Any]] = {}
-    stepped: dict[str, bool] = {}
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
-        values: Mapping[str, Any] = optimizer.state.get(param, {})
-        path, tensors, moments = f"{name}/{names[param]}", {}, dict[str, torch.Tensor]()
-        if param in sharded:
-            engine, shard = sharded[param]
-            if steps_here(owners.get(id(param)), engine, shard):
-                stepped[names[param]] = bool(values)
-            else:
-                values = {}
-            moments = _moments_in(values, shard) if id(param) not in owners else {}
-        state[names[param]] = encode({**values, **moments}, path, tensors)
+        path, values = f"{name}/{names[param]}", optimizer.state.get(param, {})
         if param not in sharded:
+            state[names[param]], tensors = encode(values, path)
             pieces += TensorPiece.wholes(tensors) if ranks.is_first else []
-        elif id(param) in owners:
-            pieces += of_replica(TensorPiece.wholes(tensors), engine)
-        elif len(tensors) > len(moments):
-            others = ", ".join(sorted(tensors.keys() - {f"{path}.{key}" for key in moments}))
+            continue
+        engine, shard = sharded[param]
+        if not steps_here(owners.get(id(param)), engine, shard):
+            continue
+        moments = _moments_in(values, shard) if id(param) not in owners else {}
+        state[names[param]], tensors = encode({**values, **moments}, path)
+        if id(param) in owners:
+            own = TensorPiece.wholes(tensors)
+        elif others := sorted(tensors.keys() - {f"{path}.{key}" for key in moments}):
             raise ShardingError(
-                f"{others}: tensors without one number for each element of the parameter, which ranks cannot put "
-                "together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
+                f"{', '.join(others)}: tensors without one number for each element of the parameter, which ranks "
+                "cannot put together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
             )
         else:
-            shape, start = shard.layout.shape, shard.local.start
-            pieces += of_replica([TensorPiece(each, shape, start, data) for each, data in tensors.items()], engine)
-    return OptimizerPart({**saved, "state": state}, stepped), pieces
+            own = [TensorPiece(each, shard.layout.shape, shard.local.start, data) for each, data in tensors.items()]
+        pieces += of_replica(own, engine)
+    return {**saved, "state": state}, pieces
 
 
 def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
@@ -146,12 +129,12 @@ def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> d
     return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
 
 
-def join_parts(name: str, parts: Sequence[OptimizerPart]) -> dict[str, Any]:
+def join_parts(name: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """JSON of the optimizer, with the state of all parameters.
 
     Args:
         name: the optimizer's.
-        parts: by rank.
+        parts: by rank, as `local_state` gives them. A rank may have left out the first step.
 
     Raises:
         RankMismatchError: on all ranks alike; ranks step with other options, or have stepped another number of times.
@@ -159,11 +142,11 @@ def join_parts(name: str, parts: Sequence[OptimizerPart]) -> dict[str, Any]:
     """
     first: dict[tuple[str, str], tuple[int, Any]] = {}
     joined: dict[str, dict[str, Any]] = {}
-    for rank, (saved, stepped) in enumerate(parts):
+    for rank, saved in enumerate(parts):
         groups = dict(enumerate(saved["param_groups"]))
         found: dict[tuple[str, str], Any] = {("the optimizer", "number of groups"): len(groups)}
         found |= {(f"group {number}", key): each for number, own in groups.items() for key, each in own.items()}
-        found |= {(param, "has stepped"): each for param, each in stepped.items()}
+        found |= {(param, "has stepped"): bool(each) for param, each in saved["state"].items()}
         found |= {(param, key): each for param, own in saved["state"].items() for key, each in own.items()}
         for (where, key), value in found.items():
             known, wanted = first.setdefault((where, key), (rank, value))
@@ -177,7 +160,7 @@ def join_parts(name: str, parts: Sequence[OptimizerPart]) -> dict[str, Any]:
                 )
         for param, own in saved["state"].items():
             joined[param] = own | joined.get(param, {})
-    return {**parts[0].saved, "state": joined}
+    return {**parts[0], "state": joined}
 
 
 def _shown(value: Any) -> Any:
@@ -207,7 +190,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
     mine: list[TensorPiece] = []
 
-    def outline() -> tuple[OptimizerPart, dict[str, TensorRecord]]:
+    def outline() -> tuple[dict[str, Any], dict[str, TensorRecord]]:
         part, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
         mine.extend(pieces if not ranks.replica else ())
         return part, {piece.name: piece.record(ranks.total_rank) for piece in mine}
@@ -255,8 +238,8 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
             )
         split, saved = getattr(optimizer, "split_stacks", None), {}
         for key, values in (given if split is None else split(given))["state"].items():
-            own = tensors.setdefault(key, {})
-            saved[key] = encode(values, f"{key}", own), {name: (each.shape, each.dtype) for name, each in own.items()}
+            encoded, tensors[key] = encode(values, f"{key}")
+            saved[key] = encoded, {name: (each.shape, each.dtype) for name, each in tensors[key].items()}
         return saved, {key: value for key, value in given.items() if key != "state"}
 
     saved, others = ranks.gather_results("load the optimizer's state", outline, ShardingError)[0]

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.disk_layout import local_pieces, saved_names
-from streamshard.checkpoint.find import open_intact
+from streamshard.checkpoint.directory import open_intact
+from streamshard.checkpoint.disk_layout import local_pieces, put_back_buffers, saved_names
 from streamshard.checkpoint.json_codec import decode
-from streamshard.checkpoint.load import put_back_buffers
-from streamshard.checkpoint.manifest import CheckpointFiles, name_of_rank, name_of_replica
+from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owners_of, steps_here
 from streamshard.checkpoint.run_parts import (
     RANDOM,
@@ -98,7 +97,7 @@ def load_checkpoint(
     half = f"finish loading {path}, and half of it is loaded now: load again before going on"
     run_on_all_ranks(ranks, half, lambda: [act() for act in plan.steps])
     for each, engine in parts.models.values():
-        engine.fill(set(saved_names(each, engine.param_shards).values()))
+        engine.fill(set(saved_names(each, engine).values()))
         compute_buffers(engine, each)
     log.info("loaded %s", printable(str(path)))
     return Loaded(plan.values, path, passed_over)
@@ -160,9 +159,9 @@ class LoadPlan:
         return own if own in self._tensors else tensor
 
     def _plan_model(self, name: str, model: nn.Module, engine: Engine, saved: Mapping[str, Any]) -> None:
-        pieces = local_pieces(model, engine.param_shards, buffers=True)
+        pieces = local_pieces(model, engine, buffers=True)
         found: dict[str, str] = {}
-        for each, source in saved_names(model, engine.param_shards).items():  # of tied names any will do
+        for each, source in saved_names(model, engine).items():  # of tied names any will do
             if each in saved["names"]:
                 found.setdefault(source, saved["names"][each])
         unexpected = sorted({*saved["names"].values()} - {*found.values()})
@@ -191,11 +190,12 @@ class LoadPlan:
                 own = self._decode(values)
             else:
                 engine, shard = sharded[param]
-                values = values if steps_here(owners.get(id(param)), engine, shard) else {}
-                if id(param) not in owners:
-                    own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
-                else:
+                if not steps_here(owners.get(id(param)), engine, shard):
+                    continue
+                if id(param) in owners:
                     own = self._decode(values, partial(self._of_replica, engine))
+                else:
+                    own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
             if own:
                 state[number] = own
         groups = zip(rest["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
@@ -225,10 +225,7 @@ class LoadPlan:
                         f"not on {ranks.total_size}"
                     )
                 continue
-            if len(saved) == 1:
-                value = self._decode(saved[0])
-            else:
-                value = self._decode(saved[ranks.total_rank], lambda each: name_of_rank(each, ranks.total_rank))
+            value = self._decode(saved[ranks.total_rank if len(saved) > 1 else 0])
             if has_state(mine.get(name)):
                 self.loads.append(partial(mine[name].load_state_dict, value))
                 value = mine[name]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -140,12 +140,9 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """The generators' state."""
-        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        state = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
         if self._device.type != "cpu":
             state[self._device.type] = module_of(self._device).get_rng_state(self._device)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            name, keys, *others = numpy.random.get_state()
-            state["numpy"] = name, keys.tolist(), *others
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,5 +151,4 @@ class RandomState:
         torch.set_rng_state(state["torch"])
         if self._device.type in state and self._device.type != "cpu":
             module_of(self._device).set_rng_state(state[self._device.type], self._device)
-        if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.set_state(state["numpy"])
+        numpy.random.set_state(state["numpy"])

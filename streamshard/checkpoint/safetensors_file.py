@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
-import math
 import os
 import re
 import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from errno import EINVAL
-from itertools import chain
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -65,50 +63,9 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPE_ORDER = {dtype: position for position, dtype in enumerate(_DTYPE_NAMES)}
 
 
 # ------------------------------------------------------------------------------------------------ layout
-
-
-@dataclasses.dataclass(frozen=True)
-class FileNames:
-    """The names of the files of an export.
-
-    Attributes:
-        stem: how they begin: "model", or "diffusion_pytorch_model" for models of diffusers.
-    """
-
-    stem: str = "model"
-
-    @property
-    def single(self) -> str:
-        """The name of the file if there is one."""
-        return f"{self.stem}.safetensors"
-
-    @property
-    def index(self) -> str:
-        """The name of the file that names the others if there are several."""
-        return f"{self.stem}.safetensors.index.json"
-
-    def is_numbered(self, name: str) -> bool:
-        """Whether `name` is one of several files, as written first or with the random token of a later export."""
-        return re.fullmatch(self.stem + r"-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors", name) is not None
-
-
-MODEL_FILES = FileNames()
-
-
-class TensorSpec(NamedTuple):
-    """One tensor as a file stores it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class FileLayout(NamedTuple):
@@ -145,8 +102,12 @@ class FileRecord(NamedTuple):
     crc32: list[str]
 
 
-def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
-    """Plan one file that holds all of `specs`, as `save_pretrained` would write it.
+def lay_out(name: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
+    """Plan one file that holds all of `tensors`, as `save_pretrained` would write it.
+
+    Args:
+        name: of the file.
+        tensors: by name; only their shapes and dtypes count, so they may be on the meta device.
 
     Raises:
         CheckpointError: the format cannot hold a name or a dtype.
@@ -154,17 +115,19 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     contents: dict[str, Any] = {_METADATA: {"format": "pt"}}
     places: dict[str, tuple[int, torch.dtype]] = {}
     position = 0
-    if strange := [spec for spec in specs if spec.dtype not in _DTYPE_NAMES]:
-        raise CheckpointError(f"{strange[0].name!r} is {strange[0].dtype}, which safetensors cannot hold")
-    for spec in sorted(specs, key=lambda spec: (_DTYPE_ORDER[spec.dtype], spec.name)):
-        if spec.name == _METADATA or not is_utf8(spec.name):
+    for each, tensor in tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise CheckpointError(f"{each!r} is {tensor.dtype}, which safetensors cannot hold")
+        if each == _METADATA or not is_utf8(each):
             raise CheckpointError(
-                f"a tensor is named {spec.name!r}: safetensors files take names in UTF-8, and keep {_METADATA!r} for "
+                f"a tensor is named {each!r}: safetensors files take names in UTF-8, and keep {_METADATA!r} for "
                 "their own data. Give it another name in the model"
             )
-        offsets = [position, position + spec.size_bytes]
-        contents[spec.name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        places[spec.name], position = (position, spec.dtype), offsets[1]
+    order = [*_DTYPE_NAMES]
+    for each, tensor in sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
+        offsets = [position, position + tensor.nbytes]
+        contents[each] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        places[each], position = (position, tensor.dtype), offsets[1]
     text = json.dumps(contents, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -187,8 +150,8 @@ def write_file(directory: Path, layout: FileLayout, held: Held) -> FileRecord:
         CheckpointError: names the file that cannot be written.
     """
     sums, crc32 = [], 0
-    with opened(directory / layout.name, "xb") as descriptor:
-        for position, data in chain([(0, memoryview(layout.header))], in_chunks(layout, held)):
+    with opened(directory / layout.name) as descriptor:
+        for position, data in in_chunks(layout, held):
             write_all(descriptor, data, position)
             while data:
                 part = data[: CHUNK_BYTES - position % CHUNK_BYTES]
@@ -200,26 +163,34 @@ def write_file(directory: Path, layout: FileLayout, held: Held) -> FileRecord:
     return FileRecord(layout.name, layout.size_bytes, sums)
 
 
-def write_ranges(directory: Path, layout: FileLayout, held: Held) -> int:
-    """Write ranges into a file that is there, and sync them to the disk. Extra memory: see `in_chunks`.
+def write_ranges(directory: Path, layout: FileLayout, held: Held, *, is_first: bool) -> int:
+    """Write ranges of a file that several ranks write, and sync them to the disk. Extra memory: see `in_chunks`.
+
+    Args:
+        directory: gets the file, or has it from another rank.
+        layout: made by `lay_out`.
+        held: what this rank has of the file's tensors.
+        is_first: write the header too.
 
     Returns:
         The number of bytes.
     """
     total = 0
-    if any(held[name] for name in layout.places):
-        with opened(directory / layout.name, "r+b") as descriptor:
-            for position, data in in_chunks(layout, held):
+    if is_first or any(held[name] for name in layout.places):
+        with opened(directory / layout.name) as descriptor:
+            for position, data in in_chunks(layout, held, has_header=is_first):
                 write_all(descriptor, data, position)
                 total += len(data)
     return total
 
 
-def in_chunks(layout: FileLayout, held: Held) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of tensors, in order, and their places in the file. The next bytes may overwrite the ones before.
+def in_chunks(layout: FileLayout, held: Held, *, has_header: bool = True) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of a file, in order, and their places in it. The next bytes may overwrite the ones before.
 
     Extra memory: `CHUNK_BYTES`, for data on a device or in another dtype than the file's.
     """
+    if has_header:
+        yield 0, memoryview(layout.header)
     for name, (offset, dtype) in layout.places.items():
         for start, data in held[name]:
             numel, position = CHUNK_BYTES // dtype.itemsize, offset + start * dtype.itemsize
@@ -239,20 +210,17 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @contextlib.contextmanager
-def opened(path: Path, mode: str) -> Iterator[int]:
-    """A file to write to, its descriptor; synced to the disk when the context ends.
-
-    Args:
-        path: of the file.
-        mode: "xb" makes the file, "r+b" writes into one that is there.
+def opened(path: Path) -> Iterator[int]:
+    """A file to write to, made if it is not there: its descriptor. Synced to the disk when the context ends.
 
     Raises:
         CheckpointError: names the file, and what went wrong inside the context too.
     """
     try:
-        with open(path, mode, buffering=0) as file:
-            yield file.fileno()
-            os.fsync(file.fileno())
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        with FileIO(descriptor, "w"):
+            yield descriptor
+            os.fsync(descriptor)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there: the directory must be on storage all ranks share") from error
     except OSError as error:  # a failed write does not say which file it was

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 
 from streamshard import __version__
-from streamshard.checkpoint.directory import Partial, publish_checkpoint, write_together
+from streamshard.checkpoint.directory import Partial, next_number, publish_checkpoint, write_together
 from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces, saved_names
-from streamshard.checkpoint.find import next_number
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
-from streamshard.checkpoint.optimizer_state import OptimizerPart, join_parts, local_state, of_replica, settle
+from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_replica, settle
 from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, class_name, has_state, name_parts, param_names
-from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, bytes_of, lay_out, write_file
+from streamshard.checkpoint.safetensors_file import FileRecord, bytes_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import make_host_group, state_of, weak
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
@@ -155,23 +154,23 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
     ranks = parts.engine.ranks
     saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
     pieces: list[TensorPiece] = []
+    values: dict[str, Any] = {}
     trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)
 
-    def collect_here() -> tuple[dict[str, OptimizerPart], dict[str, str]]:
+    def collect_here() -> tuple[dict[str, Any], dict[str, str]]:
         optimizer_parts = {}
         for name, (model, engine) in parts.models.items():
-            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
-            own = local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values()
+            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine)}
+            own = local_pieces(model, engine, buffers=engine.ranks.is_first).values()
             pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
         for name, optimizer in parts.optimizers.items():
-            names, sharded = param_names(optimizer, parts)
-            optimizer_parts[name], moments = local_state(name, optimizer, names, sharded, ranks)
+            optimizer_parts[name], moments = local_state(name, optimizer, *param_names(optimizer, parts), ranks)
             pieces.extend(moments)
         for name, value in parts.trees.items():
-            tensors: dict[str, torch.Tensor] = {}
-            trees[name] = encode(value.state_dict() if has_state(value) else value, name, tensors), tensors
+            values[name] = value.state_dict() if has_state(value) else value
+            trees[name] = encode(values[name], name)
         return optimizer_parts, {name: _digest(*tree) for name, tree in trees.items()}
 
     told = ranks.gather_results("save", collect_here)
@@ -181,14 +180,12 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
     for name in parts.optimizers:
         saved["optimizers"][name] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
     differing = {name for name in trees if len({each[name] for each in digests}) > 1}
+    trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank)) for name in differing}
     their_trees = ranks.gather_results("save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
-        if name in differing:
-            saved["trees"][name] = [theirs[name] for theirs in their_trees]
-            pieces.extend(TensorPiece.wholes({name_of_rank(each, ranks.total_rank): tensors[each] for each in tensors}))
-        else:
-            saved["trees"][name] = [tree]
-            pieces.extend(TensorPiece.wholes(tensors) if ranks.is_first else ())
+        saved["trees"][name] = [theirs[name] for theirs in their_trees] if name in differing else [tree]
+        if name in differing or ranks.is_first:
+            pieces.extend(TensorPiece.wholes(tensors))
     return saved, pieces
 
 
@@ -381,8 +378,8 @@ def write_checkpoint(
         if len(held) < len(pieces):
             twice = Counter(piece.name for piece in pieces).most_common(1)[0][0]
             raise CheckpointError(f"several tensors are named {twice!r}: give other keys in extra= or model=")
-        specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in pieces if each.data.numel()]
-        written = write_file(partial, lay_out(file, specs), held)
+        layout = lay_out(file, {piece.name: piece.data for piece in pieces if piece.data.numel()})
+        written = write_file(partial, layout, held)
         return written, {piece.name: piece.record(ranks.total_rank) for piece in pieces}
 
     def publish(partial: Partial, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:

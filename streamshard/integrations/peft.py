@@ -202,7 +202,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
                 f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
             )
         )
-    export_shards(self, engine.param_shards, engine.ranks, Path(save_directory), None, max_shard_size)
+    export_shards(self, engine, Path(save_directory), None, max_shard_size)
 
 
 def _save_itself(self: Any, name: str, path: str | os.PathLike[str], *args: Any, **given: Any) -> None:

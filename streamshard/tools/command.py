@@ -18,7 +18,7 @@ from streamshard import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, UnitError, printable
 
 if TYPE_CHECKING:
-    from streamshard.checkpoint.find import Survey
+    from streamshard.checkpoint.directory import Entry
     from streamshard.checkpoint.manifest import Manifest
     from streamshard.config import Precision
 
@@ -174,7 +174,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from streamshard.checkpoint.find import is_checkpoint, no_checkpoint, open_verified, survey
+    from streamshard.checkpoint.directory import is_checkpoint, no_checkpoint, open_verified, survey
     from streamshard.checkpoint.json_codec import name_of
     from streamshard.checkpoint.manifest import read_manifest
     from streamshard.comm.ranks import RankGroup
@@ -183,7 +183,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     root = parse_path("DIR", arguments.directory)
     if not is_checkpoint(root):
         found = survey(root)
-        if not found.whole and not found.others:
+        if not found:
             raise no_checkpoint(root, {})
         _list(found)
         return
@@ -199,19 +199,19 @@ def _inspect(arguments: argparse.Namespace) -> None:
     _say("verified: all is as written")
 
 
-def _list(found: Survey) -> None:
+def _list(found: Sequence[Entry]) -> None:
     """Print a line for each checkpoint, without reading its tensors. The error at the end says what is damaged."""
-    entries = [*found.whole, *found.others]
-    for entry in sorted(entries, key=lambda entry: (len(entry.path.name), entry.path.name)):  # 9 before 10
+    latest = max((entry for entry in found if not entry.wrong), key=lambda entry: entry.order, default=None)
+    for entry in sorted(found, key=lambda entry: (len(entry.path.name), entry.path.name)):  # 9 before 10
         if entry.wrong or entry.manifest is None:
             what = "cannot be read" if entry.may_be_whole else "damaged"
         else:
             size = _total_bytes(entry.manifest)
             what = f"{_saved_at(entry.manifest)}  {entry.manifest.world_size} rank(s)  {size}"
-        _say(f"{entry.path.name:<20}  {what}{', latest' if entry in found.whole[-1:] else ''}")
-    if found.others:
+        _say(f"{entry.path.name:<20}  {what}{', latest' if entry is latest else ''}")
+    if wrong := [entry.wrong for entry in found if entry.wrong]:
         sys.stdout.flush()
-        raise CheckpointError("; ".join(entry.wrong for entry in found.others))
+        raise CheckpointError("; ".join(wrong))
 
 
 def _describe(manifest: Manifest) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
-from streamshard.checkpoint.find import open_verified
+from streamshard.checkpoint.directory import open_verified
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError, ConfigError

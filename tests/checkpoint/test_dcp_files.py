@@ -113,7 +113,7 @@ def test_a_pickle_takes_memory_in_proportion_to_its_bytes(body: bytes) -> None:
     tracemalloc.start()
     try:
         with contextlib.suppress(IndexError):
-            read_pickle(io.BytesIO(b"\x80\x04" + body + b"."))
+            read_pickle(b"\x80\x04" + body + b".")
         assert tracemalloc.get_traced_memory()[1] < 100_000 + 200 * len(body)
     finally:
         tracemalloc.stop()
@@ -125,10 +125,10 @@ def test_a_few_bytes_that_stand_for_any_number_of_values_are_refused() -> None:
     for _ in range(60):
         value = [value, value]
     with pytest.raises(CheckpointError, match="stands for more than 1,000,000 values"):
-        plain_value(read_pickle(io.BytesIO(pickle.dumps(value))))
+        plain_value(read_pickle(pickle.dumps(value)))
     value.append(value)
     with pytest.raises((CheckpointError, RecursionError)):
-        plain_value(read_pickle(io.BytesIO(pickle.dumps(value))))
+        plain_value(read_pickle(pickle.dumps(value)))
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -218,7 +218,7 @@ CLAIMS: dict[str, tuple[Callable[[Any], object], str]] = {
         "does not hold a piece of shape .* and torch.uint16",
     ),
     "part": (lambda each: setattr(_info(each), "length", 2**40), "overlap|is shorter than the metadata says"),
-    "negative": (lambda each: setattr(_info(each), "offset", -5), "begin nowhere"),
+    "negative": (lambda each: setattr(_info(each), "offset", -5), "in the place of sizes"),
     "one part for all": (
         lambda each: vars(_info(each)).update(vars(_info(each, "model.b"))),
         "parts of the file .* overlap",

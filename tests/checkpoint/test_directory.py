@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from streamshard import latest
-from streamshard.checkpoint.directory import remove_partial
-from streamshard.checkpoint.find import next_number, open_intact
+from streamshard.checkpoint.directory import next_number, open_intact, remove_partial
 from streamshard.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from streamshard import export_safetensors, load_safetensors
-from streamshard.checkpoint import load as loading
+from streamshard.checkpoint import export as loading
 from streamshard.errors import CheckpointError
 from tests.checkpoint.exporting import MODELS, Plain, filled, sharded
 from tests.families import bert, llama, mixtral

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
-from streamshard.checkpoint.find import open_intact
+from streamshard.checkpoint.directory import open_intact
 from streamshard.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointFiles,

@@ -19,8 +19,7 @@ from torch import nn
 from streamshard import export_safetensors
 from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint.directory import create_partial
-from streamshard.checkpoint.load import StoredDirectory
-from streamshard.checkpoint.safetensors_file import MODEL_FILES
+from streamshard.checkpoint.export import MODEL_FILES, StoredDirectory
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
 from tests.checkpoint.changes import at_change

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from streamshard import StreamShard, export_safetensors
-from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint import safetensors_file, save
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.export import export_shards
+from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.planning.layout import LocalRange
 from tests.checkpoint.exporting import Plain, filled, names_in, sharded
@@ -102,7 +102,7 @@ def test_directory_that_other_ranks_do_not_see_is_named(context: RankContext, tm
 @on_ranks(1)
 def test_interrupt_removes_the_temporaries(context: RankContext, tmp_path: Path) -> None:
     """Ctrl-C in the middle of writing leaves nothing behind, and is still an interrupt."""
-    interrupted = mock.patch.object(exports_module, "write_all", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch.object(safetensors_file, "write_all", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
         export_safetensors(_one(4), tmp_path)
     assert names_in(tmp_path) == []
@@ -120,6 +120,9 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused(
     piece = nn.Parameter(torch.ones(stop - start))
     wrong = copy_of(shard)
     wrong.local, wrong.param = LocalRange(start, stop, start), piece
-    with pytest.raises(CheckpointError, match="ranks did not write every byte"):
-        export_shards(model, [wrong], engine.ranks, tmp_path, torch.float32, "1TB")
+    with (
+        mock.patch.object(Engine, "param_shards", [wrong]),
+        pytest.raises(CheckpointError, match="ranks did not write every byte"),
+    ):
+        export_shards(model, engine, tmp_path, torch.float32, "1TB")
     assert names_in(tmp_path) == []
