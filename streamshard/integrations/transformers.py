@@ -157,7 +157,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 
         ranks, doing = engine_of(self.model).ranks, f"save {path}"
-        write_together(ranks, doing, root, "model", prepare=lambda _: _recover(root), write=write, publish=publish)
+        run_on_first(ranks, doing, lambda: _recover(root))
+        write_together(ranks, doing, root, "model", write=write, publish=publish)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(path))
 
