@@ -142,6 +142,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/export": [
         ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
     ],
+    "comm/communicator": [
+        ("Communicator.gather_now", Drop("arrived.wait()"), _STREAMS),
+        ("Communicator.gather_now", Drop("fence.wait()"), _STREAMS),
+    ],
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),
         ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
@@ -188,10 +192,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Streams.device_stream", Swap("current != address", "address is None"), _STREAMS),
         ("Streams.keep", Drop("buffer.record_stream(stream)"), _STREAMS),
         ("_OnStream.__init__", Swap("device_stream(name)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
-    ],
-    "comm/transport": [
-        ("Transport.gather_now", Drop("arrived.wait()"), _STREAMS),
-        ("Transport.gather_now", Drop("fence.wait()"), _STREAMS),
     ],
     "core/backward": [
         ("Backward._advance", Swap(" or self._waits_before(visit)", ""), "execution"),

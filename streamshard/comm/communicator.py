@@ -8,7 +8,7 @@ import torch.distributed as dist
 from streamshard.comm.groups import host_group_of
 from streamshard.comm.issue_log import Guard, RecordKind
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import StreamName, Streams
+from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.comm.transport import AloneTransport, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError
@@ -84,6 +84,22 @@ class Communicator(RankGroup):
     def all_ranks(self) -> dist.ProcessGroup:
         """All ranks that train this model: on devices the user's own group, on CPUs StreamShard's."""
         return self.users_group if self.streams.has_streams else host_group_of(self.users_group)
+
+    def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
+        """All-gather outside of steps. On return the compute stream can use the result.
+
+        Args:
+            shard: [n] this rank's part, any dtype.
+            full: [N * n] receives the parts of all ranks of the shard group, same dtype.
+            tag: index of the flat parameter whose data these are.
+        """
+        fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors", self.stream)
+        fence.record()
+        fence.wait()
+        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, self.stream, "full tensors")
+        with self.guard("a gather of full tensors"):
+            arrived.record(self.transport.start_gather(shard, full, tag, is_published=False))
+            arrived.wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""

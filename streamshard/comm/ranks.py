@@ -69,6 +69,7 @@ class RankGroup:
         total_rank: this rank's number in all replicas, of `total_size`.
         is_first: whether `total_rank` is 0. The first rank does work for all, such as making a directory.
         replica, streams, stream: see above.
+        group_of: returns the process group of the ranks that share one replica; None once it was destroyed.
         recorder: the logs of all ranks, this rank's waits, and the first failure.
     """
 
@@ -90,7 +91,7 @@ class RankGroup:
         self.replica = replica
         self.streams = streams or Streams(torch.device("cpu"))
         self.stream = stream
-        self._group_of, self._users_group_of = weak(shard_group), weak(group)
+        self.group_of, self._users_group_of = weak(shard_group), weak(group)
         self._meeting = meeting
         self._timeout = timeout
         self.recorder = FlightRecorder(group, has_streams=self.streams.has_streams)
@@ -109,7 +110,7 @@ class RankGroup:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that share one replica. Raises as `users_group` does."""
-        return alive(self._group_of)
+        return alive(self.group_of)
 
     def guard(self, action: str, subject: str = "") -> Guard:
         """A context around collectives, and around waits for them. See `Guard`."""
@@ -245,7 +246,7 @@ class RankGroup:
 
     def close(self, *, users_too: bool = False) -> None:
         """Close StreamShard's own groups; with `users_too` the user's group as well."""
-        groups = [group for of in (self._group_of, self._users_group_of) if (group := of()) is not None]
+        groups = [group for of in (self.group_of, self._users_group_of) if (group := of()) is not None]
         close_connections(*groups, users_too=users_too)
 
 

@@ -266,12 +266,12 @@ class _OnStream:
     __slots__ = ("_context", "_name", "_outer", "_streams")
 
     def __init__(self, streams: Streams, name: StreamName) -> None:
-        self._streams, self._name, self._outer = streams, name, streams.current
+        self._streams, self._name = streams, name
         module = streams.module
         self._context: Any = None if module is None else module.stream(streams.device_stream(name))
 
     def __enter__(self) -> None:
-        self._streams.current = self._name
+        self._outer, self._streams.current = self._streams.current, self._name
         if self._context is not None:
             self._context.__enter__()
 
@@ -289,12 +289,14 @@ class Streams:
 
     Attributes:
         module: torch's module for the device, such as ``torch.cuda``; None on the CPU.
+        has_streams: streams are the device's, not names only.
         observers: the current observers; see `observed_by`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module: Any = module_of(device) if has_streams(device) else None
+        self.has_streams = self.module is not None
         self.observers: tuple[Observer, ...] = ()
         self.current = StreamName.COMPUTE
         self._raw = raw_stream_of(device)
@@ -305,11 +307,6 @@ class Streams:
             self._own = {
                 name: self.module.Stream(device, priority=-1) for name in StreamName if name is not StreamName.COMPUTE
             }
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether streams are the device's, not names only."""
-        return self.module is not None
 
     def device_stream(self, name: StreamName) -> Any:
         """The device's stream of this name; for compute, the caller's current stream. None on the CPU."""
@@ -357,7 +354,7 @@ class Streams:
             observer.on_event(moment, unit)
 
     def on(self, name: StreamName) -> _OnStream:
-        """Run the body on the stream of this name. On the CPU only the name changes."""
+        """Run the body on the stream of this name. On the CPU only the name changes; there the context is reusable."""
         return _OnStream(self, name)
 
     @contextlib.contextmanager

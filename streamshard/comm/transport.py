@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import abc
 import operator
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from streamshard.comm.groups import alive
 from streamshard.comm.issue_log import RecordKind
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import Collective, Fence, Rule, StreamName, Work
+from streamshard.comm.streams import Collective, Work
 from streamshard.config import Precision, ReductionMode
-from streamshard.errors import StateError
 
 _SUM_BLOCK = 1 << 17  # elements
 _blocks_of = operator.methodcaller("split", _SUM_BLOCK)
@@ -83,25 +83,24 @@ class Transport(abc.ABC):
     until then.
 
     Args:
-        ranks: the ranks that exchange data. They hold this transport.
+        ranks: the ranks that exchange data. They hold this transport, so it does not keep them: models are freed at
+            once, not by the collector.
 
     Attributes:
+        rank, world_size, streams, recorder: those of the ranks.
         stream: the stream on which collectives run.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
-        self._ranks_of = weakref.ref(ranks)  # they hold this object, and are freed with the model, not by the collector
-        self.streams = ranks.streams
-        self.stream = ranks.stream
-        self._log = ranks.recorder.log
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.streams, self.stream = ranks.streams, ranks.stream
+        self.recorder = ranks.recorder
+        self._group_of = ranks.group_of
 
     @property
-    def ranks(self) -> RankGroup:
-        """The ranks that exchange data."""
-        ranks = self._ranks_of()
-        if ranks is None:
-            raise StateError("a transport", "without its ranks", "a model that is alive")
-        return ranks
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks. Raises as `RankGroup.group` does."""
+        return alive(self._group_of)
 
     def meet(self) -> None:  # noqa: B027  # gloo connects when its group is made
         """Connect the ranks now instead of in the first collective. Collective."""
@@ -144,7 +143,7 @@ class Transport(abc.ABC):
 
     def flags_numel(self, count: int) -> int:
         """The length of `gathered` in `start_flags`, for `count` flags."""
-        return count * self.ranks.world_size
+        return count * self.world_size
 
     @abc.abstractmethod
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
@@ -182,25 +181,23 @@ class Transport(abc.ABC):
         """Advance pending collectives without waiting. Called with every gradient."""
 
     def _issue(
-        self, kind: RecordKind, collective: Collective, tag: int | None, *, reads: _Tensors = (), writes: _Tensors
+        self,
+        kind: RecordKind | None,
+        collective: Collective,
+        tag: int | None,
+        *,
+        reads: _Tensors = (),
+        writes: _Tensors,
     ) -> None:
-        """Log a collective, and tell the observers. For the arguments see `Observer.on_collective`."""
-        self._log.add(kind, tag or 0)
-        self._declare(collective, tag, reads=reads, writes=writes)
+        """Log a collective, and tell the observers. For the other arguments see `Observer.on_collective`.
 
-    def _declare(self, collective: Collective, tag: int | None, *, reads: _Tensors = (), writes: _Tensors) -> None:
+        Args:
+            kind: what the log records; None: no other rank takes part, or another transport logs it.
+        """
+        if kind is not None:
+            self.recorder.log.add(kind, tag or 0)
         for observer in self.streams.observers:
             observer.on_collective(self.stream, collective, tag, reads, writes)
-
-    def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
-        """All-gather outside of steps. On return the compute stream can use the result."""
-        fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors", self.stream)
-        fence.record()
-        fence.wait()
-        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, self.stream, "full tensors")
-        with self.ranks.guard("a gather of full tensors"):
-            arrived.record(self.start_gather(shard, full, tag, is_published=False))
-            arrived.wait()
 
     def before_talk(self) -> None:  # noqa: B027  # only the adversary has something to do
         """Called before ranks communicate without this transport."""
@@ -217,7 +214,7 @@ class AloneTransport(Transport):
     ) -> Work | None:
         """See `Transport.start_gather`."""
         if slot.data_ptr() != shard.data_ptr():
-            self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+            self._issue(None, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
             with self.streams.on(self.stream), torch.no_grad():
                 slot.copy_(shard)
         return None
@@ -226,7 +223,7 @@ class AloneTransport(Transport):
         """See `Transport.start_reduce`."""
         slot, out, _, _, accumulate, tag = reduction
         if slot.data_ptr() != out.data_ptr():
-            self._declare(Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
+            self._issue(None, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
             with self.streams.on(self.stream), torch.no_grad():
                 out.add_(slot) if accumulate else out.copy_(slot)
         return None
@@ -237,7 +234,7 @@ class AloneTransport(Transport):
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`."""
-        self._declare(Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,))
+        self._issue(None, Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,))
         with self.streams.on(self.stream), torch.no_grad():
             exchange.received.copy_(exchange.send)
         return None
@@ -262,7 +259,9 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
             if accumulate:
                 block.add_(first, alpha=share)
             else:
-                others = [other.clone() if other.data_ptr() == block.data_ptr() else other for other in others]
+                for place, other in enumerate(others):
+                    if other.data_ptr() == block.data_ptr():
+                        others[place] = other.clone()
                 block.copy_(first).mul_(share)  # torch.mul(first, share, out=block) would round to first's dtype
             for other in others:
                 block.add_(other, alpha=share)

@@ -215,7 +215,7 @@ def test_collectives_of_different_layers_are_never_mixed(context: RankContext) -
     model = sharded("plain", FP32)
     transport, out = _shared(model), torch.zeros(4)
     said = "rank 0 reduces the gradients of '.*0', rank 1 .* '.*1'"
-    with pytest.raises(CommunicationError, match=said), transport.ranks.guard("a sum"):
+    with pytest.raises(CommunicationError, match=said), engine_inside(model).ranks.guard("a sum"):
         work = transport.start_reduce(_reduction(model, 1 + context.rank, out))
         assert work is not None
         work.wait()
@@ -318,7 +318,7 @@ def _die(context: RankContext, where: str) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("where", ["forward", "backward", "_copy", "sum"])
+@pytest.mark.parametrize("where", ["forward", "backward", "read", "sum"])
 def test_a_rank_that_is_killed_ends_the_others(where: str) -> None:
     """At any point; only the killed rank has no answer."""
     with open_pool() as pool, pytest.raises(RankFailure) as caught:

@@ -123,7 +123,7 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
         assert torch.equal(slot, torch.cat([_numbers(rank, NUMEL, shard, turn) for rank in range(size)]))
         assert torch.equal(whole, torch.cat([_numbers(rank, NUMEL, own, 10 + turn) for rank in range(size)]))
     mine, full = _numbers(ranks.rank, NUMEL, slot, 20), torch.empty_like(slot)
-    transport.gather_now(mine, full, 1)
+    ranks.gather_now(mine, full, 1)
     assert torch.equal(full, torch.cat([_numbers(rank, NUMEL, slot, 20) for rank in range(size)]))
 
 
