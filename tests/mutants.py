@@ -243,7 +243,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.finish", Swap("not unit.counts(param)", "not param.unsharded.requires_grad"), "dial"),
     ],
     "core/replicas": [
-        ("Replicas.add", Drop("self._reduced.record(reduction)"), "replicas"),
+        ("Replicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
         ("Replicas.finish", Swap("averaged in", "_ in"), "replicas"),
         ("Replicas.finish_average", Swap("pop(unit.index).wait()", "pop(unit.index)"), "replicas"),
         ("Replicas.flush", Drop("self._reduced.wait()"), "replicas"),

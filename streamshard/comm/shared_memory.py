@@ -265,9 +265,9 @@ class SharedMemoryTransport(PairwiseTransport):
             pairs = list(zip(chunks, sources, strict=True))
             return pairs[: self.rank] + pairs[self.rank + 1 :]
 
-    def readers(self, work: Work | None) -> Work | None:
+    def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
-        return _Until(self.read, self._own.counters[Counter.PUBLISHED], True) if work is not None else None
+        return (_Until(self.read, self._own.counters[Counter.PUBLISHED], True),)
 
     def read(self, count: int, for_all: bool) -> None:
         """Copy all-gathers in their order, until this rank has copied `count`; `for_all`: until all ranks have."""

@@ -1,7 +1,7 @@
 """Streams, and the fences between them: every wait of the ordering rules is a `Fence`.
 
 On an accelerator streams are the device's. On the CPU streams are names only: computation runs in the calling thread,
-communication in the backend's threads, and a fence holds the pending work that its wait completes. Observers, such as
+communication in the backend's threads, and a fence holds the pending works that its wait completes. Observers, such as
 the race detector, are told of every record and wait, so any machine can check the order. See [Note: ordering rules],
 [Note: observers].
 
@@ -63,26 +63,6 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Block the calling thread until the result is in place."""
-
-
-class AllWork:
-    """Several `Work` objects as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        """See `Work`."""
-        for work in self.works:
-            work.wait()
-
-
-def as_one(works: Sequence[Work | None]) -> Work | None:
-    """Several `Work` objects as one for a fence; None on devices, where streams wait."""
-    if len(works) == 1:  # most units have one flat parameter
-        return works[0]
-    pending = [work for work in works if work is not None]
-    return AllWork(pending) if len(pending) > 1 else pending[0] if pending else None
 
 
 class Collective(enum.Enum):
@@ -164,11 +144,11 @@ class Observer:
     def on_wait(self, fence: Fence) -> None:
         """`fence.target` waits for the point that `fence` recorded last."""
 
-    def on_block(self, fence: Fence, work: Work | None) -> None:
-        """`fence.target` begins to wait: on the CPU the host, for `work`; on an accelerator the stream (None)."""
+    def on_block(self, fence: Fence, works: Sequence[Work]) -> None:
+        """`fence.target` begins to wait: on the CPU the host, for `works`; on an accelerator the stream (no works)."""
 
-    def on_done(self, fence: Fence, work: Work) -> None:
-        """The host has waited for `work`. Only on the CPU."""
+    def on_done(self, fence: Fence, works: Sequence[Work]) -> None:
+        """The host has waited for `works`. Only on the CPU."""
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """The compute stream has reached `moment` of the unit with index `unit`; None: of all units."""
@@ -177,7 +157,7 @@ class Observer:
 class Fence:
     """A point in stream `source` for which stream `target` waits, because of one ordering rule.
 
-    Owns one device event, recorded again each time (on an accelerator), or the pending `Work` (on the CPU).
+    Owns one device event, recorded again each time (on an accelerator), or the pending `Work` objects (on the CPU).
 
     Args:
         streams: the engine's streams.
@@ -188,7 +168,7 @@ class Fence:
         at: a fence of the same source whose point this fence shares, for another rule: `record` follows its `record`.
 
     Attributes:
-        work: the pending work of the point; None on an accelerator, and when the work is done.
+        works: the pending works of the point; none on an accelerator, and when they are done.
     """
 
     def __init__(
@@ -210,19 +190,19 @@ class Fence:
         self._records = self._event is not None and at is None
         if at is not None:
             self._event = at._event
-        self.work: Work | None = None
+        self.works: Sequence[Work] = ()
         self._recorded = False
 
-    def record(self, work: Work | None = None, stream: Any = None) -> None:
+    def record(self, *works: Work | None, stream: Any = None) -> None:
         """Mark this point in `source`.
 
         Args:
-            work: on the CPU, the work that has to complete before the point is reached.
+            *works: on the CPU, the works that have to complete before the point is reached; None on an accelerator.
             stream: the device's stream to record on; None: the current one.
         """
-        if self.work is not None:  # a call costs host time, and each layer records several fences
+        if self.works:  # a call costs host time, and each layer records several fences
             self.complete()
-        self.work = work
+        self.works = [*filter(None, works)]
         self._recorded = True
         if self._records:
             self._event.record(stream or self._streams.device_stream(self.source))
@@ -239,25 +219,27 @@ class Fence:
             return
         if self._event is not None:
             for observer in self._streams.observers:
-                observer.on_block(self, None)
+                observer.on_block(self, ())
             (stream or self._streams.device_stream(self.target)).wait_event(self._event)
-        elif self.work is not None and not self._streams.observers:
-            work, self.work = self.work, None
-            work.wait()
-        elif self.work is not None:
+        elif self.works and not self._streams.observers:
+            works, self.works = self.works, ()
+            for work in works:
+                work.wait()
+        elif self.works:
             self.complete()
         for observer in self._streams.observers:
             observer.on_wait(self)
 
     def complete(self) -> None:
-        """Complete pending work without telling observers of a wait: the host is about to reuse its buffers."""
-        work, self.work = self.work, None
-        if work is not None:
+        """Complete pending works without telling observers of a wait: the host is about to reuse their buffers."""
+        works, self.works = self.works, ()
+        if works:
             for observer in self._streams.observers:
-                observer.on_block(self, work)
-            work.wait()
+                observer.on_block(self, works)
+            for work in works:
+                work.wait()
             for observer in self._streams.observers:
-                observer.on_done(self, work)
+                observer.on_done(self, works)
 
 
 class _OnStream:

@@ -169,13 +169,13 @@ class Transport(abc.ABC):
         """A buffer [numel] of zeros on the streams' device, in memory that other ranks can read if there is such."""
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
-    def readers(self, work: Work | None) -> Work | None:
-        """Work that ends when no rank reads the shards of the all-gather started last. Streams order the rest.
+    def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
+        """Works that end when no rank reads the shards of the last all-gathers any more. Streams order the rest.
 
         Args:
-            work: returned by this rank's part of the all-gather.
+            works: returned by the starts of these all-gathers on this rank.
         """
-        return work
+        return works
 
     def progress(self) -> None:  # noqa: B027  # backends with threads of their own need no help
         """Advance pending collectives without waiting. Called with every gradient."""

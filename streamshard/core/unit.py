@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work, as_one
+from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work
 from streamshard.core.params import LEFT_STATES, FlatParam, GradState, Param, move_all
 from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
 from streamshard.errors import ShardingError
@@ -171,10 +171,9 @@ class Unit:
         for flat in self.flat_params:
             self._is_in_wire_dtype = self._is_in_wire_dtype or flat.gathered is not flat.weights
             works.append(transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
-        work = as_one(works)
-        slot.arrived.record(work)
-        self._read_done.work = None  # its readers have read the input of the last all-gather too
-        self._read_done.record(transport.readers(work))
+        slot.arrived.record(*works)
+        self._read_done.works = ()  # its readers have read the input of the last all-gather too
+        self._read_done.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
 
     def ready(self) -> None:
@@ -362,7 +361,7 @@ class Unit:
             if param.state is GradState.IN_SLOT:
                 param.spill()
 
-    def start_reduce(self) -> Work | None:
+    def start_reduce(self) -> list[Work | None]:
         """Start the reduction from slot to main grads (rule 4). Parameters without a gradient contribute zeros."""
         slot = self.grad_slot
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
@@ -379,10 +378,9 @@ class Unit:
         for flat in self._trained:
             works.append(self.ranks.transport.start_reduce(flat.reduction(accumulate=self._adds)))
         self._adds = True
-        work = as_one(works)
-        slot.drain(work)
+        slot.drain(works)
         self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)
-        return work
+        return works
 
     def give(self, used: Sequence[bool]) -> list[nn.Parameter]:
         """Make main grads ``.grad`` of parameters that held one, or that any rank `used`. Returns the used ones."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,7 +89,7 @@ class AdversarialTransport(Transport):
 
         def start() -> Work | None:
             work = gather()
-            readers.append(self.inner.readers(work))
+            readers.extend(self.inner.readers((work,)))
             return work
 
         late = self._start(start)
@@ -136,9 +136,9 @@ class AdversarialTransport(Transport):
         """See `Transport.allocate_visible`."""
         return self.inner.allocate_visible(numel, dtype)
 
-    def readers(self, work: Work | None) -> Work | None:
+    def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
-        return self._readers
+        return (self._readers,)
 
     def leave(self) -> None:
         """See `Transport.leave`."""

@@ -117,7 +117,7 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
         works, readers = [], []
         for tag, pair in enumerate([(shard, slot), (own, whole), (empty, nothing)]):
             works.append(transport.start_gather(*pair, tag))
-            readers.append(transport.readers(works[-1]))
+            readers.extend(transport.readers(works[-1:]))
         for work in works:
             _wait(transport, work)
         assert torch.equal(slot, torch.cat([_numbers(rank, NUMEL, shard, turn) for rank in range(size)]))

@@ -10,7 +10,7 @@ import logging
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -255,7 +255,7 @@ class _Waits(Observer):
     def __init__(self, clock: _Clock) -> None:
         self.clock = clock
 
-    def on_block(self, fence: Fence, work: Work | None) -> None:
+    def on_block(self, fence: Fence, works: Sequence[Work]) -> None:
         """See `Observer`."""
         self.clock.clock_ms += 1.0 if "weight slot" in fence.what else 100.0
 
