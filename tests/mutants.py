@@ -152,9 +152,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "groups:restart"),
         ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
     ],
-    "comm/issue_log": [
-        ("Guard.__exit__", Drop("self._log.waits.pop()"), "issue_log"),
-    ],
     "comm/ranks": [
         ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
         ("_after_fork_in_child", Drop("_watchdog = _Watchdog()"), "flight_recorder:forked"),
@@ -182,6 +179,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),
         ("Fence.wait", Swap("self.target)", "StreamName.COMPUTE)"), _STREAMS),
+        ("Guard.__exit__", Drop("self._log.waits.pop()"), "streams"),
         ("Streams.__init__", Swap("Stream(device, ", "Stream("), _STREAMS),
         ("Streams.__init__", Swap(", priority=-1", ""), _STREAMS),
         (

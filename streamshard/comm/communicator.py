@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import host_group_of
-from streamshard.comm.issue_log import Guard, RecordKind
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import Fence, Rule, StreamName, Streams
+from streamshard.comm.streams import Fence, Guard, Rule, StreamName, Streams
 from streamshard.comm.transport import AloneTransport, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError
@@ -104,7 +107,7 @@ class Communicator(RankGroup):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
         if self.total_size > 1:
-            with self.talk("a broadcast", RecordKind.BROADCAST), self.streams.beside_compute(self.stream, "a tensor"):
+            with self.talk("a broadcast", RecordKind.BROADCAST), self._beside_compute("a tensor"):
                 dist.broadcast(tensor, group=self.all_ranks, group_src=source)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, with_replicas: bool = False) -> None:
@@ -116,9 +119,32 @@ class Communicator(RankGroup):
             with_replicas: reduce over all replicas too.
         """
         if (self.total_size if with_replicas else self.world_size) > 1:
-            with self.talk("a sum over all ranks", RecordKind.SUM), self.streams.beside_compute(self.stream, "a sum"):
+            with self.talk("a sum over all ranks", RecordKind.SUM), self._beside_compute("a sum"):
                 group = self.all_ranks if with_replicas else self.group
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
+
+    @contextlib.contextmanager
+    def _beside_compute(self, what: str) -> Iterator[None]:
+        """Run a collective of a device on this communicator's stream, not on the compute stream.
+
+        Collectives of one communicator on two streams can wait for each other (reported for ROCm,
+        pytorch/torchtitan#4064). First its stream waits for the compute stream (rule 5). Afterwards the compute stream
+        waits for it (rule 7). On the CPU the body simply runs.
+
+        Args:
+            what: the tensors that the collective reads and writes, for messages.
+        """
+        if not self.streams.has_streams:
+            yield
+            return
+        written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what, self.stream)
+        written.record()
+        written.wait()
+        with self.streams.on(self.stream):
+            yield
+        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, self.stream, what)
+        arrived.record()
+        arrived.wait()
 
     def talk(self, action: str, kind: RecordKind) -> Guard:
         """See `RankGroup.talk`."""

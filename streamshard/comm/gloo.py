@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import state_of
-from streamshard.comm.issue_log import RecordKind
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.issue_log import RecordKind
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import Precision, ReductionMode

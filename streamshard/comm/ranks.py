@@ -28,10 +28,9 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm import flight_recorder
-from streamshard.comm.flight_recorder import FlightRecorder
+from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
 from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, weak
-from streamshard.comm.issue_log import Guard, RecordKind
-from streamshard.comm.streams import StreamName, Streams
+from streamshard.comm.streams import Guard, StreamName, Streams
 from streamshard.errors import (
     CheckpointError,
     CommunicationError,

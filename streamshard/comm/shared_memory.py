@@ -41,9 +41,9 @@ from typing import NamedTuple
 
 import torch
 
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import timeout_of
-from streamshard.comm.issue_log import RecordKind
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction, sum_in_rank_order

@@ -1,4 +1,4 @@
-"""Streams, and the fences between them: every wait of the ordering rules is a `Fence`.
+"""Streams, the fences between them, and the log of what a rank issues. Every wait of the ordering rules is a `Fence`.
 
 On an accelerator streams are the device's. On the CPU streams are names only: computation runs in the calling thread,
 communication in the backend's threads, and a fence holds the pending works that its wait completes. Observers, such as
@@ -26,14 +26,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from streamshard.device import has_streams, module_of, raw_stream_of
-from streamshard.errors import ShardingError
+from streamshard.errors import CommunicationError
 
 
 class StreamName(enum.Enum):
@@ -311,19 +312,6 @@ class Streams:
         is_current = stream == self.device_stream(StreamName.COMPUTE)
         return contextlib.nullcontext() if is_current else self.module.stream(stream)
 
-    def refuse_capture(self) -> None:
-        """Refuse CUDA graph capture.
-
-        Raises:
-            ShardingError: the device is capturing a graph.
-        """
-        if self.module is not None and getattr(self.module, "is_current_stream_capturing", bool)():
-            raise ShardingError(
-                "a pass of a StreamShard model is captured in a device graph: a replay would repeat this step's "
-                "collectives without the host, which decides what follows them. Capture layers: torch.compile(layer, "
-                'mode="reduce-overhead"), whose weights stay at the same addresses'
-            )
-
     def keep(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that our streams use `buffer`: its memory is reused only after their work is done."""
         if self.module is not None:
@@ -338,30 +326,6 @@ class Streams:
     def on(self, name: StreamName) -> _OnStream:
         """Run the body on the stream of this name. On the CPU only the name changes; there the context is reusable."""
         return _OnStream(self, name)
-
-    @contextlib.contextmanager
-    def beside_compute(self, name: StreamName, what: str) -> Iterator[None]:
-        """Run a collective of a device on the stream `name`, not on the compute stream: one stream per communicator.
-
-        Collectives of one communicator on two streams can wait for each other (reported for ROCm,
-        pytorch/torchtitan#4064).
-
-        Args:
-            name: the communicator's stream. First it waits for the compute stream (rule 5). Afterwards the compute
-                stream waits for it (rule 7). On the CPU the body simply runs.
-            what: the tensors that the collective reads and writes, for messages.
-        """
-        if self.module is None:
-            yield
-            return
-        written = Fence(self, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what, name)
-        written.record()
-        written.wait()
-        with self.on(name):
-            yield
-        arrived = Fence(self, Rule.RESULTS_ARRIVED, name, what)
-        arrived.record()
-        arrived.wait()
 
     @contextlib.contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
@@ -380,3 +344,84 @@ class Streams:
             yield
         finally:
             self.observers = observers
+
+
+# -- the host ------------------------------------------------------------------------------------------------------
+
+_ENTRIES = 512  # a log keeps its last so many entries
+
+Entry = tuple[int, int, int]
+"""An entry's number in the log, the kind, the tag of the unit."""
+
+
+class IssueLog:
+    """The last collectives that this rank has issued, and what its host waits for. Other threads read it.
+
+    Attributes:
+        count: how many collectives have been issued in all.
+        digest: a hash of all of them, in order.
+        time_s: Unix time of the last one.
+        waits: the guards that the host is in, the innermost one last.
+        waiting_since_s: Unix time at which the host entered the last guard.
+        failure: how a collective has failed; None: none has. After a failure no guard lets the host in.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.digest = 0
+        self.time_s = self.waiting_since_s = time.time()
+        self.waits: list[Guard] = []
+        self.failure: str | None = None
+        self._entries: list[Entry | None] = [None] * _ENTRIES
+
+    def add(self, kind: int, tag: int = 0) -> None:
+        """Record that this rank issues `kind`, a `RecordKind`, for the unit of `tag`."""
+        entry = (self.count, int(kind), tag)
+        self.digest = hash((self.digest, entry))
+        self._entries[self.count % _ENTRIES] = entry
+        self.count += 1
+        self.time_s = time.time()
+
+    def entries(self) -> dict[int, Entry]:
+        """The entries that the log still has, by number."""
+        return {entry[0]: entry for entry in list(self._entries) if entry is not None}
+
+
+class Guard:
+    """A context around a wait for other ranks, which may be entered again and again.
+
+    Args:
+        log: of the ranks.
+        end: called with the guard and an error that leaves it. See `streamshard.comm.ranks.Ranks.end_guard`.
+        action: what happens inside, such as "the gather of".
+        subject: what `action` is about, such as a unit's name; "" if nothing.
+
+    Raises:
+        CommunicationError: on entry, if a collective of the ranks has failed before.
+    """
+
+    __slots__ = ("_action", "_end", "_log", "_subject")
+
+    def __init__(
+        self, log: IssueLog, end: Callable[[Guard, BaseException], None], action: str, subject: str = ""
+    ) -> None:
+        self._log = log
+        self._end = end
+        self._action = action
+        self._subject = subject
+
+    def __str__(self) -> str:
+        """The wait, in words. Made when somebody asks: each layer has several waits."""
+        return f"{self._action} {self._subject!r}" if self._subject else self._action
+
+    def __enter__(self) -> None:
+        log = self._log
+        if log.failure is not None:
+            raise CommunicationError(f"{self} is not possible any more: {log.failure}")
+        log.waits.append(self)
+        log.waiting_since_s = time.time()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._log.waits.pop()
+        if error is not None:
+            self._end(self, error)

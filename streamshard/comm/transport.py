@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import alive
-from streamshard.comm.issue_log import RecordKind
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.config import Precision, ReductionMode

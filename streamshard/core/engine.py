@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.issue_log import RecordKind
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.config import Precision
 from streamshard.core.params import Param
 from streamshard.core.profiler import ProfilerNames
@@ -23,7 +23,7 @@ from streamshard.core.reductions import Reductions
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
-from streamshard.guards.loop import Structure, refuse_transforms
+from streamshard.guards.loop import Structure, refuse_capture, refuse_transforms
 from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.unit_order import UnitOrder
@@ -203,7 +203,7 @@ class Engine:
                 "all-gathered ones. Call the model, or generate, outside of summon_full_params"
             )
         refuse_transforms()
-        self.streams.refuse_capture()
+        refuse_capture(self.streams)
         self.profiler.look()
         if self.empty:
             self.refuse_empty("a forward")
