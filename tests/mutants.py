@@ -143,8 +143,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
     ],
     "comm/communicator": [
-        ("Communicator.gather_now", Drop("arrived.wait()"), _STREAMS),
-        ("Communicator.gather_now", Drop("fence.wait()"), _STREAMS),
+        ("Communicator._beside_compute", Drop("arrived.wait()"), _STREAMS),
+        ("Communicator._beside_compute", Drop("written.wait()"), _STREAMS),
     ],
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),
@@ -154,7 +154,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "comm/ranks": [
         ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
-        ("_after_fork_in_child", Drop("_watchdog = _Watchdog()"), "flight_recorder:forked"),
+        ("_after_fork_in_child", Drop("_watchdog = _Watchdog(inherited)"), "flight_recorder:forked"),
     ],
     "comm/flight_recorder": [
         ("FlightRecorder._show_if_idle", Drop("elif self._shown is not None"), "flight_recorder:takes_it_back"),

@@ -17,7 +17,6 @@ from streamshard.config import ReductionMode
 # One tag each for a unit's all-gathers, its reductions, and gathers of full tensors. gloo ends the process if a message
 # is longer than the buffer of its receiver, so these messages must not be mixed up.
 _TAGS_PER_UNIT = 3
-_ALL_TO_ALL_TAG = 1 << 30  # higher than the tags of all units
 
 
 class PairwiseTransport(Transport):
@@ -63,15 +62,13 @@ class PairwiseTransport(Transport):
         return Exchange(divide, [work], self.group)
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
-        """See `Transport.start_all_to_all`. All use one tag: gloo keeps the order of messages with the same tag."""
-        reads, writes = (exchange.send,), (exchange.received,)
-        self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=reads, writes=writes)
-        pairs = [exchange.chunks(peer) for peer in self._peers()]
-        messages = self._swap([sent for sent, _ in pairs], [received for _, received in pairs], _ALL_TO_ALL_TAG)
-        with self.streams.on(self.stream), torch.no_grad():
-            sent, received = exchange.chunks(self.rank)
-            received.copy_(sent)
-        return Exchange(None, messages, self.group)
+        """See `Transport.start_all_to_all`."""
+        send, send_numels, received, received_numels = exchange
+        self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
+        work = dist.all_to_all_single(
+            received, send, list(received_numels), list(send_numels), group=self.group, async_op=True
+        )
+        return Exchange(None, [work], self.group)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """One chunk from every other rank, which arrive before the sum."""

@@ -21,7 +21,7 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -303,9 +303,14 @@ def raise_if(error: Exception | None) -> None:
 
 
 class _Watchdog:
-    """A thread that looks after all ranks of this process, twice a second. It starts with the first ranks."""
+    """A thread that looks after all ranks of this process, twice a second. It starts with the first ranks.
 
-    def __init__(self) -> None:
+    Args:
+        inherited: in a forked child: the ranks of its parents.
+    """
+
+    def __init__(self, inherited: Sequence[RankGroup] = ()) -> None:
+        self.inherited = inherited
         self._ranks_of: tuple[Callable[[], RankGroup | None], ...] = ()
         self._wake = threading.Event()
         self._is_over = False
@@ -358,14 +363,18 @@ atexit.register(lambda: _watchdog.end())
 
 
 def _after_fork_in_child() -> None:
-    """A forked child has no watchdog. It must not use its parent's connections, and its error is not the rank's."""
+    """A forked child has no watchdog. It must not use its parent's connections, and its error is not the rank's.
+
+    It keeps its parent's ranks for ever: they have mapped memory, which the child does not have, and must not unmap.
+    """
     global _watchdog
-    for ranks in _watchdog.ranks():
+    inherited = (*_watchdog.inherited, *_watchdog.ranks())
+    for ranks in inherited:
         ranks.recorder.log.failure = (
             f"this process was forked from rank {ranks.rank} and has no connection to other ranks: start processes "
             "with the spawn method"
         )
-    _watchdog = _Watchdog()
+    _watchdog = _Watchdog(inherited)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

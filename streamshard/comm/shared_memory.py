@@ -6,7 +6,8 @@ counters in the file say how far each rank is ([Note: counters]). NCCL does the 
 Through gloo's sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
 
 A forked child does not get the mapping (MADV_DONTFORK), because it must not write to memory that other ranks read. A
-child that reads weights there ends with a segmentation fault.
+child that reads weights there ends with a segmentation fault. It never frees the inherited objects, which would unmap
+other memory: its watchdog keeps the ranks (`streamshard.comm.ranks`).
 
 [Note: counters]
 Each rank has four counters, which only it increments:
@@ -48,7 +49,6 @@ from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction, sum_in_rank_order
 from streamshard.config import SHARED_MEMORY, ReductionMode
-from streamshard.errors import StateError
 
 _ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program order: counters rely on it
 _ALIGNMENT = 64  # bytes; buffers start at cache lines
@@ -106,7 +106,6 @@ class SharedBuffers:
         self.gone = self._words(1)
         self.written = self._words(units)
         self.start = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
-        _mapped.add(self)
 
     def has_died(self) -> bool:
         """Whether the rank's process has ended."""
@@ -131,12 +130,6 @@ class SharedBuffers:
     def _words(self, count: int) -> memoryview:
         start, self._used = self._used, self._used + _WORD_BYTES * count
         return memoryview(self._memory)[start : self._used].cast("q")
-
-
-_mapped: weakref.WeakSet[SharedBuffers] = weakref.WeakSet()
-_kept: list[SharedBuffers] = []  # in a forked child: freeing the inherited objects would unmap other memory
-
-os.register_at_fork(after_in_child=lambda: _kept.extend(_mapped))
 
 
 def share_memory(ranks: RankGroup, nbytes: int, units: int) -> list[SharedBuffers] | None:
@@ -231,8 +224,6 @@ class SharedMemoryTransport(PairwiseTransport):
     def _everywhere(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that lie in each rank's memory where `tensor` lies in this rank's, by rank."""
         offset = tensor.data_ptr() - self._own.start
-        if tensor.numel() and not self._own.holds(tensor):
-            raise StateError("a shard or slot", "in memory of this rank alone", "in shared memory")
         with torch.inference_mode(False):  # they are kept
             return [each.view(offset, tensor.numel(), tensor.dtype) for each in self._buffers]
 

@@ -66,14 +66,6 @@ class AllToAll(NamedTuple):
     received: torch.Tensor
     received_numels: Sequence[int]
 
-    def chunks(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The chunk for `rank`, and the chunk from `rank`."""
-        sent, received = sum(self.send_numels[:rank]), sum(self.received_numels[:rank])
-        return (
-            self.send.narrow(0, sent, self.send_numels[rank]),
-            self.received.narrow(0, received, self.received_numels[rank]),
-        )
-
 
 class Transport(abc.ABC):
     """Moves a unit's bytes between ranks.
