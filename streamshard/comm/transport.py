@@ -205,19 +205,13 @@ class AloneTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`."""
-        if slot.data_ptr() != shard.data_ptr():
-            self._issue(None, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-            with self.streams.on(self.stream), torch.no_grad():
-                slot.copy_(shard)
+        self._copy(Collective.ALL_GATHER, tag, shard, slot)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`."""
         slot, out, _, _, accumulate, tag = reduction
-        if slot.data_ptr() != out.data_ptr():
-            self._issue(None, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
-            with self.streams.on(self.stream), torch.no_grad():
-                out.add_(slot) if accumulate else out.copy_(slot)
+        self._copy(Collective.REDUCE_SCATTER, tag, slot, out, accumulate=accumulate)
         return None
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
@@ -226,10 +220,22 @@ class AloneTransport(Transport):
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`."""
-        self._issue(None, Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,))
-        with self.streams.on(self.stream), torch.no_grad():
-            exchange.received.copy_(exchange.send)
+        self._copy(Collective.ALL_TO_ALL, None, exchange.send, exchange.received)
         return None
+
+    def _copy(
+        self,
+        collective: Collective,
+        tag: int | None,
+        source: torch.Tensor,
+        to: torch.Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        if to.data_ptr() != source.data_ptr():
+            self._issue(None, collective, tag, reads=(source,), writes=(to,))
+            with self.streams.on(self.stream), torch.no_grad():
+                to.add_(source) if accumulate else to.copy_(source)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """No scratch."""
