@@ -173,13 +173,7 @@ class Transport(abc.ABC):
         """Advance pending collectives without waiting. Called with every gradient."""
 
     def _issue(
-        self,
-        kind: RecordKind | None,
-        collective: Collective,
-        tag: int | None,
-        *,
-        reads: _Tensors = (),
-        writes: _Tensors,
+        self, kind: RecordKind | None, what: Collective, tag: int | None, *, reads: _Tensors = (), writes: _Tensors
     ) -> None:
         """Log a collective, and tell the observers. For the other arguments see `Observer.on_collective`.
 
@@ -189,7 +183,7 @@ class Transport(abc.ABC):
         if kind is not None:
             self.recorder.log.add(kind, tag or 0)
         for observer in self.streams.observers:
-            observer.on_collective(self.stream, collective, tag, reads, writes)
+            observer.on_collective(self.stream, what, tag, reads, writes)
 
     def before_talk(self) -> None:  # noqa: B027  # only the adversary has something to do
         """Called before ranks communicate without this transport."""
@@ -205,13 +199,13 @@ class AloneTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`."""
-        self._copy(Collective.ALL_GATHER, tag, shard, slot)
+        self._move(Collective.ALL_GATHER, tag, shard, slot, add=False)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`."""
         slot, out, _, _, accumulate, tag = reduction
-        self._copy(Collective.REDUCE_SCATTER, tag, slot, out, accumulate=accumulate)
+        self._move(Collective.REDUCE_SCATTER, tag, slot, out, add=accumulate)
         return None
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
@@ -220,22 +214,14 @@ class AloneTransport(Transport):
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`."""
-        self._copy(Collective.ALL_TO_ALL, None, exchange.send, exchange.received)
+        self._move(Collective.ALL_TO_ALL, None, exchange.send, exchange.received, add=False)
         return None
 
-    def _copy(
-        self,
-        collective: Collective,
-        tag: int | None,
-        source: torch.Tensor,
-        to: torch.Tensor,
-        *,
-        accumulate: bool = False,
-    ) -> None:
+    def _move(self, what: Collective, tag: int | None, source: torch.Tensor, to: torch.Tensor, *, add: bool) -> None:
         if to.data_ptr() != source.data_ptr():
-            self._issue(None, collective, tag, reads=(source,), writes=(to,))
+            self._issue(None, what, tag, reads=(source,), writes=(to,))
             with self.streams.on(self.stream), torch.no_grad():
-                to.add_(source) if accumulate else to.copy_(source)
+                to.add_(source) if add else to.copy_(source)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """No scratch."""
