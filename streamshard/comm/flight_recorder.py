@@ -1,9 +1,9 @@
 """Compares the logs of what ranks issue: names the rank that hangs, fails or differs.
 
 All ranks issue the same collectives in the same order. If they do not, each rank waits for a message that never comes.
-So each rank logs the collectives that it issues (`IssueLog`). A `FlightRecorder` publishes the logs,
-and the first failure, in the store of the process group. A rank publishes its log only while it waits or idles, so
-training sends nothing.
+So each rank logs the collectives that it issues (`IssueLog`). A `FlightRecorder` publishes the logs, and the first
+failure, in the store of the process group. A rank publishes its log only while it waits or idles, so training sends
+nothing.
 
 The watchdog, a thread (`streamshard.comm.ranks`), looks twice a second whether this rank waits:
 
