@@ -155,6 +155,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/ranks": [
         ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
         ("_after_fork_in_child", Drop("_watchdog = _Watchdog(inherited)"), "flight_recorder:forked"),
+        ("_after_fork_in_child", Swap("_Watchdog(inherited)", "_Watchdog()"), "shared_memory:forked"),
+        ("_after_fork_in_child", Swap("*_watchdog.inherited", "*()"), "shared_memory:forked"),
     ],
     "comm/flight_recorder": [
         ("FlightRecorder._show_if_idle", Drop("elif self._shown is not None"), "flight_recorder:takes_it_back"),
@@ -175,6 +177,16 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("NcclTransport.start_reduce", Swap("  out.mul_(", f"  {_ON_COMPUTE} out.mul_("), _STREAMS),
         ("NcclTransport.start_reduce", Drop("if before > 1:"), "transport"),
         ("NcclTransport.start_reduce", Swap(" and not accumulate:", ":"), "transport"),
+    ],
+    "comm/shared_memory": [
+        ("SharedMemoryTransport.read", Drop("if for_all:"), "shared_memory"),
+        ("SharedMemoryTransport.read", Drop("self._await(Counter.PUBLISHED"), "shared_memory invariants matrix"),
+        ("SharedMemoryTransport.sum", Drop("for each in self._buffers"), "shared_memory:mixed"),
+        (
+            "SharedMemoryTransport.progress",
+            Swap(" or each.written[place] != written[place]", ""),
+            "shared_memory:mixed",
+        ),
     ],
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),

@@ -65,9 +65,7 @@ class PairwiseTransport(Transport):
         """See `Transport.start_all_to_all`."""
         send, send_numels, received, received_numels = exchange
         self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
-        work = dist.all_to_all_single(
-            received, send, list(received_numels), list(send_numels), group=self.group, async_op=True
-        )
+        work = dist.all_to_all_single(received, send, received_numels, send_numels, group=self.group, async_op=True)
         return Exchange(None, [work], self.group)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:

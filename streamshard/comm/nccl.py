@@ -104,7 +104,7 @@ class NcclTransport(Transport):
         send, send_numels, received, received_numels = exchange
         self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
         with self.streams.on(self.stream):
-            dist.all_to_all_single(received, send, list(received_numels), list(send_numels), group=self.group)
+            dist.all_to_all_single(received, send, received_numels, send_numels, group=self.group)
         return None
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:

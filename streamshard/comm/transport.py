@@ -62,9 +62,9 @@ class AllToAll(NamedTuple):
     """
 
     send: torch.Tensor
-    send_numels: Sequence[int]
+    send_numels: list[int]
     received: torch.Tensor
-    received_numels: Sequence[int]
+    received_numels: list[int]
 
 
 class Transport(abc.ABC):
