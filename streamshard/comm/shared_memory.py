@@ -54,7 +54,8 @@ _ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program
 _ALIGNMENT = 64  # bytes; buffers start at cache lines
 _WORD_BYTES = 8
 _YIELDS = 200  # polls before the first sleep between polls
-_LONGEST_SLEEP_S = 1e-3  # looks for ranks that are gone come after sleeps of this length
+_LONGEST_SLEEP_S = 1e-3
+_LOOKS_BETWEEN_CHECKS = 64  # polls, about 60 ms, between checks whether a missing rank is gone
 
 
 class Counter(enum.IntEnum):
@@ -334,11 +335,10 @@ class SharedMemoryTransport(PairwiseTransport):
                 os.sched_yield()
                 continue
             time.sleep(sleep_s)
-            if sleep_s < _LONGEST_SLEEP_S:
-                sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
-                continue
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
             deadline = deadline or time.monotonic() + self._timeout_s
-            self._refuse(counter, count, missing, is_late=time.monotonic() > deadline)
+            if looks % _LOOKS_BETWEEN_CHECKS == 0:
+                self._refuse(counter, count, missing, is_late=time.monotonic() > deadline)
 
     def _refuse(self, counter: Counter, count: int, missing: Sequence[int], *, is_late: bool) -> None:
         """Raise if the counters of `missing` ranks will not reach `count`.
