@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,7 +79,7 @@ class AdversarialTransport(Transport):
     ) -> Work | None:
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
         if is_published:
-            self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+            self._issue(None, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
             with self.streams.on(self.stream):
                 _spoil(slot, keep=shard)
         return self._start_gather(lambda: self.inner.start_gather(shard, slot, tag, is_published=is_published))
@@ -89,7 +89,7 @@ class AdversarialTransport(Transport):
 
         def start() -> Work | None:
             work = gather()
-            readers.append(self.inner.readers(work))
+            readers.extend(self.inner.readers((work,)))
             return work
 
         late = self._start(start)
@@ -99,19 +99,19 @@ class AdversarialTransport(Transport):
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""
         written = (reduction.slot, reduction.scratch, reduction.out)
-        self._declare(Collective.REDUCE_SCATTER, reduction.tag, writes=written)
+        self._issue(None, Collective.REDUCE_SCATTER, reduction.tag, writes=written)
         return self._start(
             lambda: self.inner.start_reduce(reduction), lambda: _spoil(reduction.slot, keep=reduction.out)
         )
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""
-        self._declare(Collective.ALL_REDUCE, tag, writes=(tensor,))
+        self._issue(None, Collective.ALL_REDUCE, tag, writes=(tensor,))
         return self._start(lambda: self.inner.start_average(tensor, tag))
 
     def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_flags`. Until it is waited for `gathered` holds 255s."""
-        self._declare(Collective.ALL_GATHER, tag, reads=(flags,), writes=(gathered,))
+        self._issue(None, Collective.ALL_GATHER, tag, reads=(flags,), writes=(gathered,))
         with self.streams.on(self.stream):
             _spoil(gathered)
         return self._start_gather(lambda: self.inner.start_flags(flags, gathered, tag))
@@ -123,7 +123,7 @@ class AdversarialTransport(Transport):
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`. What is received holds NaN until then, what was sent afterwards."""
         written = (exchange.send, exchange.received)
-        self._declare(Collective.ALL_TO_ALL, None, writes=written)
+        self._issue(None, Collective.ALL_TO_ALL, None, writes=written)
         with self.streams.on(self.stream):
             _spoil(exchange.received)
         return self._start(lambda: self.inner.start_all_to_all(exchange), lambda: _spoil(exchange.send))
@@ -136,9 +136,9 @@ class AdversarialTransport(Transport):
         """See `Transport.allocate_visible`."""
         return self.inner.allocate_visible(numel, dtype)
 
-    def readers(self, work: Work | None) -> Work | None:
+    def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
-        return self._readers
+        return (self._readers,)
 
     def leave(self) -> None:
         """See `Transport.leave`."""

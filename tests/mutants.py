@@ -140,18 +140,21 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/export": [
         ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
     ],
+    "comm/communicator": [
+        ("Communicator._beside_compute", Drop("arrived.wait()"), _STREAMS),
+        ("Communicator._beside_compute", Drop("written.wait()"), _STREAMS),
+    ],
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),
         ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
         ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "groups:restart"),
         ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
     ],
-    "comm/issue_log": [
-        ("Guard.__exit__", Drop("self._log.waits.pop()"), "issue_log"),
-    ],
     "comm/ranks": [
         ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
-        ("_after_fork_in_child", Drop("_watchdog = _Watchdog()"), "flight_recorder:forked"),
+        ("_after_fork_in_child", Drop("_watchdog = _Watchdog(inherited)"), "flight_recorder:forked"),
+        ("_after_fork_in_child", Swap("_Watchdog(inherited)", "_Watchdog()"), "shared_memory:forked"),
+        ("_after_fork_in_child", Swap("*_watchdog.inherited", "*()"), "shared_memory:forked"),
     ],
     "comm/flight_recorder": [
         ("FlightRecorder._show_if_idle", Drop("elif self._shown is not None"), "flight_recorder:takes_it_back"),
@@ -173,9 +176,20 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("NcclTransport.start_reduce", Drop("if before > 1:"), "transport"),
         ("NcclTransport.start_reduce", Swap(" and not accumulate:", ":"), "transport"),
     ],
+    "comm/shared_memory": [
+        ("SharedMemoryTransport.read", Drop("if for_all:"), "shared_memory"),
+        ("SharedMemoryTransport.read", Drop("self._await(Counter.PUBLISHED"), "shared_memory invariants matrix"),
+        ("SharedMemoryTransport.sum", Drop("for each in self._buffers"), "shared_memory:mixed"),
+        (
+            "SharedMemoryTransport.progress",
+            Swap(" or each.written[place] != written[place]", ""),
+            "shared_memory:mixed",
+        ),
+    ],
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),
         ("Fence.wait", Swap("self.target)", "StreamName.COMPUTE)"), _STREAMS),
+        ("Guard.__exit__", Drop("self._log.waits.pop()"), "streams"),
         ("Streams.__init__", Swap("Stream(device, ", "Stream("), _STREAMS),
         ("Streams.__init__", Swap(", priority=-1", ""), _STREAMS),
         (
@@ -186,10 +200,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Streams.device_stream", Swap("current != address", "address is None"), _STREAMS),
         ("Streams.keep", Drop("buffer.record_stream(stream)"), _STREAMS),
         ("_OnStream.__init__", Swap("device_stream(name)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
-    ],
-    "comm/transport": [
-        ("Transport.gather_now", Drop("arrived.wait()"), _STREAMS),
-        ("Transport.gather_now", Drop("fence.wait()"), _STREAMS),
     ],
     "core/backward": [
         ("Backward._advance", Swap(" or self._waits_before(visit)", ""), "execution"),
@@ -241,7 +251,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.finish", Swap("unit.counts(param)", "param.unsharded.requires_grad"), "dial"),
     ],
     "core/replicas": [
-        ("Replicas.add", Drop("self._reduced.record(reduction)"), "replicas"),
+        ("Replicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
         ("Replicas.finish", Swap("averaged in", "_ in"), "replicas"),
         ("Replicas.finish_average", Swap("pop(unit.index).wait()", "pop(unit.index)"), "replicas"),
         ("Replicas.flush", Drop("self._reduced.wait()"), "replicas"),

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import ConfigError, Precision, StreamShard
-from streamshard.comm.issue_log import RecordKind
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective
 from tests.models import Stack

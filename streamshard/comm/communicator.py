@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import host_group_of
-from streamshard.comm.issue_log import Guard, RecordKind
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import StreamName, Streams
+from streamshard.comm.streams import Fence, Guard, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AloneTransport, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError
@@ -49,22 +53,10 @@ class Communicator(RankGroup):
             )
         shard_group = group if streams.has_streams else host_group_of(group)
         super().__init__(all_ranks or group, shard_group=shard_group, replica=replica, streams=streams, stream=stream)
-        self.transport = self._own_transport()
+        self.transport = _make_transport(self, "nccl" if streams.has_streams else "sockets")
         if self.world_size > 1:
             with self.guard("the first meeting of a process group's ranks"):
                 self.transport.meet()
-
-    def _own_transport(self) -> Transport:
-        """The transport for the device of `streams`. No other one is imported."""
-        if self.world_size == 1:
-            return AloneTransport(self)
-        if self.streams.has_streams:
-            from streamshard.comm.nccl import NcclTransport
-
-            return NcclTransport(self)
-        from streamshard.comm.gloo import PairwiseTransport
-
-        return PairwiseTransport(self)
 
     def share_memory(self, nbytes: int, units: int) -> None:
         """Switch to the shared-memory transport if all CPU ranks can map each other's memory. Collective.
@@ -73,7 +65,7 @@ class Communicator(RankGroup):
             nbytes: `Transport.allocate_visible` will allocate at most so much.
             units: the most reductions that can be under way.
         """
-        if not self.streams.has_streams and min(self.world_size, self.total_size) > 1:  # a plan has no other ranks
+        if not self.streams.has_streams and min(self.world_size, self.total_size) > 1:  # planned ranks do not exist
             from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 
             buffers = share_memory(self, nbytes, units)
@@ -85,10 +77,21 @@ class Communicator(RankGroup):
         """All ranks that train this model: on devices the user's own group, on CPUs StreamShard's."""
         return self.users_group if self.streams.has_streams else host_group_of(self.users_group)
 
+    def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
+        """All-gather outside of steps. On return the compute stream can use the result.
+
+        Args:
+            shard: [n] this rank's part, any dtype.
+            full: [N * n] receives the parts of all ranks of the shard group, same dtype.
+            tag: index of the flat parameter whose data these are.
+        """
+        with self.guard("a gather of full tensors"), self._beside_compute("full tensors") as works:
+            works.append(self.transport.start_gather(shard, full, tag, is_published=False))
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
         if self.total_size > 1:
-            with self.talk("a broadcast", RecordKind.BROADCAST), self.streams.beside_compute(self.stream, "a tensor"):
+            with self.talk("a broadcast", RecordKind.BROADCAST), self._blocking("a tensor"):
                 dist.broadcast(tensor, group=self.all_ranks, group_src=source)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, with_replicas: bool = False) -> None:
@@ -100,9 +103,34 @@ class Communicator(RankGroup):
             with_replicas: reduce over all replicas too.
         """
         if (self.total_size if with_replicas else self.world_size) > 1:
-            with self.talk("a sum over all ranks", RecordKind.SUM), self.streams.beside_compute(self.stream, "a sum"):
+            with self.talk("a sum over all ranks", RecordKind.SUM), self._blocking("a sum"):
                 group = self.all_ranks if with_replicas else self.group
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
+
+    @contextlib.contextmanager
+    def _beside_compute(self, what: str) -> Iterator[list[Work | None]]:
+        """Run a collective on this communicator's stream, not on the compute stream. The body may add pending works.
+
+        Collectives of one communicator on two streams can wait for each other (reported for ROCm,
+        pytorch/torchtitan#4064). First its stream waits for the compute stream (rule 5). Afterwards the compute stream
+        waits for it (rule 7).
+
+        Args:
+            what: the tensors that the collective reads and writes, for messages.
+        """
+        works: list[Work | None] = []
+        written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what, self.stream)
+        written.record()
+        written.wait()
+        with self.streams.on(self.stream):
+            yield works
+        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, self.stream, what)
+        arrived.record(*works)
+        arrived.wait()
+
+    def _blocking(self, what: str) -> AbstractContextManager[object]:
+        """Around a collective of torch's that blocks the host on CPUs. There no fence orders other works behind it."""
+        return self._beside_compute(what) if self.streams.has_streams else contextlib.nullcontext()
 
     def talk(self, action: str, kind: RecordKind) -> Guard:
         """See `RankGroup.talk`."""
@@ -113,3 +141,38 @@ class Communicator(RankGroup):
         """See `RankGroup.close`. Ends the transport's waits too."""
         self.transport.leave()
         super().close(users_too=users_too)
+
+
+class PlannedRanks(Communicator):
+    """Ranks that do not exist, for a plan. This is rank 0, whose buffers are on the meta device.
+
+    Args:
+        world_size: how many.
+        transport: what would connect them: "nccl" on GPUs, "sockets" between CPUs, "shared-memory" between the CPU
+            ranks of a machine.
+
+    Raises:
+        ConfigError: there is no such transport, or `world_size` is not positive.
+    """
+
+    def __init__(self, world_size: int, transport: str) -> None:
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError(f"world_size={world_size!r}: wanted a positive number of ranks")
+        if transport not in ("nccl", "sockets", "shared-memory"):
+            raise ConfigError(f"transport={transport!r}: wanted one of nccl, sockets, shared-memory")
+        RankGroup.__init__(self, streams=Streams(torch.device("meta")))
+        self.world_size = world_size
+        self.transport = _make_transport(self, transport)
+
+
+def _make_transport(ranks: RankGroup, kind: str) -> Transport:
+    """The transport of `kind` between `ranks`. Others are not imported. Planned ranks share no memory."""
+    if ranks.world_size == 1 or kind == "shared-memory":  # both need no scratch
+        return AloneTransport(ranks)
+    if kind == "nccl":
+        from streamshard.comm.nccl import NcclTransport
+
+        return NcclTransport(ranks)
+    from streamshard.comm.gloo import PairwiseTransport
+
+    return PairwiseTransport(ranks)

@@ -1,9 +1,9 @@
 """Compares the logs of what ranks issue: names the rank that hangs, fails or differs.
 
 All ranks issue the same collectives in the same order. If they do not, each rank waits for a message that never comes.
-So each rank logs the collectives that it issues (`streamshard.comm.issue_log`). A `FlightRecorder` publishes the logs,
-and the first failure, in the store of the process group. A rank publishes its log only while it waits or idles, so
-training sends nothing.
+So each rank logs the collectives that it issues (`IssueLog`). A `FlightRecorder` publishes the logs, and the first
+failure, in the store of the process group. A rank publishes its log only while it waits or idles, so training sends
+nothing.
 
 The watchdog, a thread (`streamshard.comm.ranks`), looks twice a second whether this rank waits:
 
@@ -21,6 +21,7 @@ watchdog reads and logs this failure: the other library's error would not tell i
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 import time
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from streamshard.comm.groups import connection_advice, log_store
-from streamshard.comm.issue_log import Entry, IssueLog, RecordKind
+from streamshard.comm.streams import Entry, IssueLog
 from streamshard.errors import line_reached, log
 from streamshard.torch_private import count_collectives
 
@@ -48,6 +49,28 @@ _ADVICE = (
     "those of an image tower, keep the module in place: StreamShard(model, resident=['visual']). Where inputs run out "
     "on some ranks first, use torch.distributed.algorithms.Join([model])"
 )
+
+
+class RecordKind(enum.IntEnum):
+    """What a log entry records. `words` say it in an error."""
+
+    words: str
+
+    def __new__(cls, words: str) -> RecordKind:
+        """A kind with the next number: logs hash numbers, which are the same in every process."""
+        kind = int.__new__(cls, len(cls.__members__))
+        kind._value_, kind.words = int(kind), words
+        return kind
+
+    FORWARD = "begins a forward"
+    GATHER = "gathers {unit}"
+    GATHER_FULL = "collects weights or optimizer state of {unit} (full_state_dict, summon_full_params)"
+    REDUCE = "reduces the gradients of {unit}"
+    AVERAGE = "averages over replicas"
+    BROADCAST = "sends or receives a tensor of rank 0"
+    SUM = "sums over all ranks (a norm, a check)"
+    MEETING = "exchanges objects (set-up, an agreement in a forward, save_checkpoint, load_checkpoint, an export)"
+    ALL_TO_ALL = "exchanges parameters with their owners (a step of WholeParameterOptimizer)"
 
 
 class Shown(NamedTuple):

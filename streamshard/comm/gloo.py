@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import state_of
-from streamshard.comm.issue_log import RecordKind
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
@@ -17,7 +17,6 @@ from streamshard.config import ReductionMode
 # One tag each for a unit's all-gathers, its reductions, and gathers of full tensors. gloo ends the process if a message
 # is longer than the buffer of its receiver, so these messages must not be mixed up.
 _TAGS_PER_UNIT = 3
-_ALL_TO_ALL_TAG = 1 << 30  # higher than the tags of all units
 
 
 class PairwiseTransport(Transport):
@@ -29,59 +28,55 @@ class PairwiseTransport(Transport):
         """See `Transport.start_gather`. Other ranks' shards arrive in the slot; this rank copies its own."""
         kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        chunks = slot.view(self.ranks.world_size, -1)
+        chunks = slot.view(self.world_size, -1)
         received = [chunks[peer] for peer in self._peers()]
         messages = self._swap([shard] * len(received), received, tag * _TAGS_PER_UNIT + (0 if is_published else 2))
-        if chunks[self.ranks.rank].data_ptr() != shard.data_ptr():
+        if chunks[self.rank].data_ptr() != shard.data_ptr():
             with self.streams.on(self.stream):
-                chunks[self.ranks.rank].copy_(shard)
-        return Exchange(None, messages, self.ranks.group)
+                chunks[self.rank].copy_(shard)
+        return Exchange(None, messages, self.group)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The first wait sums, in all modes in fp32 and in rank order."""
         slot, out, scratch, _, accumulate, tag = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out))
-        rank, chunks = self.ranks.rank, slot.view(self.ranks.world_size, -1).unbind()
-        received = scratch.view(self.ranks.world_size - 1, -1).unbind()
+        rank, chunks = self.rank, slot.view(self.world_size, -1).unbind()
+        received = scratch.view(self.world_size - 1, -1).unbind()
         messages = self._swap([*chunks[:rank], *chunks[rank + 1 :]], received, tag * _TAGS_PER_UNIT + 1)
 
         def sum_all() -> None:
             with self.streams.on(self.stream):
                 sum_in_rank_order([*received[:rank], chunks[rank], *received[rank:]], out, accumulate=accumulate)
 
-        return Exchange(sum_all, messages, self.ranks.group)
+        return Exchange(sum_all, messages, self.group)
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`. gloo sums; the first wait divides."""
         self._issue(RecordKind.AVERAGE, Collective.ALL_REDUCE, tag, writes=(tensor,))
-        work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
 
         def divide() -> None:
             with self.streams.on(self.stream), torch.no_grad():
-                tensor.div_(self.ranks.world_size)
+                tensor.div_(self.world_size)
 
-        return Exchange(divide, [work], self.ranks.group)
+        return Exchange(divide, [work], self.group)
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
-        """See `Transport.start_all_to_all`. All use one tag: gloo keeps the order of messages with the same tag."""
-        reads, writes = (exchange.send,), (exchange.received,)
-        self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=reads, writes=writes)
-        pairs = [exchange.chunks(peer) for peer in self._peers()]
-        messages = self._swap([sent for sent, _ in pairs], [received for _, received in pairs], _ALL_TO_ALL_TAG)
-        with self.streams.on(self.stream), torch.no_grad():
-            sent, received = exchange.chunks(self.ranks.rank)
-            received.copy_(sent)
-        return Exchange(None, messages, self.ranks.group)
+        """See `Transport.start_all_to_all`."""
+        send, send_numels, received, received_numels = exchange
+        self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
+        work = dist.all_to_all_single(received, send, received_numels, send_numels, group=self.group, async_op=True)
+        return Exchange(None, [work], self.group)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """One chunk from every other rank, which arrive before the sum."""
-        return shard_numel * (self.ranks.world_size - 1)
+        return shard_numel * (self.world_size - 1)
 
     def _swap(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], message_tag: int
     ) -> list[dist.Work]:
         """Start to exchange tensors with the other ranks, in rank order. Empty ones are not sent."""
-        group, messages = self.ranks.group, []
+        group, messages = self.group, []
         for peer, mine, theirs in zip(self._peers(), sent, received, strict=True):
             if mine.numel():
                 messages.append(group.send([mine], peer, message_tag))
@@ -91,7 +86,7 @@ class PairwiseTransport(Transport):
 
     def _peers(self) -> list[int]:
         """The other ranks, in rank order."""
-        return [peer for peer in range(self.ranks.world_size) if peer != self.ranks.rank]
+        return [peer for peer in range(self.world_size) if peer != self.rank]
 
 
 @dataclasses.dataclass(eq=False)

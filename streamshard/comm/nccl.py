@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.issue_log import RecordKind
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import Precision, ReductionMode
@@ -36,7 +36,7 @@ class NcclTransport(Transport):
     def meet(self) -> None:
         """See `Transport.meet`. NCCL connects in its first collective, which takes seconds with many ranks."""
         with self.streams.on(self.stream):
-            dist.all_reduce(torch.zeros(1, device=self.streams.device), group=self.ranks.group)
+            dist.all_reduce(torch.zeros(1, device=self.streams.device), group=self.group)
 
     def start_gather(
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
@@ -45,25 +45,25 @@ class NcclTransport(Transport):
         kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
-            _all_gather_single(slot, shard, group=self.ranks.group)
+            _all_gather_single(slot, shard, group=self.group)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`, and [Note: sums]."""
         slot, out, scratch, mode, accumulate, tag = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
-        size = self.ranks.world_size
+        size = self.world_size
         with self.streams.on(self.stream), torch.no_grad():
             if mode is ReductionMode.EXCHANGE_16:
                 self._exchange(slot, out, scratch, accumulate=accumulate)
             elif mode is ReductionMode.FP32 and not accumulate:
-                _reduce_scatter_single(out, slot, op=dist.ReduceOp.SUM, group=self.ranks.group)
+                _reduce_scatter_single(out, slot, op=dist.ReduceOp.SUM, group=self.group)
                 out.mul_(1.0 / size)
             else:  # the sum is added to main grads, or converted to fp32
                 before = _share_before(size) if slot.dtype is torch.float16 else 1
                 if before > 1:
                     slot.mul_(1.0 / before)
-                _reduce_scatter_single(scratch, slot, op=dist.ReduceOp.SUM, group=self.ranks.group)
+                _reduce_scatter_single(scratch, slot, op=dist.ReduceOp.SUM, group=self.group)
                 if accumulate:
                     out.add_(scratch, alpha=before / size)
                 else:
@@ -71,9 +71,9 @@ class NcclTransport(Transport):
         return None
 
     def _exchange(self, slot: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, *, accumulate: bool) -> None:
-        size = self.ranks.world_size
+        size = self.world_size
         widened, received = scratch.split([scratch.numel() - slot.numel(), slot.numel()])
-        dist.all_to_all_single(received, slot, group=self.ranks.group)
+        dist.all_to_all_single(received, slot, group=self.group)
         total = widened.view(torch.float32) if accumulate else out
         # One kernel, which converts to fp32 as it loads. Chunks of all ranks, this one's too, are in rank order.
         torch.sum(received.view(size, -1), 0, dtype=torch.float32, out=total)
@@ -83,8 +83,8 @@ class NcclTransport(Transport):
         """See `Transport.start_average`."""
         self._issue(RecordKind.AVERAGE, Collective.ALL_REDUCE, tag, writes=(tensor,))
         with self.streams.on(self.stream):
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.ranks.group)
-            tensor.mul_(1.0 / self.ranks.world_size)
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
+            tensor.mul_(1.0 / self.world_size)
         return None
 
     def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
@@ -92,7 +92,7 @@ class NcclTransport(Transport):
         self._issue(RecordKind.GATHER, Collective.ALL_REDUCE, tag, reads=(flags,), writes=(gathered,))
         with self.streams.on(self.stream):
             gathered.copy_(flags)
-            dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self.ranks.group)
+            dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self.group)
         return None
 
     def flags_numel(self, count: int) -> int:
@@ -104,20 +104,20 @@ class NcclTransport(Transport):
         send, send_numels, received, received_numels = exchange
         self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
         with self.streams.on(self.stream):
-            dist.all_to_all_single(received, send, list(received_numels), list(send_numels), group=self.ranks.group)
+            dist.all_to_all_single(received, send, received_numels, send_numels, group=self.group)
         return None
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """`EXCHANGE_16`: a chunk from each rank, and an fp32 sum. Else one shard for the sum."""
         match mode:
             case ReductionMode.EXCHANGE_16:
-                return shard_numel * (self.ranks.world_size + 2)
+                return shard_numel * (self.world_size + 2)
             case ReductionMode.FP32 | ReductionMode.SUM_16:
                 return shard_numel
 
     def check_precision(self, precision: Precision) -> None:
         """See `Transport.check_precision`, and [Note: sums in 16 bits]."""
-        dtype, size = precision.slot_grad_dtype, self.ranks.world_size
+        dtype, size = precision.slot_grad_dtype, self.world_size
         if precision.reduction_mode is ReductionMode.SUM_16 and size > (most := int(2 / torch.finfo(dtype).eps)):
             raise ConfigError(
                 f"reduce_dtype={dtype} on {size} ranks: a sum of more than {most} equal gradients stops growing in "

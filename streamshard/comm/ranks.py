@@ -21,17 +21,16 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from streamshard.comm import flight_recorder
-from streamshard.comm.flight_recorder import FlightRecorder
+from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
 from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, weak
-from streamshard.comm.issue_log import Guard, RecordKind
-from streamshard.comm.streams import StreamName, Streams
+from streamshard.comm.streams import Guard, StreamName, Streams
 from streamshard.errors import (
     CheckpointError,
     CommunicationError,
@@ -69,6 +68,7 @@ class RankGroup:
         total_rank: this rank's number in all replicas, of `total_size`.
         is_first: whether `total_rank` is 0. The first rank does work for all, such as making a directory.
         replica, streams, stream: see above.
+        group_of: returns the process group of the ranks that share one replica; None once it was destroyed.
         recorder: the logs of all ranks, this rank's waits, and the first failure.
     """
 
@@ -90,7 +90,7 @@ class RankGroup:
         self.replica = replica
         self.streams = streams or Streams(torch.device("cpu"))
         self.stream = stream
-        self._group_of, self._users_group_of = weak(shard_group), weak(group)
+        self.group_of, self._users_group_of = weak(shard_group), weak(group)
         self._meeting = meeting
         self._timeout = timeout
         self.recorder = FlightRecorder(group, has_streams=self.streams.has_streams)
@@ -109,7 +109,7 @@ class RankGroup:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that share one replica. Raises as `users_group` does."""
-        return alive(self._group_of)
+        return alive(self.group_of)
 
     def guard(self, action: str, subject: str = "") -> Guard:
         """A context around collectives, and around waits for them. See `Guard`."""
@@ -245,7 +245,7 @@ class RankGroup:
 
     def close(self, *, users_too: bool = False) -> None:
         """Close StreamShard's own groups; with `users_too` the user's group as well."""
-        groups = [group for of in (self._group_of, self._users_group_of) if (group := of()) is not None]
+        groups = [group for of in (self.group_of, self._users_group_of) if (group := of()) is not None]
         close_connections(*groups, users_too=users_too)
 
 
@@ -303,9 +303,14 @@ def raise_if(error: Exception | None) -> None:
 
 
 class _Watchdog:
-    """A thread that looks after all ranks of this process, twice a second. It starts with the first ranks."""
+    """A thread that looks after all ranks of this process, twice a second. It starts with the first ranks.
 
-    def __init__(self) -> None:
+    Args:
+        inherited: in a forked child: the ranks of its parents.
+    """
+
+    def __init__(self, inherited: Sequence[RankGroup] = ()) -> None:
+        self.inherited = inherited
         self._ranks_of: tuple[Callable[[], RankGroup | None], ...] = ()
         self._wake = threading.Event()
         self._is_over = False
@@ -358,14 +363,18 @@ atexit.register(lambda: _watchdog.end())
 
 
 def _after_fork_in_child() -> None:
-    """A forked child has no watchdog. It must not use its parent's connections, and its error is not the rank's."""
+    """A forked child has no watchdog. It must not use its parent's connections, and its error is not the rank's.
+
+    It keeps its parent's ranks for ever: they have mapped memory, which the child does not have, and must not unmap.
+    """
     global _watchdog
-    for ranks in _watchdog.ranks():
+    inherited = (*_watchdog.inherited, *_watchdog.ranks())
+    for ranks in inherited:
         ranks.recorder.log.failure = (
             f"this process was forked from rank {ranks.rank} and has no connection to other ranks: start processes "
             "with the spawn method"
         )
-    _watchdog = _Watchdog()
+    _watchdog = _Watchdog(inherited)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -6,7 +6,8 @@ counters in the file say how far each rank is ([Note: counters]). NCCL does the 
 Through gloo's sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
 
 A forked child does not get the mapping (MADV_DONTFORK), because it must not write to memory that other ranks read. A
-child that reads weights there ends with a segmentation fault.
+child that reads weights there ends with a segmentation fault. It never frees the inherited objects, which would unmap
+other memory: its watchdog keeps the ranks (`streamshard.comm.ranks`).
 
 [Note: counters]
 Each rank has four counters, which only it increments:
@@ -41,20 +42,20 @@ from typing import NamedTuple
 
 import torch
 
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import timeout_of
-from streamshard.comm.issue_log import RecordKind
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction, sum_in_rank_order
 from streamshard.config import SHARED_MEMORY, ReductionMode
-from streamshard.errors import StateError
 
 _ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program order: counters rely on it
 _ALIGNMENT = 64  # bytes; buffers start at cache lines
 _WORD_BYTES = 8
 _YIELDS = 200  # polls before the first sleep between polls
 _LONGEST_SLEEP_S = 1e-3
+_LOOKS_BETWEEN_CHECKS = 64  # polls, about 60 ms, between checks whether a missing rank is gone
 
 
 class Counter(enum.IntEnum):
@@ -89,6 +90,7 @@ class SharedBuffers:
         process: a descriptor (pidfd) of the rank's process, which this object owns.
 
     Attributes:
+        start: address of the memory in this process.
         counters: [4], by `Counter`.
         gone: [1], 1 when the rank has failed and its counters will not change any more.
         written: [units], digest of the log at the last reductions; reduction n is at n modulo units.
@@ -104,8 +106,7 @@ class SharedBuffers:
         self.counters = self._words(len(Counter))
         self.gone = self._words(1)
         self.written = self._words(units)
-        self._start = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
-        _mapped.add(self)
+        self.start = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
 
     def has_died(self) -> bool:
         """Whether the rank's process has ended."""
@@ -123,20 +124,13 @@ class SharedBuffers:
         self._used = offset + numel * dtype.itemsize
         return self.view(offset, numel, dtype)
 
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """The byte offset of `tensor` in this memory; None if it lies elsewhere."""
-        offset = tensor.data_ptr() - self._start
-        return offset if 0 < offset < self._used else None
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in a buffer of this memory."""
+        return self.start < tensor.data_ptr() < self.start + self._used
 
     def _words(self, count: int) -> memoryview:
         start, self._used = self._used, self._used + _WORD_BYTES * count
         return memoryview(self._memory)[start : self._used].cast("q")
-
-
-_mapped: weakref.WeakSet[SharedBuffers] = weakref.WeakSet()
-_kept: list[SharedBuffers] = []  # in a forked child: freeing the inherited objects would unmap other memory
-
-os.register_at_fork(after_in_child=lambda: _kept.extend(_mapped))
 
 
 def share_memory(ranks: RankGroup, nbytes: int, units: int) -> list[SharedBuffers] | None:
@@ -187,14 +181,15 @@ def _system() -> str:
 
 
 class _Until(NamedTuple):
-    """Work that ends when ``action(number)`` returns. See `streamshard.comm.streams.Work`."""
+    """Work that ends when ``action(number, for_all)`` returns. See `streamshard.comm.streams.Work`."""
 
-    action: Callable[[int], None]
+    action: Callable[[int, bool], None]
     number: int
+    for_all: bool
 
     def wait(self) -> None:
         """Block the calling thread until then."""
-        self.action(self.number)
+        self.action(self.number, self.for_all)
 
 
 class SharedMemoryTransport(PairwiseTransport):
@@ -210,8 +205,13 @@ class SharedMemoryTransport(PairwiseTransport):
         self._buffers = buffers
         self._own = buffers[ranks.rank]
         self._timeout_s = timeout_of(ranks.group).total_seconds()
-        self._gathers: deque[tuple[torch.Tensor, torch.Tensor]] = deque()  # shard and slot, not copied yet
-        self._started: deque[Reduction] = deque()  # not summed yet
+        self._on_stream = self.streams.on(self.stream)
+        # The copies of an all-gather by its shard and slot, and every rank's chunk of a grad slot: all gathers and
+        # reductions of a flat parameter use the same.
+        self._copies: dict[tuple[object, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._chunks: dict[tuple[object, ...], list[torch.Tensor]] = {}
+        self._gathers: deque[list[tuple[torch.Tensor, torch.Tensor]]] = deque()  # not copied yet: to, from
+        self._started: deque[tuple[list[torch.Tensor], torch.Tensor, bool]] = deque()  # not summed yet
         weakref.finalize(self, _leave, self._own.gone, os.getpid())
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -222,100 +222,106 @@ class SharedMemoryTransport(PairwiseTransport):
         """No scratch: chunks are read in place, not received."""
         return 0
 
+    def _everywhere(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that lie in each rank's memory where `tensor` lies in this rank's, by rank."""
+        offset = tensor.data_ptr() - self._own.start
+        with torch.inference_mode(False):  # they are kept
+            return [each.view(offset, tensor.numel(), tensor.dtype) for each in self._buffers]
+
     # -- all-gathers ------------------------------------------------------------------------------------------------
 
     def start_gather(
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then."""
-        if not is_published or self._own.offset_of(shard) is None:  # send it through gloo
-            return super().start_gather(shard, slot, tag, is_published=is_published)
+        key = shard.data_ptr(), slot.data_ptr(), shard.numel(), shard.dtype
+        copies = self._copies.get(key)
+        if copies is None or not is_published:
+            if not is_published or not self._own.holds(shard):  # send it through gloo
+                return super().start_gather(shard, slot, tag, is_published=is_published)
+            copies = self._copies[key] = self._plan_copies(shard, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        self._gathers.append((shard, slot))
-        return _Until(self.read, self._advance(Counter.PUBLISHED))
+        self._gathers.append(copies)
+        count = self._own.counters[Counter.PUBLISHED] + 1
+        self._own.counters[Counter.PUBLISHED] = count
+        return _Until(self.read, count, False)
 
-    def readers(self, work: Work | None) -> Work | None:
+    def _plan_copies(self, shard: torch.Tensor, slot: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The copies, each to and from, that put every rank's `shard` in its chunk of `slot`."""
+        with torch.inference_mode(False):
+            chunks = slot.view(self.world_size, -1).unbind()
+            # A slot with one unit holds the all-gather input itself: each rank's is the rank's own chunk of its slot.
+            if chunks[self.rank].data_ptr() != shard.data_ptr():
+                return list(zip(chunks, self._everywhere(shard), strict=True))
+            sources = [each.view(self.world_size, -1)[peer] for peer, each in enumerate(self._everywhere(slot))]
+            pairs = list(zip(chunks, sources, strict=True))
+            return pairs[: self.rank] + pairs[self.rank + 1 :]
+
+    def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
-        return _Until(self.read_by_all, self._own.counters[Counter.PUBLISHED]) if work is not None else None
+        return (_Until(self.read, self._own.counters[Counter.PUBLISHED], True),)
 
-    def read(self, count: int) -> None:
-        """Copy all-gathers in their order, until this rank has copied `count`."""
-        while (number := self._own.counters[Counter.READ]) < count:
+    def read(self, count: int, for_all: bool) -> None:
+        """Copy all-gathers in their order, until this rank has copied `count`; `for_all`: until all ranks have."""
+        own = self._own.counters
+        while (number := own[Counter.READ]) < count:
             self._await(Counter.PUBLISHED, number + 1)
-            self._copy(*self._gathers.popleft())
-            self._advance(Counter.READ)
-
-    def read_by_all(self, count: int) -> None:
-        """Return once all ranks have copied `count` all-gathers."""
-        self.read(count)
-        self._await(Counter.READ, count)
-
-    def _copy(self, shard: torch.Tensor, slot: torch.Tensor) -> None:
-        rank, chunks = self.ranks.rank, slot.view(self.ranks.world_size, -1)
-        # A slot with one unit holds the all-gather input itself: each rank's is the rank's own chunk of its slot.
-        step = shard.nbytes if chunks[rank].data_ptr() == shard.data_ptr() else 0
-        start = self._offset_of(shard) - rank * step
-        with self.streams.on(self.stream), torch.no_grad():
-            for peer, buffers in enumerate(self._buffers):
-                if peer != rank or not step:
-                    chunks[peer].copy_(buffers.view(start + peer * step, shard.numel(), shard.dtype))
+            with self._on_stream, torch.no_grad():
+                for chunk, source in self._gathers.popleft():
+                    chunk.copy_(source)
+            own[Counter.READ] = number + 1
+        if for_all:
+            self._await(Counter.READ, count)
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. Sums in all modes in fp32 and in rank order, once all ranks have started it."""
-        reads, writes = (reduction.slot,), (reduction.out,)
-        self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, reduction.tag, reads=reads, writes=writes)
-        self._started.append(reduction)
-        written = self._own.written
-        written[self._own.counters[Counter.WRITTEN] % len(written)] = self.ranks.recorder.log.digest
-        return _Until(self.sum, self._advance(Counter.WRITTEN))
+        slot, out, _, _, accumulate, tag = reduction
+        self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
+        key = slot.data_ptr(), slot.numel(), slot.dtype
+        chunks = self._chunks.get(key)
+        if chunks is None:
+            chunks = [each.view(self.world_size, -1)[self.rank] for each in self._everywhere(slot)]
+            self._chunks[key] = chunks
+        self._started.append((chunks, out, accumulate))
+        own, number = self._own, self._own.counters[Counter.WRITTEN]
+        own.written[number % len(own.written)] = self.recorder.log.digest
+        own.counters[Counter.WRITTEN] = number + 1
+        return _Until(self.sum, number + 1, True)
 
     def progress(self) -> None:
         """See `Transport.progress`. Takes the sums for which all ranks have written, so that no rank waits later."""
         while self._started:
-            number = self._own.counters[Counter.SUMMED] + 1
-            if any(buffers.counters[Counter.WRITTEN] < number for buffers in self._buffers):
-                return
-            with self.ranks.guard("a reduction"):
-                self.sum(number, for_all=False)
+            number, written = self._own.counters[Counter.SUMMED], self._own.written
+            place = number % len(written)
+            if any(
+                each.counters[Counter.WRITTEN] <= number or each.written[place] != written[place]
+                for each in self._buffers
+            ):
+                return  # if ranks differ, the wait raises, in its guard
+            self.sum(number + 1, False)
 
-    def sum(self, count: int, *, for_all: bool = True) -> None:
+    def sum(self, count: int, for_all: bool) -> None:
         """Sum reductions in their order, until this rank has summed `count`; `for_all`: until all ranks have."""
-        own, rank = self._own.counters, self.ranks.rank
+        own, written = self._own.counters, self._own.written
         while (number := own[Counter.SUMMED]) < count:
             self._await(Counter.WRITTEN, number + 1)
-            if len({each.written[number % len(each.written)] for each in self._buffers}) > 1:
-                raise RuntimeError("ranks have issued different collectives")
-            slot, out, _, _, accumulate, _ = self._started.popleft()
-            start = self._offset_of(slot) + rank * out.numel() * slot.element_size()
-            with self.streams.on(self.stream):
-                chunks = [each.view(start, out.numel(), slot.dtype) for each in self._buffers]
+            place = number % len(written)
+            for each in self._buffers:
+                if each.written[place] != written[place]:
+                    raise RuntimeError("ranks have issued different collectives")
+            chunks, out, accumulate = self._started.popleft()
+            with self._on_stream:
                 sum_in_rank_order(chunks, out, accumulate=accumulate)
-            self._advance(Counter.SUMMED)
+            own[Counter.SUMMED] = number + 1
         if for_all:
             self._await(Counter.SUMMED, count)
 
-    def _offset_of(self, tensor: torch.Tensor) -> int:
-        if not tensor.numel():  # of a unit of empty parameters: no memory anywhere
-            return 0
-        if (offset := self._own.offset_of(tensor)) is None:
-            raise StateError("a shard or slot", "in memory of this rank alone", "in shared memory")
-        return offset
-
     # -- counters ---------------------------------------------------------------------------------------------------
 
-    def _advance(self, counter: Counter) -> int:
-        self._own.counters[counter] += 1
-        return self._own.counters[counter]
-
     def _await(self, counter: Counter, count: int) -> None:
-        """Return once all ranks' counters have reached `count`.
-
-        Raises:
-            RuntimeError: a rank has died, has failed, or issued something else, so its counter will not get there; or
-                the process group's timeout has passed.
-        """
+        """Return once all ranks' counters have reached `count`. Raises as `_refuse` does."""
         deadline, sleep_s, looks = None, 2e-5, 0
         while True:
             missing = []
@@ -331,17 +337,23 @@ class SharedMemoryTransport(PairwiseTransport):
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
             deadline = deadline or time.monotonic() + self._timeout_s
-            self._refuse(counter, count, missing, is_late=time.monotonic() > deadline)
+            if looks % _LOOKS_BETWEEN_CHECKS == 0:
+                self._refuse(counter, count, missing, is_late=time.monotonic() > deadline)
 
     def _refuse(self, counter: Counter, count: int, missing: Sequence[int], *, is_late: bool) -> None:
-        """Raise if the counters of `missing` ranks will not reach `count`."""
+        """Raise if the counters of `missing` ranks will not reach `count`.
+
+        Raises:
+            RuntimeError: a rank has died, has failed, or issued something else; or the process group's timeout has
+                passed.
+        """
         for rank in missing:
             has_died = self._buffers[rank].has_died()
             # Read the counter once more: the rank may have reached the count just before it ended.
             if (has_died or self._buffers[rank].gone[0]) and self._buffers[rank].counters[counter] < count:
                 raise RuntimeError(f"rank {rank} has {'died' if has_died else 'left, or has failed'}")
-        if self.ranks.recorder.difference is not None:
-            raise RuntimeError(self.ranks.recorder.difference)
+        if self.recorder.difference is not None:
+            raise RuntimeError(self.recorder.difference)
         if is_late:
             raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {list(missing)}")
 

@@ -1,7 +1,7 @@
-"""Streams, and the fences between them: every wait of the ordering rules is a `Fence`.
+"""Streams, the fences between them, and the log of what a rank issues. Every wait of the ordering rules is a `Fence`.
 
 On an accelerator streams are the device's. On the CPU streams are names only: computation runs in the calling thread,
-communication in the backend's threads, and a fence holds the pending work that its wait completes. Observers, such as
+communication in the backend's threads, and a fence holds the pending works that its wait completes. Observers, such as
 the race detector, are told of every record and wait, so any machine can check the order. See [Note: ordering rules],
 [Note: observers].
 
@@ -26,14 +26,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from streamshard.device import has_streams, module_of, raw_stream_of
-from streamshard.errors import ShardingError
+from streamshard.errors import CommunicationError
 
 
 class StreamName(enum.Enum):
@@ -63,26 +64,6 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Block the calling thread until the result is in place."""
-
-
-class AllWork:
-    """Several `Work` objects as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        """See `Work`."""
-        for work in self.works:
-            work.wait()
-
-
-def as_one(works: Sequence[Work | None]) -> Work | None:
-    """Several `Work` objects as one for a fence; None on devices, where streams wait."""
-    if len(works) == 1:  # most units have one flat parameter
-        return works[0]
-    pending = [work for work in works if work is not None]
-    return AllWork(pending) if len(pending) > 1 else pending[0] if pending else None
 
 
 class Collective(enum.Enum):
@@ -164,11 +145,11 @@ class Observer:
     def on_wait(self, fence: Fence) -> None:
         """`fence.target` waits for the point that `fence` recorded last."""
 
-    def on_block(self, fence: Fence, work: Work | None) -> None:
-        """`fence.target` begins to wait: on the CPU the host, for `work`; on an accelerator the stream (None)."""
+    def on_block(self, fence: Fence, works: Sequence[Work]) -> None:
+        """`fence.target` begins to wait: on the CPU the host, for `works`; on an accelerator the stream (no works)."""
 
-    def on_done(self, fence: Fence, work: Work) -> None:
-        """The host has waited for `work`. Only on the CPU."""
+    def on_done(self, fence: Fence, works: Sequence[Work]) -> None:
+        """The host has waited for `works`. Only on the CPU."""
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """The compute stream has reached `moment` of the unit with index `unit`; None: of all units."""
@@ -177,7 +158,7 @@ class Observer:
 class Fence:
     """A point in stream `source` for which stream `target` waits, because of one ordering rule.
 
-    Owns one device event, recorded again each time (on an accelerator), or the pending `Work` (on the CPU).
+    Owns one device event, recorded again each time (on an accelerator), or the pending `Work` objects (on the CPU).
 
     Args:
         streams: the engine's streams.
@@ -188,7 +169,7 @@ class Fence:
         at: a fence of the same source whose point this fence shares, for another rule: `record` follows its `record`.
 
     Attributes:
-        work: the pending work of the point; None on an accelerator, and when the work is done.
+        works: the pending works of the point; none on an accelerator, and when they are done.
     """
 
     def __init__(
@@ -210,19 +191,19 @@ class Fence:
         self._records = self._event is not None and at is None
         if at is not None:
             self._event = at._event
-        self.work: Work | None = None
+        self.works: Sequence[Work] = ()
         self._recorded = False
 
-    def record(self, work: Work | None = None, stream: Any = None) -> None:
+    def record(self, *works: Work | None, stream: Any = None) -> None:
         """Mark this point in `source`.
 
         Args:
-            work: on the CPU, the work that has to complete before the point is reached.
+            *works: on the CPU, the works that have to complete before the point is reached; None on an accelerator.
             stream: the device's stream to record on; None: the current one.
         """
-        if self.work is not None:  # a call costs host time, and each layer records several fences
+        if self.works:  # a call costs host time, and each layer records several fences
             self.complete()
-        self.work = work
+        self.works = [*filter(None, works)]
         self._recorded = True
         if self._records:
             self._event.record(stream or self._streams.device_stream(self.source))
@@ -239,25 +220,27 @@ class Fence:
             return
         if self._event is not None:
             for observer in self._streams.observers:
-                observer.on_block(self, None)
+                observer.on_block(self, ())
             (stream or self._streams.device_stream(self.target)).wait_event(self._event)
-        elif self.work is not None and not self._streams.observers:
-            work, self.work = self.work, None
-            work.wait()
-        elif self.work is not None:
+        elif self.works and not self._streams.observers:
+            works, self.works = self.works, ()
+            for work in works:
+                work.wait()
+        elif self.works:
             self.complete()
         for observer in self._streams.observers:
             observer.on_wait(self)
 
     def complete(self) -> None:
-        """Complete pending work without telling observers of a wait: the host is about to reuse its buffers."""
-        work, self.work = self.work, None
-        if work is not None:
+        """Complete pending works without telling observers of a wait: the host is about to reuse their buffers."""
+        works, self.works = self.works, ()
+        if works:
             for observer in self._streams.observers:
-                observer.on_block(self, work)
-            work.wait()
+                observer.on_block(self, works)
+            for work in works:
+                work.wait()
             for observer in self._streams.observers:
-                observer.on_done(self, work)
+                observer.on_done(self, works)
 
 
 class _OnStream:
@@ -266,12 +249,12 @@ class _OnStream:
     __slots__ = ("_context", "_name", "_outer", "_streams")
 
     def __init__(self, streams: Streams, name: StreamName) -> None:
-        self._streams, self._name, self._outer = streams, name, streams.current
+        self._streams, self._name = streams, name
         module = streams.module
         self._context: Any = None if module is None else module.stream(streams.device_stream(name))
 
     def __enter__(self) -> None:
-        self._streams.current = self._name
+        self._outer, self._streams.current = self._streams.current, self._name
         if self._context is not None:
             self._context.__enter__()
 
@@ -289,12 +272,14 @@ class Streams:
 
     Attributes:
         module: torch's module for the device, such as ``torch.cuda``; None on the CPU.
+        has_streams: streams are the device's, not names only.
         observers: the current observers; see `observed_by`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module: Any = module_of(device) if has_streams(device) else None
+        self.has_streams = self.module is not None
         self.observers: tuple[Observer, ...] = ()
         self.current = StreamName.COMPUTE
         self._raw = raw_stream_of(device)
@@ -305,11 +290,6 @@ class Streams:
             self._own = {
                 name: self.module.Stream(device, priority=-1) for name in StreamName if name is not StreamName.COMPUTE
             }
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether streams are the device's, not names only."""
-        return self.module is not None
 
     def device_stream(self, name: StreamName) -> Any:
         """The device's stream of this name; for compute, the caller's current stream. None on the CPU."""
@@ -332,19 +312,6 @@ class Streams:
         is_current = stream == self.device_stream(StreamName.COMPUTE)
         return contextlib.nullcontext() if is_current else self.module.stream(stream)
 
-    def refuse_capture(self) -> None:
-        """Refuse CUDA graph capture.
-
-        Raises:
-            ShardingError: the device is capturing a graph.
-        """
-        if self.module is not None and getattr(self.module, "is_current_stream_capturing", bool)():
-            raise ShardingError(
-                "a pass of a StreamShard model is captured in a device graph: a replay would repeat this step's "
-                "collectives without the host, which decides what follows them. Capture layers: torch.compile(layer, "
-                'mode="reduce-overhead"), whose weights stay at the same addresses'
-            )
-
     def keep(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that our streams use `buffer`: its memory is reused only after their work is done."""
         if self.module is not None:
@@ -357,32 +324,8 @@ class Streams:
             observer.on_event(moment, unit)
 
     def on(self, name: StreamName) -> _OnStream:
-        """Run the body on the stream of this name. On the CPU only the name changes."""
+        """Run the body on the stream of this name. On the CPU only the name changes; there the context is reusable."""
         return _OnStream(self, name)
-
-    @contextlib.contextmanager
-    def beside_compute(self, name: StreamName, what: str) -> Iterator[None]:
-        """Run a collective of a device on the stream `name`, not on the compute stream: one stream per communicator.
-
-        Collectives of one communicator on two streams can wait for each other (reported for ROCm,
-        pytorch/torchtitan#4064).
-
-        Args:
-            name: the communicator's stream. First it waits for the compute stream (rule 5). Afterwards the compute
-                stream waits for it (rule 7). On the CPU the body simply runs.
-            what: the tensors that the collective reads and writes, for messages.
-        """
-        if self.module is None:
-            yield
-            return
-        written = Fence(self, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what, name)
-        written.record()
-        written.wait()
-        with self.on(name):
-            yield
-        arrived = Fence(self, Rule.RESULTS_ARRIVED, name, what)
-        arrived.record()
-        arrived.wait()
 
     @contextlib.contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
@@ -401,3 +344,84 @@ class Streams:
             yield
         finally:
             self.observers = observers
+
+
+# -- the host ------------------------------------------------------------------------------------------------------
+
+_ENTRIES = 512  # a log keeps its last so many entries
+
+Entry = tuple[int, int, int]
+"""An entry's number in the log, the kind, the tag of the unit."""
+
+
+class IssueLog:
+    """The last collectives that this rank has issued, and what its host waits for. Other threads read it.
+
+    Attributes:
+        count: how many collectives have been issued in all.
+        digest: a hash of all of them, in order.
+        time_s: Unix time of the last one.
+        waits: the guards that the host is in, the innermost one last.
+        waiting_since_s: Unix time at which the host entered the last guard.
+        failure: how a collective has failed; None: none has. After a failure no guard lets the host in.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.digest = 0
+        self.time_s = self.waiting_since_s = time.time()
+        self.waits: list[Guard] = []
+        self.failure: str | None = None
+        self._entries: list[Entry | None] = [None] * _ENTRIES
+
+    def add(self, kind: int, tag: int = 0) -> None:
+        """Record that this rank issues `kind`, a `RecordKind`, for the unit of `tag`."""
+        entry = (self.count, int(kind), tag)
+        self.digest = hash((self.digest, entry))
+        self._entries[self.count % _ENTRIES] = entry
+        self.count += 1
+        self.time_s = time.time()
+
+    def entries(self) -> dict[int, Entry]:
+        """The entries that the log still has, by number."""
+        return {entry[0]: entry for entry in list(self._entries) if entry is not None}
+
+
+class Guard:
+    """A context around a wait for other ranks, which may be entered again and again.
+
+    Args:
+        log: of the ranks.
+        end: called with the guard and an error that leaves it. See `streamshard.comm.ranks.Ranks.end_guard`.
+        action: what happens inside, such as "the gather of".
+        subject: what `action` is about, such as a unit's name; "" if nothing.
+
+    Raises:
+        CommunicationError: on entry, if a collective of the ranks has failed before.
+    """
+
+    __slots__ = ("_action", "_end", "_log", "_subject")
+
+    def __init__(
+        self, log: IssueLog, end: Callable[[Guard, BaseException], None], action: str, subject: str = ""
+    ) -> None:
+        self._log = log
+        self._end = end
+        self._action = action
+        self._subject = subject
+
+    def __str__(self) -> str:
+        """The wait, in words. Made when somebody asks: each layer has several waits."""
+        return f"{self._action} {self._subject!r}" if self._subject else self._action
+
+    def __enter__(self) -> None:
+        log = self._log
+        if log.failure is not None:
+            raise CommunicationError(f"{self} is not possible any more: {log.failure}")
+        log.waits.append(self)
+        log.waiting_since_s = time.time()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._log.waits.pop()
+        if error is not None:
+            self._end(self, error)

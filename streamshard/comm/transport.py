@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import abc
 import operator
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from streamshard.comm.issue_log import RecordKind
+from streamshard.comm.flight_recorder import RecordKind
+from streamshard.comm.groups import alive
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import Collective, Fence, Rule, StreamName, Work
+from streamshard.comm.streams import Collective, Work
 from streamshard.config import Precision, ReductionMode
-from streamshard.errors import StateError
 
 _SUM_BLOCK = 1 << 17  # elements
 _blocks_of = operator.methodcaller("split", _SUM_BLOCK)
@@ -62,17 +62,9 @@ class AllToAll(NamedTuple):
     """
 
     send: torch.Tensor
-    send_numels: Sequence[int]
+    send_numels: list[int]
     received: torch.Tensor
-    received_numels: Sequence[int]
-
-    def chunks(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The chunk for `rank`, and the chunk from `rank`."""
-        sent, received = sum(self.send_numels[:rank]), sum(self.received_numels[:rank])
-        return (
-            self.send.narrow(0, sent, self.send_numels[rank]),
-            self.received.narrow(0, received, self.received_numels[rank]),
-        )
+    received_numels: list[int]
 
 
 class Transport(abc.ABC):
@@ -83,25 +75,24 @@ class Transport(abc.ABC):
     until then.
 
     Args:
-        ranks: the ranks that exchange data. They hold this transport.
+        ranks: the ranks that exchange data. They hold this transport, so it does not keep them: models are freed at
+            once, not by the collector.
 
     Attributes:
+        rank, world_size, streams, recorder: those of the ranks.
         stream: the stream on which collectives run.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
-        self._ranks_of = weakref.ref(ranks)  # they hold this object, and are freed with the model, not by the collector
-        self.streams = ranks.streams
-        self.stream = ranks.stream
-        self._log = ranks.recorder.log
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.streams, self.stream = ranks.streams, ranks.stream
+        self.recorder = ranks.recorder
+        self._group_of = ranks.group_of
 
     @property
-    def ranks(self) -> RankGroup:
-        """The ranks that exchange data."""
-        ranks = self._ranks_of()
-        if ranks is None:
-            raise StateError("a transport", "without its ranks", "a model that is alive")
-        return ranks
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks. Raises as `RankGroup.group` does."""
+        return alive(self._group_of)
 
     def meet(self) -> None:  # noqa: B027  # gloo connects when its group is made
         """Connect the ranks now instead of in the first collective. Collective."""
@@ -144,7 +135,7 @@ class Transport(abc.ABC):
 
     def flags_numel(self, count: int) -> int:
         """The length of `gathered` in `start_flags`, for `count` flags."""
-        return count * self.ranks.world_size
+        return count * self.world_size
 
     @abc.abstractmethod
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
@@ -170,37 +161,29 @@ class Transport(abc.ABC):
         """A buffer [numel] of zeros on the streams' device, in memory that other ranks can read if there is such."""
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
-    def readers(self, work: Work | None) -> Work | None:
-        """Work that ends when no rank reads the shards of the all-gather started last. Streams order the rest.
+    def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
+        """Works that end when no rank reads the shards of the last all-gathers any more. Streams order the rest.
 
         Args:
-            work: returned by this rank's part of the all-gather.
+            works: returned by the starts of these all-gathers on this rank.
         """
-        return work
+        return works
 
     def progress(self) -> None:  # noqa: B027  # backends with threads of their own need no help
         """Advance pending collectives without waiting. Called with every gradient."""
 
     def _issue(
-        self, kind: RecordKind, collective: Collective, tag: int | None, *, reads: _Tensors = (), writes: _Tensors
+        self, kind: RecordKind | None, what: Collective, tag: int | None, *, reads: _Tensors = (), writes: _Tensors
     ) -> None:
-        """Log a collective, and tell the observers. For the arguments see `Observer.on_collective`."""
-        self._log.add(kind, tag or 0)
-        self._declare(collective, tag, reads=reads, writes=writes)
+        """Log a collective, and tell the observers. For the other arguments see `Observer.on_collective`.
 
-    def _declare(self, collective: Collective, tag: int | None, *, reads: _Tensors = (), writes: _Tensors) -> None:
+        Args:
+            kind: what the log records; None: no other rank takes part, or another transport logs it.
+        """
+        if kind is not None:
+            self.recorder.log.add(kind, tag or 0)
         for observer in self.streams.observers:
-            observer.on_collective(self.stream, collective, tag, reads, writes)
-
-    def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
-        """All-gather outside of steps. On return the compute stream can use the result."""
-        fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors", self.stream)
-        fence.record()
-        fence.wait()
-        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, self.stream, "full tensors")
-        with self.ranks.guard("a gather of full tensors"):
-            arrived.record(self.start_gather(shard, full, tag, is_published=False))
-            arrived.wait()
+            observer.on_collective(self.stream, what, tag, reads, writes)
 
     def before_talk(self) -> None:  # noqa: B027  # only the adversary has something to do
         """Called before ranks communicate without this transport."""
@@ -216,19 +199,13 @@ class AloneTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`."""
-        if slot.data_ptr() != shard.data_ptr():
-            self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-            with self.streams.on(self.stream), torch.no_grad():
-                slot.copy_(shard)
+        self._move(Collective.ALL_GATHER, tag, shard, slot, add=False)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`."""
         slot, out, _, _, accumulate, tag = reduction
-        if slot.data_ptr() != out.data_ptr():
-            self._declare(Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
-            with self.streams.on(self.stream), torch.no_grad():
-                out.add_(slot) if accumulate else out.copy_(slot)
+        self._move(Collective.REDUCE_SCATTER, tag, slot, out, add=accumulate)
         return None
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
@@ -237,10 +214,14 @@ class AloneTransport(Transport):
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`."""
-        self._declare(Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,))
-        with self.streams.on(self.stream), torch.no_grad():
-            exchange.received.copy_(exchange.send)
+        self._move(Collective.ALL_TO_ALL, None, exchange.send, exchange.received, add=False)
         return None
+
+    def _move(self, what: Collective, tag: int | None, source: torch.Tensor, to: torch.Tensor, *, add: bool) -> None:
+        if to.data_ptr() != source.data_ptr():
+            self._issue(None, what, tag, reads=(source,), writes=(to,))
+            with self.streams.on(self.stream), torch.no_grad():
+                to.add_(source) if add else to.copy_(source)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """No scratch."""
@@ -262,7 +243,9 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
             if accumulate:
                 block.add_(first, alpha=share)
             else:
-                others = [other.clone() if other.data_ptr() == block.data_ptr() else other for other in others]
+                for place, other in enumerate(others):
+                    if other.data_ptr() == block.data_ptr():
+                        others[place] = other.clone()
                 block.copy_(first).mul_(share)  # torch.mul(first, share, out=block) would round to first's dtype
             for other in others:
                 block.add_(other, alpha=share)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from streamshard.comm.issue_log import RecordKind
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.guards.loop import note_forward, refuse_transforms
+from streamshard.guards.loop import note_forward, refuse_capture, refuse_transforms
 from streamshard.planning.program import Op, Schedule
 from streamshard.torch_private import is_profiled
 
@@ -36,7 +36,7 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
             "all-gathered ones. Call the model, or generate, outside of summon_full_params"
         )
     refuse_transforms()
-    engine.streams.refuse_capture()
+    refuse_capture(engine.streams)
     if is_profiled() or engine.profiler.is_on:
         engine.profiler.look()
     if engine.empty:

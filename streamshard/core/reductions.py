@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
+from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.core.params import Param
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
@@ -52,7 +52,7 @@ class Reductions:
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._units = units
         self._is_last = True
-        self._under_way: list[Work] = []
+        self._under_way: list[Work | None] = []
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
         self._finishing = ranks.guard("the last reductions of a backward")
 
@@ -108,11 +108,10 @@ class Reductions:
             unit.collect(self.stream)
             if not self._is_last:
                 return
-            work = unit.start_reduce()
-        if work is not None:
-            self._under_way.append(work)
+            works = unit.start_reduce()
+        self._under_way += works
         if self.replicas is not None:
-            self.replicas.add(unit, work)
+            self.replicas.add(unit, works)
 
     def finish(self) -> list[nn.Parameter]:
         """Let the compute stream wait for all reductions, and set ``.grad``.
@@ -139,7 +138,7 @@ class Reductions:
             if self.replicas is not None:
                 self.replicas.finish()
             works, self._under_way = self._under_way, []
-            self._done.record(AllWork(works))
+            self._done.record(*works)
             if sends_flags:
                 self.used.start()
             self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced
@@ -164,7 +163,7 @@ class UsedParams:
         self._stages = [stage for stage in (ranks, replicas) if stage is not None and stage.world_size > 1]
         count = sum(len(unit.layout.params) for unit in units) if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8, is_visible=True)]
-        self._readers: Work | None = None  # of this rank's flags
+        self._readers: Sequence[Work | None] = ()  # of this rank's flags
         for stage in self._stages:
             count = stage.transport.flags_numel(count)
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
@@ -188,8 +187,8 @@ class UsedParams:
             if flags != self._sent:  # else the last exchange has sent the same
                 self._sent = flags
                 self._arrived[0].wait()  # rule 6: the last exchange, also of other ranks, has read the flags
-                if self._readers is not None:
-                    self._readers.wait()
+                for readers in filter(None, self._readers):
+                    readers.wait()
                 is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
                 told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
                 self._flags[0].copy_(told, non_blocking=is_remote)
@@ -203,7 +202,7 @@ class UsedParams:
         work = transport.start_flags(own, gathered, self._tag)
         self._arrived[stage].record(work)
         if stage == 0:
-            self._readers = transport.readers(work)
+            self._readers = transport.readers((work,))
 
     def finish(self) -> list[list[bool]] | None:
         """By unit, which parameters any rank used. None: this rank used all that any rank may have used.

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Fence, Rule, StreamName, Work, as_one
+from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
 
@@ -52,8 +52,8 @@ class Replicas:
         """A backward begins, outside of ``no_sync()`` (True) or inside."""
         self._is_synced = is_synced
 
-    def add(self, unit: Unit, reduction: Work | None) -> None:
-        """The reduction of `unit` was started. None: the host need not complete it (CUDA, or a shard group of one)."""
+    def add(self, unit: Unit, reduction: Sequence[Work | None]) -> None:
+        """The reduction of `unit` was started. The host need not complete None (CUDA, or a shard group of one)."""
         self.flush()
         if not self.averages_grads:
             return
@@ -62,8 +62,8 @@ class Replicas:
             return
         self._unaveraged.pop(unit.index, None)
         self._last = unit
-        self._reduced.record(reduction)
-        if reduction is None:
+        self._reduced.record(*reduction)
+        if not self._reduced.works:
             self.flush()
 
     def flush(self) -> None:
@@ -79,7 +79,7 @@ class Replicas:
     def _start(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
         """Start averages of (tensor, message tag) pairs. Returns the fence after them."""
         averaged = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "averaged main grads")
-        averaged.record(as_one([self.ranks.transport.start_average(tensor, tag) for tensor, tag in tensors]))
+        averaged.record(*[self.ranks.transport.start_average(tensor, tag) for tensor, tag in tensors])
         return averaged
 
     def finish_average(self, unit: Unit) -> None:
@@ -127,7 +127,7 @@ class Replicas:
         """The backward is over: let the compute stream wait for all averages."""
         self.flush()
         for index in sorted(self._unaveraged) if self._is_synced else ():
-            self.add(self._unaveraged[index], None)
+            self.add(self._unaveraged[index], ())
         under_way, self._under_way = self._under_way, {}
         for averaged in under_way.values():
             averaged.wait()  # rule 7

@@ -223,8 +223,8 @@ class GradSlot(_Slot):
         if (before := self.scratch.drained) is not None:
             before.complete()
 
-    def drain(self, work: Any) -> None:
-        """The reduction, with pending `work`, has started: the slot is free behind it."""
+    def drain(self, works: Sequence[Any]) -> None:
+        """The reduction, with pending `works`, has started: the slot is free behind it."""
         self.move(SlotState.FREE, None)
-        self.drained.record(work)
+        self.drained.record(*works)
         self.scratch.drained = self.drained

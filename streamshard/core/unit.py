@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work, as_one
+from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work
 from streamshard.comm.transport import Reduction
 from streamshard.core.params import FlatParam, GradState, Param, move_all
 from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
@@ -164,10 +164,9 @@ class Unit:
         works: list[Work | None] = []
         for flat in self.flat_params:
             works.append(transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
-        work = as_one(works)
-        slot.arrived.record(work)
-        self._read_done.work = None  # its readers have read the input of the last all-gather too
-        self._read_done.record(transport.readers(work))
+        slot.arrived.record(*works)
+        self._read_done.works = ()  # its readers have read the input of the last all-gather too
+        self._read_done.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
 
     def ready(self) -> None:
@@ -354,7 +353,7 @@ class Unit:
             if param.state is GradState.IN_SLOT:
                 param.spill()
 
-    def start_reduce(self) -> Work | None:
+    def start_reduce(self) -> list[Work | None]:
         """Start the reduction from slot to main grads (rule 4). Parameters without a gradient contribute zeros."""
         slot = self.grad_slot
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
@@ -372,10 +371,9 @@ class Unit:
             places = flat.grads, flat.main_grads, flat.scratch
             works.append(self.ranks.transport.start_reduce(Reduction(*places, flat.kind.mode, self._adds, flat.tag)))
         self._adds = True
-        work = as_one(works)
-        slot.drain(work)
+        slot.drain(works)
         self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)
-        return work
+        return works
 
     def give(self, used: Sequence[bool] | None) -> list[nn.Parameter]:
         """Make main grads ``.grad`` of parameters that held one, or that ranks have used.

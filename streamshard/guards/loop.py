@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.comm.communicator import Communicator
+from streamshard.comm.streams import Streams
 from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.sharded_tensor import CALL_BACKWARD
 from streamshard.planning.structure import join_names, modules_of, params_of
@@ -38,6 +39,20 @@ def refuse_transforms() -> None:
         raise ShardingError(
             f"a StreamShard model inside torch.func ({transform}): such transforms allow no writes, and an all-gather "
             "writes weights. Use backward() or torch.autograd.grad; for forward-mode torch.autograd.forward_ad"
+        )
+
+
+def refuse_capture(streams: Streams) -> None:
+    """Refuse CUDA graph capture.
+
+    Raises:
+        ShardingError: the device of `streams` is capturing a graph.
+    """
+    if streams.module is not None and getattr(streams.module, "is_current_stream_capturing", bool)():
+        raise ShardingError(
+            "a pass of a StreamShard model is captured in a device graph: a replay would repeat this step's "
+            "collectives without the host, which decides what follows them. Capture layers: torch.compile(layer, "
+            'mode="reduce-overhead"), whose weights stay at the same addresses'
         )
 
 

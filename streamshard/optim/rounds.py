@@ -267,7 +267,7 @@ def _taking(buffer: torch.Tensor) -> Callable[[int], torch.Tensor]:
 
 
 def _exchange(
-    send: torch.Tensor, send_numels: Sequence[int], received: torch.Tensor, received_numels: Sequence[int]
+    send: torch.Tensor, send_numels: list[int], received: torch.Tensor, received_numels: list[int]
 ) -> AllToAll:
     return AllToAll(send[: sum(send_numels)], send_numels, received[: sum(received_numels)], received_numels)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from streamshard.build import Accepted, plan_engine
-from streamshard.comm.planned_ranks import PlannedRanks
+from streamshard.comm.communicator import PlannedRanks
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import handle_of
 from streamshard.errors import StreamShardError, log, uncaught

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from streamshard.build import Checked, check_model, plan_engine
-from streamshard.comm.planned_ranks import PlannedRanks
+from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import SlotCount, parse_bytes
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError

@@ -20,7 +20,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import Fence, Rule, StreamName, Work, as_one
+from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.comm.transport import Reduction
 from streamshard.config import Precision
 from streamshard.device import has_streams, module_of
@@ -137,7 +137,7 @@ class _Unit:
             works.append(transport.start_gather(self._shard, self._slot, self._tag))
         if reduce and self.bytes[1]:
             works.append(transport.start_reduce(self._reduction))
-        self._done.record(as_one(works))
+        self._done.record(*works)
         compute()
         self._done.wait()
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.comm.streams import AllWork, Collective, Fence, Observer, Rule, StepEvent, StreamName, Work
+from streamshard.comm.streams import Collective, Fence, Observer, Rule, StepEvent, StreamName, Work
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.module_state import engine_of
 from streamshard.tools.timeline import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace
@@ -146,7 +146,7 @@ class _Recorder(Observer):
         self._unit_of = [unit.index for unit in engine.units for _ in unit.flat_params]  # by tag
         self._spans: list[Span] = []
         self._issued: Span | None = None  # a collective that no fence has recorded yet
-        self._under_way: dict[Work, Span] = {}  # collectives that the host has not waited for
+        self._under_way: dict[Work, Span] = {}  # by last work: collectives that the host has not waited for
         self._blocked: Any = None  # when the compute stream began to wait
         self._computing: list[Span] = []  # a layer inside a layer comes last
         self._loss: Span | None = None  # between a forward and its backward
@@ -178,24 +178,23 @@ class _Recorder(Observer):
         if issued is None or fence.source is not issued.stream:
             return
         self._issued = None
-        if fence.work is None:
-            self._end(issued)
+        if fence.works:
+            self._under_way[fence.works[-1]] = issued
         else:
-            self._under_way[fence.work] = issued
+            self._end(issued)
 
     # -- waits ------------------------------------------------------------------------------------------------------
 
-    def on_block(self, fence: Fence, work: Work | None) -> None:
+    def on_block(self, fence: Fence, works: Sequence[Work]) -> None:
         """See `Observer`."""
-        if work is not None or fence.target is StreamName.COMPUTE:
+        if works or fence.target is StreamName.COMPUTE:
             self._blocked = self._now(StreamName.COMPUTE)
 
-    def on_done(self, fence: Fence, work: Work) -> None:
-        """See `Observer`. `work` may be several collectives at once."""
-        parts = work.works if isinstance(work, AllWork) and work not in self._under_way else (work,)
-        for part in parts:
-            if part in self._under_way:
-                self._end(self._under_way.pop(part))
+    def on_done(self, fence: Fence, works: Sequence[Work]) -> None:
+        """See `Observer`."""
+        for work in works:
+            if work in self._under_way:
+                self._end(self._under_way.pop(work))
         self._end_wait(fence)
 
     def on_wait(self, fence: Fence) -> None:

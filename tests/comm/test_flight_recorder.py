@@ -27,9 +27,9 @@ import streamshard.build as build
 import streamshard.comm.flight_recorder as recorder
 from streamshard import StreamShard, export_safetensors, save_checkpoint
 from streamshard.comm import ranks as ranks_module
-from streamshard.comm.flight_recorder import FlightRecorder, Shown, describe_difference
-from streamshard.comm.issue_log import Guard, IssueLog, RecordKind
+from streamshard.comm.flight_recorder import FlightRecorder, RecordKind, Shown, describe_difference
 from streamshard.comm.ranks import RankGroup
+from streamshard.comm.streams import Guard, IssueLog
 from streamshard.errors import CommunicationError, line_reached, log
 from tests.launched import Launched, run_script
 from tests.models import vector_batch

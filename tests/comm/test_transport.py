@@ -117,13 +117,13 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
         works, readers = [], []
         for tag, pair in enumerate([(shard, slot), (own, whole), (empty, nothing)]):
             works.append(transport.start_gather(*pair, tag))
-            readers.append(transport.readers(works[-1]))
+            readers.extend(transport.readers(works[-1:]))
         for work in works:
             _wait(transport, work)
         assert torch.equal(slot, torch.cat([_numbers(rank, NUMEL, shard, turn) for rank in range(size)]))
         assert torch.equal(whole, torch.cat([_numbers(rank, NUMEL, own, 10 + turn) for rank in range(size)]))
     mine, full = _numbers(ranks.rank, NUMEL, slot, 20), torch.empty_like(slot)
-    transport.gather_now(mine, full, 1)
+    ranks.gather_now(mine, full, 1)
     assert torch.equal(full, torch.cat([_numbers(rank, NUMEL, slot, 20) for rank in range(size)]))
 
 
@@ -185,7 +185,7 @@ def _check_all_to_all(ranks: Communicator) -> None:
         _wait(transport, work)
         for rank in range(size):
             wanted = _numbers(rank, numel(rank, me, turn), like, 70 + 10 * turn + me)
-            assert torch.equal(exchange.chunks(rank)[1], wanted)
+            assert torch.equal(exchange.received.split(exchange.received_numels)[rank], wanted)
 
 
 def _check_flags(ranks: Communicator) -> None:

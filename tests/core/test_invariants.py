@@ -148,12 +148,12 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
     class _Checks(Observer):
         def on_event(self, moment: StepEvent, unit: int | None) -> None:
             if moment is StepEvent.CAST_ENDS and unit is not None:
-                assert engine.units[unit]._read_done.work is None, "weights are cast"
+                assert not engine.units[unit]._read_done.works, "weights are cast"
                 checks.append("cast")
 
         def on_collective(self, stream: Any, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
             if collective is Collective.ALL_GATHER and tag is not None and tag < len(engine.units):
-                assert engine.units[tag].weight_slot.arrived.work is None, "a slot is gathered into"
+                assert not engine.units[tag].weight_slot.arrived.works, "a slot is gathered into"
                 checks.append("gather")
 
     with engine.streams.observed_by(_Checks()):

@@ -13,7 +13,7 @@ import torch
 
 from streamshard import CommunicationError, StreamShard
 from streamshard.build import check_model, plan_engine
-from streamshard.comm.planned_ranks import PlannedRanks
+from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import SlotCount
 from streamshard.core.slots import Ledger
 from streamshard.errors import log
