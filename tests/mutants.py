@@ -206,7 +206,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward._close_pass", Drop("engine.reductions.start(unit)"), "execution passes"),
         ("Backward.begin", Swap("engine.inputs.grad_scale == 1.0", "True"), "join"),
         ("Backward.break_off", Drop("self._engine.reductions.leaves_small = False"), "exceptions"),
-        ("Backward._issue", Drop("self._engine.reductions.due.discard(op.unit)"), "invariants unit_size passes matrix"),
         ("Backward.begin", Drop("unit.take_trainability()"), "graphs"),
         ("Backward._unshard", Drop("unit.ready()"), "matrix"),
         ("Backward.reach", Drop("refuse_changed(engine.units[index], versions)"), "graphs"),
@@ -221,6 +220,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_leave_gradient", Swap(" and not torch.is_grad_enabled()", ""), "asked_grads"),
     ],
     "core/engine": [
+        ("Engine.issue", Drop("self.reductions.due.discard(op.unit)"), "invariants unit_size passes matrix"),
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops graphs dial"),
     ],
     "core/forward": [
@@ -232,7 +232,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("(engine.ranks.failure is not None or not isinstance(error, Exception))", "True"),
             "invariants",
         ),
-        ("Forward.finish", Swap("self._issue(self._schedule.finish())", "self._schedule.finish()"), "execution"),
+        ("Forward.finish", Swap("engine.issue(self._schedule.finish())", "self._schedule.finish()"), "execution"),
     ],
     "core/params": [
         ("FlatParam.allocate_grads", Swap("keeps_slot and dtype", "dtype"), "matrix dial"),

@@ -15,7 +15,7 @@ once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -25,7 +25,7 @@ from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
 from streamshard.guards.loop import note_backward, note_gradients
-from streamshard.planning.program import Op, Schedule
+from streamshard.planning.program import Schedule
 from streamshard.torch_private import AsTensors, graph_task_id, is_profiled
 
 
@@ -107,7 +107,7 @@ class Backward(Phase):
         engine.reductions.due = set(visits)
         for index, versions in graph.versions.items():  # ranks may raise at different units: all have the same program
             refuse_changed(engine.units[index], versions)
-        self._issue(self._schedule.release_before(0))
+        engine.issue(self._schedule.release_before(0))
         for index in graph.versions:
             self._unshard(engine.units[index])
 
@@ -144,7 +144,7 @@ class Backward(Phase):
         for other in engine.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
-        self._issue(self._schedule.release_before(visit))
+        engine.issue(self._schedule.release_before(visit))
 
     def _waits_before(self, visit: int) -> bool:
         """Whether a resident unit with a visit before `visit` has calls that backward has not come to.
@@ -155,15 +155,6 @@ class Backward(Phase):
             return False
         calls, before = self.graph.calls, self._schedule.visits[self._schedule.released : visit]
         return any(calls[unit] > 1 and unit not in self._at_first_call for unit in before)
-
-    def _issue(self, ops: Sequence[Op]) -> None:
-        for op in ops:
-            unit = self._engine.units[op.unit]
-            if op.is_reduction:
-                self._engine.reductions.due.discard(op.unit)
-                self._engine.reductions.start(unit)
-            else:
-                self._engine.all_gather(unit)
 
     def read(self, unit: Unit) -> None:
         """See `Phase`. Recomputed code of the root unit reads it."""
@@ -224,7 +215,7 @@ class Backward(Phase):
             if unit.is_bound:
                 unit.release()
         self._computing = None
-        self._issue(self._schedule.finish())
+        engine.issue(self._schedule.finish())
         for unit in engine.units[1:]:  # gradients that came after the reduction of their unit
             if unit.is_open or unit.has_spilled or unit.has_left:
                 engine.reductions.start(unit)

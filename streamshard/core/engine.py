@@ -23,7 +23,7 @@ from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.loop import Structure
 from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
-from streamshard.planning.program import UnitOrder
+from streamshard.planning.program import Op, UnitOrder
 
 if TYPE_CHECKING:
     from streamshard.core.buffer_sync import BufferSync
@@ -247,6 +247,16 @@ class Engine:
             if not unit.is_cast:
                 unit.cast(notes_versions=not self.is_synced)
             unit.start_gather()
+
+    def issue(self, ops: Iterable[Op]) -> None:
+        """Issue collectives of the program, in order."""
+        for op in ops:
+            unit = self.units[op.unit]
+            if op.is_reduction:
+                self.reductions.due.discard(op.unit)
+                self.reductions.start(unit)
+            else:
+                self.all_gather(unit)
 
     def finish_reading(self) -> None:
         """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6)."""

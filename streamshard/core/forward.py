@@ -14,7 +14,7 @@ from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import note_forward, refuse_capture, refuse_transforms
-from streamshard.planning.program import Op, Schedule
+from streamshard.planning.program import Schedule
 from streamshard.torch_private import is_profiled
 
 
@@ -148,16 +148,12 @@ class Forward(Phase):
         """Issue the program up to `unit`, and let compute wait for the unit's weights (rule 1)."""
         schedule = self._schedule
         if self._learns and schedule.is_out_of_order(unit.index):
-            self._issue(schedule.finish())
+            self._engine.issue(schedule.finish())
             while self._gather_on_request(unit.index) != unit.index:
                 pass
-        self._issue(schedule.reach(unit.index))
+        self._engine.issue(schedule.reach(unit.index))
         self._engine.all_gather(unit)  # unless it is in its slot
         unit.ready()
-
-    def _issue(self, ops: list[Op]) -> None:
-        for op in ops:
-            self._engine.all_gather(self._engine.units[op.unit])
 
     def _gather_on_request(self, wanted: int | None) -> int | None:
         """All ranks have issued the whole program, and all-gather a unit that one of them wants. Collective.
@@ -227,7 +223,7 @@ class Forward(Phase):
         if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
         # A rank with a failed forward still takes part in the exchanges.
-        self._issue(self._schedule.finish())
+        engine.issue(self._schedule.finish())
         while self._learns and self._gather_on_request(None) is not None:
             pass
         engine.finish_reading()

@@ -22,6 +22,7 @@ storage reads that storage, and no storage raises when it is read.
 from __future__ import annotations
 
 import atexit
+import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -34,6 +35,8 @@ from streamshard.guards.global_ops import answers_without_values, name_of
 from streamshard.nested import tensors_in
 from streamshard.planning.structure import MARKS, refuse_marks
 from streamshard.torch_private import AsTensors, get_data, set_data, set_versions, skip, untraced
+
+_version_of = operator.attrgetter("_version")
 
 ABSENT_VERSION = 1 << 24  # of absent weights; one more inside a forward. Others count in-place changes
 
@@ -204,7 +207,7 @@ class WeightGuard:
         Raises:
             ShardingError: a weight was written to since `begin_use`; names the parameter.
         """
-        now = [alias._version for alias in self._aliases]
+        now = list(map(_version_of, self._aliases))
         if now == self._versions and not self._before:
             return
         before = dict(self._before)
