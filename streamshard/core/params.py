@@ -24,7 +24,7 @@ from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import be_piece, put_grad
 from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard
-from streamshard.planning.layout import ByteRange, FlatParamPlan, LocalRange, ParamLayout
+from streamshard.planning.layout import ByteRange, FlatParamPlan, ParamLayout
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, get_grad, set_grad, swap_tensor
 
@@ -73,15 +73,15 @@ class Param:
     """One parameter on this rank. Made by `FlatParam.add`. Two are equal only if they are the same object.
 
     Args:
-        layout: where the full parameter lies in its flat parameter.
+        piece: describes the piece, also for tensors that outlive the model.
         aliases: further names of the same (tied) parameter.
         param: the user's Parameter; its data become `main_weights`.
-        main_weights: memory of this rank's piece of the main weights, of shape ``piece.local_shape``.
-        local: which elements of the flattened parameter this rank owns.
-        piece: describes the piece, also for tensors that outlive the model.
+        main_weights: memory of this rank's piece, of shape `FlatParamLayout.local_shape`.
 
     Attributes:
         name: fully qualified name in the root model.
+        layout: where the full parameter lies in its flat parameter.
+        local: which elements of the flattened parameter this rank owns.
         dtype: the parameter's dtype before sharding.
         unsharded: [full shape] compute dtype, the parameter that layers compute with: a view of the weight slot.
         has_room: there is memory for the gradient: the parameter trained when the model was sharded.
@@ -99,17 +99,10 @@ class Param:
     _main_grad: torch.Tensor  # [local shape] fp32
     _grad_piece: Piece
 
-    def __init__(
-        self,
-        layout: ParamLayout,
-        aliases: tuple[str, ...],
-        param: nn.Parameter,
-        main_weights: torch.Tensor,
-        local: LocalRange,
-        piece: Piece,
-    ) -> None:
-        self.name, self.layout, self.aliases = layout.name, layout, aliases
-        self.param, self.main_weights, self.local, self.piece = param, main_weights, local, piece
+    def __init__(self, piece: Piece, aliases: tuple[str, ...], param: nn.Parameter, main_weights: torch.Tensor) -> None:
+        self.name, self.layout, self.aliases = piece.name, piece.place, aliases
+        self.piece, self.param, self.main_weights = piece, param, main_weights
+        self.local = piece.range_of(piece.ranks.rank)
         self.dtype = param.dtype
         self.has_room = False
         self.state = GradState.NONE
@@ -287,7 +280,7 @@ class FlatParam:
             main_weights = from_dlpack(main_weights)
         places = (local.start, local.stop, tuple(main_weights.shape))
         piece = Piece(layout.name, layout.shape, *places, self._ranks, self.layout, layout, self._ledger_of)
-        added = Param(layout, aliases, param, main_weights, local, piece)
+        added = Param(piece, aliases, param, main_weights)
         param.grad = None
         _put_under(param, main_weights)
         self.params.append(added)
