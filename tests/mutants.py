@@ -291,9 +291,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.collect", Swap("on_device_stream(stream)", "unobserved()"), _STREAMS),
     ],
     "guards/loop": [
-        ("note_step", Swap("is not None", "is None is not None"), "loop"),
-        ("note_step", Drop("progress.is_new = False"), "loop"),
-        ("note_backward", Drop("_progress_of(model).is_unreached = False"), "loops"),
+        ("Progress.look_at", Swap(".isdisjoint(params)", ".isdisjoint(())"), "loop"),
+        ("Progress.look_at", Drop("self.has_new_grads = False"), "loop"),
     ],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),

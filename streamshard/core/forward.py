@@ -12,7 +12,6 @@ from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.guards.loop import note_forward
 from streamshard.planning.program import Op, Schedule
 
 
@@ -221,5 +220,5 @@ class Forward(Phase):
         if error is not None or not torch.is_grad_enabled():
             return None
         self.graph.visits = tuple(self._schedule.log)
-        note_forward(engine)
+        engine.progress.is_unreached = True
         return self.graph
