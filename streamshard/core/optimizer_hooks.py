@@ -49,7 +49,7 @@ _IN_BLOCKS = re.compile(
 BLOCK_NUMEL = 4096  # the packages leave smaller tensors in fp32, and a multiple of all their blocks
 
 _Class = TypeVar("_Class", bound=type[Optimizer])
-_declared: set[type] = set()
+_DECLARED = "_streamshard_elementwise"  # attribute of a class that `elementwise` was given, not of its subclasses
 
 
 def elementwise(optimizer_class: _Class) -> _Class:
@@ -64,21 +64,22 @@ def elementwise(optimizer_class: _Class) -> _Class:
     Returns:
         The same class.
     """
-    _declared.add(optimizer_class)
+    setattr(optimizer_class, _DECLARED, True)
     return optimizer_class
 
 
 def is_elementwise_class(kind: type) -> bool:
     """Whether `kind` is known, or declared, to work element by element, perhaps in blocks of `BLOCK_NUMEL`."""
-    return kind in _declared or _ELEMENTWISE.fullmatch(_name_of(kind)) is not None or works_in_blocks(kind)
+    return _DECLARED in vars(kind) or _ELEMENTWISE.fullmatch(full_name(kind)) is not None or works_in_blocks(kind)
 
 
 def works_in_blocks(kind: type) -> bool:
     """Whether pieces of parameters have to be cut between blocks of `BLOCK_NUMEL` for `kind`."""
-    return kind not in _declared and _IN_BLOCKS.fullmatch(_name_of(kind)) is not None
+    return _DECLARED not in vars(kind) and _IN_BLOCKS.fullmatch(full_name(kind)) is not None
 
 
-def _name_of(kind: type) -> str:
+def full_name(kind: type) -> str:
+    """The name of a class, with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -93,7 +94,6 @@ def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 _HOOK: Any = "streamshard"  # the key of this module's hooks among an optimizer's hooks; torch's keys are numbers
-_LENT = "_streamshard_lent"  # attribute of an optimizer: gradients that are plain tensors during its step
 _PLAIN = "_streamshard_plain"  # attribute of a stand-in: its parameters, by the sharded parameter
 
 
@@ -109,12 +109,12 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
     """
-    look_at_step(optimizer, has_closure=_closure_of(args, kwargs) is not None)
+    params = params_in(optimizer.param_groups)
+    look_at_step(optimizer, params, has_closure=_closure_of(args, kwargs) is not None)
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
         return
     hooks: Any = optimizer._optimizer_step_pre_hooks
     if _HOOK not in hooks:
-        params = params_in(optimizer.param_groups)
         if not any(isinstance(param, ShardedParameter) for param in params):
             _lend_full_grads(optimizer, params)
             return
@@ -145,12 +145,12 @@ def _lend_full_grads(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> No
         with AsTensors():
             for param, grad in lent:
                 param.grad = grad.detach()
-        setattr(optimizer, _LENT, lent)
-        optimizer._optimizer_step_post_hooks.setdefault(_HOOK, functools.partial(untraced, _return_full_grads))
+        optimizer._optimizer_step_post_hooks[_HOOK] = functools.partial(untraced, _return_full_grads, lent)
 
 
-def _return_full_grads(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for param, grad in optimizer.__dict__.pop(_LENT, ()):
+def _return_full_grads(lent: list[tuple[nn.Parameter, torch.Tensor]], *_: Any) -> None:
+    while lent:
+        param, grad = lent.pop()
         if param.grad is not None:  # else the step has cleared it
             param.grad = grad
 
@@ -162,7 +162,7 @@ def _closure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
     """Raise unless every element's update is known to depend on that element alone, or on its block."""
-    kind, name = type(optimizer), _name_of(type(optimizer))
+    kind, name = type(optimizer), full_name(type(optimizer))
     run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
     if not is_elementwise_class(kind):
         raise ShardingError(
@@ -193,12 +193,13 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins: let it run on a stand-in. See [Note: plain steps]."""
     plain: dict[ShardedParameter, nn.Parameter] = {}
-    for param in params_in(optimizer.param_groups):
-        if isinstance(param, ShardedParameter):
-            plain[param] = param.plain
+    groups = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        plain.update((param, param.plain) for param in params if isinstance(param, ShardedParameter))
+        groups.append({**group, "params": list(map(plain.get, params, params))})
     if not plain:  # the stand-in, if its step calls the step of the base class
         return None
-    groups = [{**group, "params": [plain.get(p, p) for p in group["params"]]} for group in optimizer.param_groups]
     state = defaultdict(dict, {plain.get(key, key): values for key, values in optimizer.state.items()})  # type: ignore[call-overload]  # keys may be names
     stand_in: Any = object.__new__(type(optimizer))
     stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state, _PLAIN: plain}
@@ -249,7 +250,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     optimizer.state.clear()
     optimizer.state.update({sharded.get(key, key): values for key, values in stepped.pop("state").items()})
     optimizer.__dict__.update(stepped)
-    if type(optimizer) in _declared:
+    if _DECLARED in vars(type(optimizer)):
         _refuse_kept_grads(optimizer, plain)
     changed: list[torch.Tensor] = []
     with AsTensors():
@@ -268,8 +269,8 @@ def _refuse_kept_grads(optimizer: Optimizer, plain: Mapping[ShardedParameter, nn
             kept = value.untyped_storage() if isinstance(value, torch.Tensor) and each.grad is not None else None
             if kept is not None and kept.data_ptr() == each.grad.untyped_storage().data_ptr():  # type: ignore[union-attr]
                 raise ShardingError(
-                    f"{_name_of(type(optimizer))} keeps the gradient of {param.piece.name!r} in its state, as {key!r}, "
-                    "and the next backward writes to its memory: let the optimizer keep grad.clone()"
+                    f"{full_name(type(optimizer))} keeps the gradient of {param.piece.name!r} in its state, as {key!r},"
+                    " and the next backward writes to its memory: let the optimizer keep grad.clone()"
                 )
 
 

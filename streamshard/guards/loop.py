@@ -58,8 +58,8 @@ class Progress:
         self.is_watched = True
         self._warns = warns
         self._names: Mapping[Any, str] = {}
-        self._unused = 0  # backwards after which other optimizers have stepped
-        self._version = 0  # of the parameters after the first of these, added up: code may step without an optimizer
+        # Of the parameters, added up, each time that another optimizer steps: code may step them without an optimizer.
+        self._versions: list[int] = []
 
     def begin(self, names: Mapping[nn.Parameter, str]) -> None:
         """Look at all steps from now on. `names` are of the model's parameters."""
@@ -83,14 +83,9 @@ class Progress:
         if not self.is_watched or not self.has_new_grads:
             return
         self.has_new_grads = False
-        self._unused += 1
-        version = sum(param._version for param in self._names)
-        if self._unused == 1:
-            self._version = version
-        if self._unused < _MOST_UNUSED:
-            return
-        self.is_watched = False
-        if self._version == version and self._warns:
+        self._versions.append(sum(param._version for param in self._names))
+        self.is_watched = len(self._versions) < _MOST_UNUSED
+        if not self.is_watched and len(set(self._versions)) == 1 and self._warns:
             warn_user(
                 f"{_MOST_UNUSED} backwards have made gradients of a sharded model, {type(optimizer).__name__} has "
                 "stepped after them, and no optimizer has stepped a parameter of the model, such as "
@@ -103,16 +98,14 @@ class Progress:
 _models: WeakSet[Progress] = WeakSet()
 
 
-def look_at_step(optimizer: Optimizer, *, has_closure: bool) -> None:
-    """`optimizer`, any of the process, is about to step.
+def look_at_step(optimizer: Optimizer, params: Sequence[torch.Tensor], *, has_closure: bool) -> None:
+    """`optimizer`, any of the process, is about to step `params`.
 
     Raises:
-        ShardingError: its parameters have no gradients, because no backward has come to their model.
+        ShardingError: they have no gradients, because no backward has come to their model.
     """
     for progress in list(_models):
-        if progress.is_watched or progress.is_unreached and not has_closure:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            if progress.is_watched:
-                progress.look_at(optimizer, params)
-            if progress.is_unreached and not has_closure:
-                progress.refuse_unreached(params)
+        if progress.is_watched:
+            progress.look_at(optimizer, params)
+        if progress.is_unreached and not has_closure:
+            progress.refuse_unreached(params)

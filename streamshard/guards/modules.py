@@ -8,6 +8,7 @@ parameters. Every change goes through `ModuleEdits`, which can list and undo the
 from __future__ import annotations
 
 import abc
+import functools
 import inspect
 import operator
 import weakref
@@ -125,7 +126,6 @@ def _refuse_change(what: str, owner: str, key: str) -> None:
 # -- classes ----------------------------------------------------------------------------------------------------------
 
 _ORIGINAL = "_streamshard_original"
-_classes: dict[tuple[type, type], type] = {}
 
 
 def change_class(module: nn.Module, kind: type) -> None:
@@ -139,7 +139,7 @@ def original_class(kind: type) -> type:
     return original
 
 
-def watched_class(original: type, base: type) -> type:
+def _make_watched_class(original: type, base: type) -> type:
     """The subclass of `original` that reports calls. It has the name and the module of `original`.
 
     If both classes have a method of one name, ``model.name`` is the user's and ``base.name(model)`` is StreamShard's.
@@ -150,22 +150,22 @@ def watched_class(original: type, base: type) -> type:
         original: the module's class.
         base: comes before `original` in the bases, or at least before nn.Module in the order of its methods.
     """
-    key = (original, base)
-    if key not in _classes:
-        entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        entries[_ORIGINAL] = original
-        users = [name for name in vars(base) if not name.startswith("_") and hasattr(original, name)]
-        entries.update((name, inspect.getattr_static(original, name)) for name in users)
-        kind = type(original)
-        make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
-        made = make(kind, original.__name__, (base, original), entries)
-        try:
-            change_class(object.__new__(original), made)
-        except TypeError:  # instances of `class Module(ABC, nn.Module)`, sentence-transformers', have ABC's layout
-            entries["__init__"] = base.__init__  # type: ignore[misc]  # StreamShard's: Python calls it
-            made = make(kind, original.__name__, (original, base), entries)
-        _classes[key] = made
-    return _classes[key]
+    entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    entries[_ORIGINAL] = original
+    users = [name for name in vars(base) if not name.startswith("_") and hasattr(original, name)]
+    entries.update((name, inspect.getattr_static(original, name)) for name in users)
+    kind = type(original)
+    make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
+    made = make(kind, original.__name__, (base, original), entries)
+    try:
+        change_class(object.__new__(original), made)
+    except TypeError:  # instances of `class Module(ABC, nn.Module)`, sentence-transformers', have ABC's layout
+        entries["__init__"] = base.__init__  # type: ignore[misc]  # StreamShard's: Python calls it
+        made = make(kind, original.__name__, (original, base), entries)
+    return made
+
+
+watched_class: Callable[[type, type], type] = functools.cache(_make_watched_class)
 
 
 class _InstanceProperty(property):
