@@ -200,6 +200,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.break_off", Drop("self._engine.reductions.end()"), "exceptions"),
         ("Backward._issue", Drop("self._engine.reductions.due.discard(op.unit)"), "invariants unit_size passes matrix"),
         ("Backward.begin", Drop("unit.take_trainability()"), "graphs"),
+        ("Backward.begin", Drop("engine.progress.is_unreached = False"), "loops"),
         ("Backward.reach", Drop("refuse_changed(engine.units[index], versions)"), "graphs"),
         ("Backward.reach", Swap("due = set(visits)", "due = set()"), "unit_size passes"),
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),

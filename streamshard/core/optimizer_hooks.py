@@ -115,7 +115,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     hooks: Any = optimizer._optimizer_step_pre_hooks
     if _HOOK not in hooks:
-        if not any(isinstance(param, ShardedParameter) for param in params):
+        if ShardedParameter not in map(type, params):  # isinstance() asks the metaclass of nn.Parameter, in Python
             _lend_full_grads(optimizer, params)
             return
         _adopt(optimizer)
