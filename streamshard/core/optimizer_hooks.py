@@ -204,29 +204,35 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     stand_in: Any = object.__new__(type(optimizer))
     stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state, _PLAIN: plain}
     closure = _closure_of(args, kwargs)
-    if closure is None:
-        refuse_unreduced(plain, "an optimizer's step")
-    _lend_grads(plain)
+    _lend_grads(plain, are_made=closure is None)
     if closure is None:
         return (stand_in, *args[1:]), kwargs
 
     def called() -> Any:
         """The user's closure, which makes gradients inside the step."""
         loss = closure()
-        refuse_unreduced(plain, "an optimizer's step")
         untraced(_lend_grads, plain)
         return loss
 
     return ((stand_in, called, *args[2:]), kwargs) if len(args) > 1 else ((stand_in,), {**kwargs, "closure": called})
 
 
-def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
+def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: bool = True) -> None:
     """Give plain parameters their gradients, and the attributes that the user has set (``p.lr_scale = 2``).
 
     Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip the tensors before an empty tensor, or
     write beside it. With many ranks most pieces are empty. So a piece without elements has no gradient in a step.
     Outside of a step it has an empty gradient: ranks must take the same number of norms. See decision 14.
+
+    Args:
+        plain: by sharded parameter.
+        are_made: no closure is about to make the gradients, so all have to be reduced.
+
+    Raises:
+        ShardingError: a gradient is not reduced.
     """
+    if are_made:
+        refuse_unreduced(plain, "an optimizer's step")
     with AsTensors():
         for param, each in plain.items():
             grad = get_grad(param)
