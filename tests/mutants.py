@@ -208,6 +208,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.break_off", Drop("self._engine.reductions.leaves_small = False"), "exceptions"),
         ("Backward.begin", Drop("unit.take_trainability()"), "graphs"),
         ("Backward._unshard", Drop("unit.ready()"), "matrix"),
+        ("Backward.begin", Drop("engine.progress.is_unreached = False"), "loops"),
         ("Backward.reach", Drop("refuse_changed(engine.units[index], versions)"), "graphs"),
         ("Backward.reach", Swap("due = set(visits)", "due = set()"), "unit_size passes"),
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
@@ -299,9 +300,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.collect", Swap("on_device_stream(stream)", "unobserved()"), _STREAMS),
     ],
     "guards/loop": [
-        ("note_step", Swap("is not None", "is None is not None"), "loop"),
-        ("note_step", Drop("progress.is_new = False"), "loop"),
-        ("note_backward", Drop("_progress_of(model).is_unreached = False"), "loops"),
+        ("Progress.look_at", Swap(".isdisjoint(params)", ".isdisjoint(())"), "loop"),
+        ("Progress.look_at", Drop("self.has_new_grads = False"), "loop"),
     ],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),

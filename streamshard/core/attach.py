@@ -22,7 +22,6 @@ from streamshard.core.outside import OutsideParameters
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.guards.loop import Structure
 from streamshard.guards.modules import ModuleEdits
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.planning.discovery import FoundUnit, owners_of
@@ -63,8 +62,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             edits.add_hook(module, module.register_load_state_dict_pre_hook(hook))
         if module._parameters:
             edits.add_hook(module, module.register_state_dict_pre_hook(functools.partial(_before_saving, engine)))
-    structure = Structure(root)
-    engine.structure_of = weakref.ref(structure)
+    edits.remember(root)
+    engine.progress.begin({param: shard.name for param, shard in shards.items()})
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:
             compute_in_fp32(module, edits)
@@ -76,7 +75,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             handle = Handle(engine, layers.get(module), units, _input_dtype(module, engine.precision, in_fp32), None)
             if module is root:
                 output_dtype = engine.precision.output_dtype
-                handle = handle._replace(output_dtype=output_dtype, is_root=True, structure=structure, edits=edits)
+                handle = handle._replace(output_dtype=output_dtype, is_root=True, edits=edits)
             watch(module, handle, edits, base if module is root else Watched)
 
 

@@ -24,7 +24,6 @@ from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
-from streamshard.guards.loop import note_backward, note_gradients
 from streamshard.planning.program import Schedule
 from streamshard.torch_private import AsTensors, graph_task_id, is_profiled
 
@@ -73,7 +72,7 @@ class Backward(Phase):
         for unit in engine.units:
             unit.take_trainability()
             unit.resume()
-        note_backward(engine)
+        engine.progress.is_unreached = False
         engine.reductions.begin(
             is_synced=engine.is_synced,
             is_last=not self._leaves_unreduced,
@@ -240,7 +239,7 @@ class Backward(Phase):
         given = engine.reductions.finish()
         engine.phase = None
         if given and engine.is_synced:  # inside no_sync() gradients accumulate, whatever else steps
-            note_gradients(engine)
+            engine.progress.has_new_grads = True
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():
                 hooks = param._post_accumulate_grad_hooks

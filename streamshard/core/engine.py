@@ -20,7 +20,7 @@ from streamshard.core.reductions import Reductions
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
-from streamshard.guards.loop import Structure
+from streamshard.guards.loop import Progress
 from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.program import Op, UnitOrder
@@ -129,8 +129,8 @@ class Engine:
         is_whole: this rank's shards are the whole units.
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
         are_weights_current: no weights have changed since the last pass, unless their versions say so.
-        structure_of, edits_of: return the modules and parameters that were sharded, and all changes of modules; None
-            once the model is gone.
+        edits_of: returns all changes of modules; None once the model is gone.
+        progress: how far the training loop has come.
         profiler: names the work of units while a profiler runs.
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
@@ -154,8 +154,8 @@ class Engine:
         self.is_whole = all(flat.layout.is_whole for unit in self.units for flat in unit.flat_params)
         self.is_synced = True
         self.are_weights_current = False
-        self.structure_of: Callable[[], Structure | None] = lambda: None
         self.edits_of: Callable[[], ModuleEdits | None] = lambda: None
+        self.progress = Progress(warns=self.ranks.is_first)
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)
         self.inputs = Inputs()
@@ -233,8 +233,8 @@ class Engine:
 
     def check_structure(self) -> None:
         """Raise if modules or parameters were exchanged since sharding."""
-        if (structure := self.structure_of()) is not None:
-            structure.check()
+        if (edits := self.edits_of()) is not None:
+            edits.check()
 
     def all_gather(self, unit: Unit) -> None:
         """Start the unit's all-gather, if its slot holds another unit or nothing."""

@@ -13,7 +13,7 @@ from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.guards.loop import note_forward, refuse_capture, refuse_transforms
+from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.program import Schedule
 from streamshard.torch_private import is_profiled
 
@@ -35,8 +35,7 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
             "a forward inside summon_full_params, where parameters hold full tensors, but layers compute with "
             "all-gathered ones. Call the model, or generate, outside of summon_full_params"
         )
-    refuse_transforms()
-    refuse_capture(engine.streams)
+    refuse_transforms(engine.streams)
     if is_profiled() or engine.profiler.is_on:
         engine.profiler.look()
     if engine.empty:
@@ -235,5 +234,5 @@ class Forward(Phase):
         if error is not None or not torch.is_grad_enabled():
             return None
         self.graph.visits = tuple(self._schedule.log)
-        note_forward(engine)
+        engine.progress.is_unreached = True
         return self.graph

@@ -23,8 +23,8 @@ class Handle(NamedTuple):
         cast_dtype: floating-point inputs are cast to it; None leaves them as they are.
         output_dtype: floating-point outputs are cast to it; None leaves them as they are.
         is_root: the module is the whole model.
-        structure, edits: the modules and parameters that were sharded, and all changes of modules; of the root. The
-            engine refers to both weakly, because it must not hold the model.
+        edits: all changes of the model's modules; of the root. The engine refers to it weakly, because it must not
+            hold the model.
     """
 
     engine: Engine
@@ -33,7 +33,6 @@ class Handle(NamedTuple):
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     is_root: bool = False
-    structure: object = None
     edits: ModuleEdits | None = None
 
 

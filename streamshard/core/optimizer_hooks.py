@@ -22,13 +22,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.errors import ShardingError
-from streamshard.guards.loop import note_step, refuse_step_without_backward
-from streamshard.guards.sharded_parameter import OWN, ShardedParameter, grad_of, refuse_unreduced
+from streamshard.guards.loop import look_at_step
+from streamshard.guards.sharded_parameter import OWN, ShardedParameter, refuse_unreduced
 from streamshard.guards.sharded_tensor import Piece, ShardedTensor, piece_of
-from streamshard.torch_private import AsTensors, skip, untraced
+from streamshard.torch_private import AsTensors, get_grad, untraced
 
 NUMBERS = ("step", "mu_product", "eta", "mu")  # state with these names is a counter, even if the parameter is a scalar
 
@@ -49,7 +49,7 @@ _IN_BLOCKS = re.compile(
 BLOCK_NUMEL = 4096  # the packages leave smaller tensors in fp32, and a multiple of all their blocks
 
 _Class = TypeVar("_Class", bound=type[Optimizer])
-_declared: set[type] = set()
+_DECLARED = "_streamshard_elementwise"  # attribute of a class that `elementwise` was given, not of its subclasses
 
 
 def elementwise(optimizer_class: _Class) -> _Class:
@@ -64,44 +64,74 @@ def elementwise(optimizer_class: _Class) -> _Class:
     Returns:
         The same class.
     """
-    _declared.add(optimizer_class)
+    setattr(optimizer_class, _DECLARED, True)
     return optimizer_class
 
 
 def is_elementwise_class(kind: type) -> bool:
     """Whether `kind` is known, or declared, to work element by element, perhaps in blocks of `BLOCK_NUMEL`."""
-    return kind in _declared or _ELEMENTWISE.fullmatch(_name_of(kind)) is not None or works_in_blocks(kind)
+    return _DECLARED in vars(kind) or _ELEMENTWISE.fullmatch(full_name(kind)) is not None or works_in_blocks(kind)
 
 
 def works_in_blocks(kind: type) -> bool:
     """Whether pieces of parameters have to be cut between blocks of `BLOCK_NUMEL` for `kind`."""
-    return kind not in _declared and _IN_BLOCKS.fullmatch(_name_of(kind)) is not None
+    return _DECLARED not in vars(kind) and _IN_BLOCKS.fullmatch(full_name(kind)) is not None
 
 
-def _name_of(kind: type) -> str:
+def full_name(kind: type) -> str:
+    """The name of a class, with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
     """The parameters of an optimizer's groups, in order. A state dict numbers them in this order."""
-    return [param for group in groups for param in group["params"]]
+    params: list[nn.Parameter] = []
+    for group in groups:
+        params += group["params"]
+    return params
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
-_LENT = "_streamshard_lent"  # attribute of an optimizer: gradients that are plain tensors during its step
+_HOOK: Any = "streamshard"  # the key of this module's hooks among an optimizer's hooks; torch's keys are numbers
+_PLAIN = "_streamshard_plain"  # attribute of a stand-in: its parameters, by the sharded parameter
 
 
 @functools.cache
 def watch_optimizers() -> None:
     """From the first sharded model on, look at each optimizer before it steps."""
-    register_optimizer_step_pre_hook(_before_any_step)
-    register_optimizer_step_post_hook(_after_any_step)
+    register_optimizer_step_pre_hook(functools.partial(untraced, _look_at))
 
 
-@skip
-def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    untraced(_look_at, optimizer, _closure_of(args, kwargs))
+def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Check `optimizer`, and let its step run on plain tensors.
+
+    Raises:
+        ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
+    """
+    params = params_in(optimizer.param_groups)
+    look_at_step(optimizer, params, has_closure=_closure_of(args, kwargs) is not None)
+    if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
+        return
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    if _HOOK not in hooks:
+        if ShardedParameter not in map(type, params):  # isinstance() asks the metaclass of nn.Parameter, in Python
+            _lend_full_grads(optimizer, params)
+            return
+        _adopt(optimizer)
+    hooks.move_to_end(_HOOK)  # the last hook before the step itself: hooks of the user's may replace gradients
+
+
+def _adopt(optimizer: Optimizer) -> None:
+    """An optimizer is about to step pieces for the first time."""
+    _refuse_unknown(optimizer)
+    take_over_state(optimizer)
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
+    optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
+    after: Any = optimizer._optimizer_step_post_hooks
+    after[_HOOK] = functools.partial(untraced, _after_step)
+    after.move_to_end(_HOOK, last=False)  # so the user's hooks see the changes
+    optimizer._optimizer_step_pre_hooks[_HOOK] = functools.partial(untraced, _before_step)
 
 
 def _lend_full_grads(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
@@ -115,12 +145,12 @@ def _lend_full_grads(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> No
         with AsTensors():
             for param, grad in lent:
                 param.grad = grad.detach()
-        setattr(optimizer, _LENT, lent)
+        optimizer._optimizer_step_post_hooks[_HOOK] = functools.partial(untraced, _return_full_grads, lent)
 
 
-@skip
-def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for param, grad in untraced(optimizer.__dict__.pop, _LENT, ()):
+def _return_full_grads(lent: list[tuple[nn.Parameter, torch.Tensor]], *_: Any) -> None:
+    while lent:
+        param, grad = lent.pop()
         if param.grad is not None:  # else the step has cleared it
             param.grad = grad
 
@@ -130,40 +160,9 @@ def _closure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
     return closure if callable(closure) else None
 
 
-def _look_at(optimizer: Optimizer, closure: Any) -> None:
-    """Check `optimizer`, and let its step run on plain tensors.
-
-    Raises:
-        ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
-    """
-    params = params_in(optimizer.param_groups)
-    note_step(optimizer, params)
-    if closure is None:
-        refuse_step_without_backward(params)
-    if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
-        return
-    if all(piece_of(param) is None for param in params):
-        _lend_full_grads(optimizer, params)
-        return
-    if closure is None:
-        refuse_unreduced(params, "an optimizer's step")
-    # The last hook before the step itself: hooks of the user's may replace gradients.
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    if (known := next((key for key, hook in hooks.items() if hook is _before_step), None)) is not None:
-        hooks.move_to_end(known)
-        return
-    _refuse_unknown(optimizer)
-    take_over_state(optimizer)
-    optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
-    optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
-    after = optimizer.register_step_post_hook(_after_step)
-    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # ordered
-    optimizer.register_step_pre_hook(_before_step)
-
-
 def _refuse_unknown(optimizer: Optimizer) -> None:
     """Raise unless every element's update is known to depend on that element alone, or on its block."""
-    kind, name = type(optimizer), _name_of(type(optimizer))
+    kind, name = type(optimizer), full_name(type(optimizer))
     run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
     if not is_elementwise_class(kind):
         raise ShardingError(
@@ -191,45 +190,52 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
 # -- plain steps ------------------------------------------------------------------------------------------------------
 
 
-@skip
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins: let it run on a stand-in. See [Note: plain steps]."""
-    plain = _plain_of(optimizer)
+    plain: dict[ShardedParameter, nn.Parameter] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        plain.update((param, param.plain) for param in params if isinstance(param, ShardedParameter))
+        groups.append({**group, "params": list(map(plain.get, params, params))})
     if not plain:  # the stand-in, if its step calls the step of the base class
         return None
-    stand_in: Any = object.__new__(type(optimizer))
-    groups = [{**group, "params": [plain.get(p, p) for p in group["params"]]} for group in optimizer.param_groups]
     state = defaultdict(dict, {plain.get(key, key): values for key, values in optimizer.state.items()})  # type: ignore[call-overload]  # keys may be names
-    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
-    untraced(_lend_grads, plain)
+    stand_in: Any = object.__new__(type(optimizer))
+    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state, _PLAIN: plain}
     closure = _closure_of(args, kwargs)
+    _lend_grads(plain, are_made=closure is None)
     if closure is None:
         return (stand_in, *args[1:]), kwargs
 
     def called() -> Any:
         """The user's closure, which makes gradients inside the step."""
         loss = closure()
-        refuse_unreduced(plain, "an optimizer's step")
         untraced(_lend_grads, plain)
         return loss
 
     return ((stand_in, called, *args[2:]), kwargs) if len(args) > 1 else ((stand_in,), {**kwargs, "closure": called})
 
 
-def _plain_of(optimizer: Optimizer) -> dict[ShardedParameter, nn.Parameter]:
-    return {param: param.plain for param in params_in(optimizer.param_groups) if isinstance(param, ShardedParameter)}
-
-
-def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
+def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: bool = True) -> None:
     """Give plain parameters their gradients, and the attributes that the user has set (``p.lr_scale = 2``).
 
     Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip the tensors before an empty tensor, or
     write beside it. With many ranks most pieces are empty. So a piece without elements has no gradient in a step.
     Outside of a step it has an empty gradient: ranks must take the same number of norms. See decision 14.
+
+    Args:
+        plain: by sharded parameter.
+        are_made: no closure is about to make the gradients, so all have to be reduced.
+
+    Raises:
+        ShardingError: a gradient is not reduced.
     """
+    if are_made:
+        refuse_unreduced(plain, "an optimizer's step")
     with AsTensors():
         for param, each in plain.items():
-            grad = grad_of(param)
+            grad = get_grad(param)
             # Detached is no view: compilers look at `_base`.
             each.grad = None if grad is None or not grad.numel() else grad.detach()
             if each.requires_grad is not param.requires_grad:
@@ -238,29 +244,28 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
                 each.__dict__.update({key: value for key, value in param.__dict__.items() if key not in OWN})
 
 
-@skip
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The step itself is over. The first hook after it, so the user's hooks see the changes."""
-    if args[0] is not optimizer:  # else the stand-in, if its step calls the step of the base class
-        untraced(_take_back, optimizer, dict(args[0].__dict__))
-
-
-def _take_back(optimizer: Optimizer, stepped: dict[str, Any]) -> None:
-    """Take options, state and attributes from the stand-in."""
-    plain = _plain_of(optimizer)
+    """The step itself is over: take options, state and attributes from the stand-in."""
+    if args[0] is optimizer:  # the stand-in, if its step calls the step of the base class
+        return
+    stepped = dict(args[0].__dict__)
+    plain: dict[ShardedParameter, nn.Parameter] = stepped.pop(_PLAIN)
     for group, theirs in zip(optimizer.param_groups, stepped.pop("param_groups"), strict=True):
         group.update({**theirs, "params": group["params"]})
-    sharded = {each: param for param, each in plain.items()}
-    state = {sharded.get(key, key): values for key, values in stepped.pop("state").items()}
+    sharded = dict(zip(plain.values(), plain, strict=True))
     optimizer.state.clear()
-    optimizer.state.update(state)
+    optimizer.state.update({sharded.get(key, key): values for key, values in stepped.pop("state").items()})
     optimizer.__dict__.update(stepped)
-    if type(optimizer) in _declared:
+    if _DECLARED in vars(type(optimizer)):
         _refuse_kept_grads(optimizer, plain)
+    changed: list[torch.Tensor] = []
+    with AsTensors():
+        for param, each in plain.items():
+            each.grad = None
+            if get_grad(param) is not None:
+                changed.append(param)
     # On all ranks, also those without elements of a parameter: a backward of an earlier forward raises everywhere.
-    torch.autograd.graph.increment_version([param for param in plain if grad_of(param) is not None])
-    for each in plain.values():
-        each.grad = None
+    torch.autograd.graph.increment_version(changed)
 
 
 def _refuse_kept_grads(optimizer: Optimizer, plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
@@ -270,8 +275,8 @@ def _refuse_kept_grads(optimizer: Optimizer, plain: Mapping[ShardedParameter, nn
             kept = value.untyped_storage() if isinstance(value, torch.Tensor) and each.grad is not None else None
             if kept is not None and kept.data_ptr() == each.grad.untyped_storage().data_ptr():  # type: ignore[union-attr]
                 raise ShardingError(
-                    f"{_name_of(type(optimizer))} keeps the gradient of {param.piece.name!r} in its state, as {key!r}, "
-                    "and the next backward writes to its memory: let the optimizer keep grad.clone()"
+                    f"{full_name(type(optimizer))} keeps the gradient of {param.piece.name!r} in its state, as {key!r},"
+                    " and the next backward writes to its memory: let the optimizer keep grad.clone()"
                 )
 
 

@@ -8,7 +8,9 @@ parameters. Every change goes through `ModuleEdits`, which can list and undo the
 from __future__ import annotations
 
 import abc
+import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -18,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
+from streamshard.planning.structure import join_names, modules_of, params_of
 
 HANDLE = "_streamshard"  # the entry in a watched module's __dict__, see `streamshard.core.module_state`
 
@@ -40,24 +43,29 @@ MISSING = object()
 
 
 class ModuleEdits:
-    """All changes of a model's modules, in order."""
+    """All changes of a model's modules by StreamShard, in order. Refuses changes by other code."""
 
     def __init__(self) -> None:
         self.edits: list[Edit] = []
+        self._params: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
+        self._children: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {}
 
     def set_class(self, module: nn.Module, kind: type) -> None:
         """Change the class of `module`."""
-        self.edits.append(Edit(weakref.ref(module), "class", type(module)))
+        self._note(module, "class", type(module))
         change_class(module, kind)
 
     def set_entry(self, module: nn.Module, key: str, value: Any) -> None:
         """Set an entry of the ``__dict__`` of `module`."""
-        self.edits.append(Edit(weakref.ref(module), key, module.__dict__.get(key, MISSING)))
+        self._note(module, key, module.__dict__.get(key, MISSING))
         module.__dict__[key] = value
 
     def add_hook(self, module: nn.Module, handle: RemovableHandle) -> None:
         """Note a hook of `module` that `handle` removes."""
-        self.edits.append(Edit(weakref.ref(module), "hook", handle))
+        self._note(module, "hook", handle)
+
+    def _note(self, module: nn.Module, what: str, before: Any) -> None:
+        self.edits.append(Edit(weakref.ref(module), what, before))
 
     def undo(self) -> None:
         """Undo all changes, the last one first."""
@@ -74,11 +82,50 @@ class ModuleEdits:
             else:
                 module.__dict__[what] = before
 
+    # -- changes by other code --------------------------------------------------------------------------------------
+
+    def remember(self, root: nn.Module) -> None:
+        """Remember the modules and parameters of the model `root`, whose modules hold the sharded parameters.
+
+        A parameter or layer that is assigned afterwards would be trained by this rank alone.
+        """
+        for name, module in modules_of(root):
+            if isinstance(module._parameters, dict):
+                self._params.append((name, module._parameters, tuple(module._parameters.values())))
+            self._children[name] = module._modules, tuple(module._modules.values())
+
+    def check(self) -> None:
+        """Raise if a parameter was added, removed or replaced, or a module with parameters of its own was.
+
+        Raises:
+            ShardingError: names the parameter or the module.
+        """
+        # dict's own values(): a sharded module's `_parameters` has a slow one.
+        for name, params, known in self._params:
+            if len(params) != len(known) or not all(map(operator.is_, dict.values(params), known)):
+                changed = [key for key, param in params.items() if not any(param is old for old in known)]
+                _refuse_change("parameter", name, changed[0] if changed else "")
+        for name, (children, before) in self._children.items():
+            if len(children) != len(before) or not all(map(operator.is_, children.values(), before)):
+                sharded = {param for _, _, known in self._params for param in known}
+                for key, child in children.items():
+                    if child is not None and not sharded.issuperset(params_of(child).values()):
+                        _refuse_change("module", name, key)
+                self._children[name] = children, tuple(children.values())  # modules without parameters may change
+
+
+def _refuse_change(what: str, owner: str, key: str) -> None:
+    name = repr(join_names(owner, key)) if key else f"of {owner or 'the model'!r}"
+    raise ShardingError(
+        f"{what} {name} was replaced, added or removed after StreamShard(model): this rank alone would train the new "
+        "one. Change the model before it is sharded, or assign to a parameter's data (param.data.copy_, "
+        "load_state_dict, summon_full_params()). torch.func.functional_call replaces parameters too"
+    )
+
 
 # -- classes ----------------------------------------------------------------------------------------------------------
 
 _ORIGINAL = "_streamshard_original"
-_classes: dict[tuple[type, type], type] = {}
 
 
 def change_class(module: nn.Module, kind: type) -> None:
@@ -92,7 +139,7 @@ def original_class(kind: type) -> type:
     return original
 
 
-def watched_class(original: type, base: type) -> type:
+def _make_watched_class(original: type, base: type) -> type:
     """The subclass of `original` that reports calls. It has the name and the module of `original`.
 
     If both classes have a method of one name, ``model.name`` is the user's and ``base.name(model)`` is StreamShard's.
@@ -103,22 +150,22 @@ def watched_class(original: type, base: type) -> type:
         original: the module's class.
         base: comes before `original` in the bases, or at least before nn.Module in the order of its methods.
     """
-    key = (original, base)
-    if key not in _classes:
-        entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        entries[_ORIGINAL] = original
-        users = [name for name in vars(base) if not name.startswith("_") and hasattr(original, name)]
-        entries.update((name, inspect.getattr_static(original, name)) for name in users)
-        kind = type(original)
-        make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
-        made = make(kind, original.__name__, (base, original), entries)
-        try:
-            change_class(object.__new__(original), made)
-        except TypeError:  # instances of `class Module(ABC, nn.Module)`, sentence-transformers', have ABC's layout
-            entries["__init__"] = base.__init__  # type: ignore[misc]  # StreamShard's: Python calls it
-            made = make(kind, original.__name__, (original, base), entries)
-        _classes[key] = made
-    return _classes[key]
+    entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    entries[_ORIGINAL] = original
+    users = [name for name in vars(base) if not name.startswith("_") and hasattr(original, name)]
+    entries.update((name, inspect.getattr_static(original, name)) for name in users)
+    kind = type(original)
+    make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
+    made = make(kind, original.__name__, (base, original), entries)
+    try:
+        change_class(object.__new__(original), made)
+    except TypeError:  # instances of `class Module(ABC, nn.Module)`, sentence-transformers', have ABC's layout
+        entries["__init__"] = base.__init__  # type: ignore[misc]  # StreamShard's: Python calls it
+        made = make(kind, original.__name__, (original, base), entries)
+    return made
+
+
+watched_class: Callable[[type, type], type] = functools.cache(_make_watched_class)
 
 
 class _InstanceProperty(property):

@@ -72,7 +72,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def grad(self, grad: torch.Tensor | None) -> None:
         if isinstance(grad, torch.Tensor):
             self._check("grad", grad)
-        drop_unreduced(self)
+        self.__dict__.pop(_UNREDUCED, None)
         with AsTensors():
             set_grad(self, grad)
 

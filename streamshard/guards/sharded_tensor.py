@@ -8,6 +8,7 @@ averages of weights and log lines are right.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, cast
@@ -155,9 +156,7 @@ class ShardedTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Metadata first: torch asks each gradient for several things in each step."""
-        if func not in _answers:
-            untraced(_look_up, func)
-        answer = _answers[func]
+        answer = _answer_to(func)
         if answer is None:
             with AsTensors():
                 return func(*args, **(kwargs or {}))
@@ -432,17 +431,21 @@ _ANSWERS: Mapping[str, _Answer] = {
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _check_finite,
 }
-# By function, its answer; None for a question about metadata, which the local tensor answers.
-_answers: dict[Callable[..., Any], _Answer | None] = {
+_BY_FUNCTION: Mapping[Callable[..., Any], _Answer] = {  # whose names stand for others too
+    **dict.fromkeys(NORMS, _norm),
     torch.autograd.backward: _backward,
     torch.autograd.grad: _refuse_op,
 }
-_answers.update(dict.fromkeys(NORMS, _norm))
 
 
-def _look_up(func: Callable[..., Any]) -> None:
+def _look_up(func: Callable[..., Any]) -> _Answer | None:
+    """The answer to `func`; None for a question about metadata, which the local tensor answers."""
+    if is_metadata(func):
+        return None
     name = name_of(func)
     is_elementwise = name.removeprefix("_foreach_").strip("_") in _ELEMENTWISE
     other = _elementwise if is_elementwise else _random if _is_init(func) else _refuse_op
-    by_name = _ANSWERS.get(name, other)
-    _answers[func] = None if is_metadata(func) else by_name
+    return _BY_FUNCTION.get(func) or _ANSWERS.get(name, other)
+
+
+_answer_to = functools.cache(functools.partial(untraced, _look_up))

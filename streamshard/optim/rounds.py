@@ -90,13 +90,13 @@ class Rounds:
         if (ledger := self._ledger_of()) is not None:
             ledger.free(self._buffers)
 
-    def run(self, meanwhile: Callable[[], None], step_round: Callable[[int], None]) -> None:
+    def run(self, steps: Sequence[Callable[[], None]]) -> None:
         """One step of all rounds, inside ``torch.no_grad()``.
 
         Args:
-            meanwhile: called while the first round travels; does not raise.
-            step_round: called when a round's weights and gradients have arrived; steps the parameters that this rank
-                owns. Does not raise.
+            steps: none of them raises. The first one is called while the first round travels. Another one for each
+                round is called when the round's weights and gradients have arrived; it steps the parameters that this
+                rank owns.
 
         Raises:
             RankMismatchError: see `check`; on a CPU of this step, before anything is stepped, on a device of the last.
@@ -109,12 +109,12 @@ class Rounds:
             self.check()
         with self._ranks.guard("an exchange of parameters with their owners"):
             self._send(self._rounds[0], grads)
-            meanwhile()
-            for number, own in enumerate(self._rounds):
+            steps[0]()
+            for number, (own, step) in enumerate(zip(self._rounds, steps[1:], strict=True)):
                 self._lay_out(own, grads)
                 if number + 1 < len(self._rounds):
                     self._send(self._rounds[number + 1], grads)
-                step_round(number)
+                step()
                 if number:
                     self._finish(self._rounds[number - 1], grads)
                 self._send_back(own)
@@ -160,8 +160,8 @@ class Rounds:
     # -- one round, in this order -----------------------------------------------------------------------------------
 
     def _send(self, own: _Round, grads: _Grads) -> None:
-        found = [(place, grad) for each, place, _ in own.sent if (grad := grads[id(each)]) is not None]
-        _copy([*found, *((place, _flat_data(each)) for each, _, place in own.sent)])
+        found = [(place, grad) for each, place, *_ in own.sent if (grad := grads[id(each)]) is not None]
+        _copy([*found, *((place, _flat_data(each)) for each, _, place, _ in own.sent)])
         self._packed.record()
         self._packed.wait()  # rule 5
         self._arrived.record(self._ranks.transport.start_all_to_all(own.to_owners))
@@ -185,7 +185,7 @@ class Rounds:
 
     def _finish(self, own: _Round, grads: _Grads) -> None:
         self._returned.wait()  # rule 7
-        _copy([(_flat_data(each), place) for each, place in own.returned if grads[id(each)] is not None])
+        _copy([(_flat_data(each), place) for each, _, _, place in own.sent if grads[id(each)] is not None])
         # On all ranks, also where one has no elements: a backward of an earlier forward raises.
         torch.autograd.graph.increment_version([each.param for each in own.params if grads[id(each)] is not None])
 
@@ -217,14 +217,12 @@ class _Round:
     Attributes:
         params: the parameters of the round, of all owners.
         sent: for each parameter of which this rank has elements: the parameter, and the buffer views for its gradient
-            and its weights, [n] fp32 each.
+            its weights and its new weights, [n] fp32 each.
         arrived: pairs of a part of a full gradient or weight, and the buffer view in which it arrives.
         wholes: for each parameter that this rank owns: the parameter, the one that its optimizer steps, the full
             gradient and weights, and the tensor that replaces them between steps.
         results: for each part of new weights: the stepped parameter, the buffer view for the part, and which part it
             is.
-        returned: for each parameter of which this rank has elements: the parameter, and the buffer view in which its
-            new weights arrive.
         to_owners, to_pieces: the two exchanges.
     """
 
@@ -239,8 +237,7 @@ class _Round:
         self.to_owners = _exchange(pieces, [2 * n for n in to_owner], arrived, [2 * n for n in from_rank])
         self.to_pieces = _exchange(results, from_rank, returned, to_owner)
         piece, part, whole, result, new = map(_taking, buffers)
-        self.sent = [(each, piece(n), piece(n)) for each, n in mine]
-        self.returned = [(each, new(n)) for each, n in mine]
+        self.sent = [(each, piece(n), piece(n), new(n)) for each, n in mine]
         self.wholes = []
         for each, target in owned:
             grad, weight = (whole(_aligned(target.numel()))[: target.numel()].view(target.shape) for _ in range(2))

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.core.optimizer_hooks import full_name
 from streamshard.errors import ConfigError
 from streamshard.optim.inner import PLAIN, GroupClass, InnerOptimizer, options_of
 from streamshard.optim.rounds import stand_in
@@ -55,7 +56,7 @@ def try_constructor(
         made: Any = kind(given, **options)
     except Exception as error:
         raise ConfigError(
-            f"{_name_of(kind)} cannot be made for a group of parameters with the options "
+            f"{full_name(kind)} cannot be made for a group of parameters with the options "
             f"{[*options_of(groups[-1]), *options]}: {type(error).__name__}: {error}"
         ) from error
     wanted, found = ([len(each["params"]) for each in owner] for owner in (groups, made.param_groups))
@@ -86,7 +87,7 @@ def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
     Raises:
         ConfigError: the results differ, a step raises, or it calls torch.distributed.
     """
-    name, params = _name_of(made.kind), group["params"]
+    name, params = full_name(made.kind), group["params"]
     first = {param.ndim: tuple(min(size, _DIM) for size in param.shape) for param in reversed(params)}
     shapes = [first[ndim] for ndim in sorted(first) for _ in range(_EACH)]
     device = torch.device("cpu") if params[0].is_meta else params[0].device
@@ -124,10 +125,6 @@ def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
     group_state, other_state, *_ = together.states
     tensors = {key: value for key, value in group_state.items() if isinstance(value, torch.Tensor)}
     return frozenset(key for key in tensors.keys() - other_state if tensors[key].shape[:1] == (len(shapes),))
-
-
-def _name_of(kind: type[Optimizer]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _are_near(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
@@ -224,7 +221,7 @@ class _RefusesCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ConfigError(
-                f"{_name_of(self._kind)} calls torch.distributed in its step ({func.name()}). Gradients are reduced "
+                f"{full_name(self._kind)} calls torch.distributed in its step ({func.name()}). Gradients are reduced "
                 "already, and each parameter is stepped on one rank: use the class for one process (MuonAdamW instead "
                 "of DistMuonAdamW, SingleDeviceMuon instead of Muon). If one class is for both, tell its module that "
                 "there is one rank: module.dist = types.SimpleNamespace(is_available=lambda: False)"

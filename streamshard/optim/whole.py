@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from streamshard.comm.communicator import Communicator
 from streamshard.config import parse_bytes
-from streamshard.core.optimizer_hooks import PiecesOfState, is_elementwise_class, params_in
+from streamshard.core.optimizer_hooks import PiecesOfState, full_name, is_elementwise_class, params_in
 from streamshard.errors import ConfigError
 from streamshard.guards.sharded_parameter import refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
@@ -74,8 +75,7 @@ class WholeParameterOptimizer(Optimizer):
         self._sharded: set[int] = set()  # ids
         self._wholes: list[WholeParam] = []
         self._rounds: Rounds | None = None  # None: no rank owns anything that trains
-        self._in_place: list[InnerOptimizer] = []
-        self._by_round: list[list[InnerOptimizer]] = []
+        self._parts: list[list[InnerOptimizer]] = [[]]  # in place; of each round
         self._error: Exception | None = None  # in the step that runs now
         super().__init__(params, {})
 
@@ -84,7 +84,7 @@ class WholeParameterOptimizer(Optimizer):
     @property
     def _inners(self) -> list[InnerOptimizer]:
         """All optimizers inside: one for each group, for pieces and plain parameters; one for each group and round."""
-        return [*self._in_place, *(inner for inners in self._by_round for inner in inners)]
+        return [inner for part in self._parts for inner in part]
 
     def _bind_if_changed(self) -> None:
         """Make the optimizers inside, if parameters or their ``requires_grad`` have changed, or some were sharded."""
@@ -103,17 +103,16 @@ class WholeParameterOptimizer(Optimizer):
             if each.whole is None:
                 self.state.pop(each.param, None)
         elsewhere = {each.param for each in self._wholes}
-        self._in_place = self._make_inners({param: param for param in params if param not in elsewhere})
-        self._rounds, self._by_round = None, []
+        self._rounds, self._parts = None, [self._make_inners({p: p for p in params if p not in elsewhere})]
         if trained := [each for each in self._wholes if each.param.requires_grad]:
             costs, owners = [each.cost for each in trained], [each.owner for each in trained]
             numels = [each.piece.place.numel for each in trained]
             planned = plan_rounds(costs, numels, owners, self._round_numel)
             rounds = [[trained[index] for index in each] for each in planned]
             self._rounds = Rounds(rounds, trained[0].piece.ranks)
-            self._by_round = [
-                self._make_inners({each.param: each.whole for each in own if each.whole is not None}) for own in rounds
-            ]
+            for own in rounds:
+                owned = {each.param: each.whole for each in own if each.whole is not None}
+                self._parts.append(self._make_inners(owned))
         for inner in self._inners:
             inner.load(self.state, is_loaded=is_loaded)
         self._trained = [(id(param), param.requires_grad) for param in params]  # last: the next call repeats an error
@@ -192,10 +191,9 @@ class WholeParameterOptimizer(Optimizer):
         for inner in inners:
             inner.take_options()
         if self._rounds is None:
-            self._step_inners(self._in_place)
+            self._step_inners(self._parts[0])
         else:
-            step_round = self._step_inners
-            self._rounds.run(lambda: step_round(self._in_place), lambda number: step_round(self._by_round[number]))
+            self._rounds.run([functools.partial(self._step_inners, part) for part in self._parts])
         for inner in {inner.number: inner for inner in sorted(inners, key=lambda inner: inner.had_grads)}.values():
             inner.give_options()
         self._link()
@@ -229,13 +227,12 @@ class WholeParameterOptimizer(Optimizer):
     def in_place(self) -> list[Optimizer]:
         """The inner optimizers that step pieces, or plain parameters, in place."""
         self._bind_if_changed()
-        return [inner.optimizer for inner in self._in_place]
+        return [inner.optimizer for inner in self._parts[0]]
 
     @property
     def described_class(self) -> str:
         """Names of its class and its groups' classes. They have to be the same when a checkpoint is loaded."""
-        kinds = [f"{made.kind.__module__}.{made.kind.__qualname__}" for made in self._classes]
-        return f"{type(self).__module__}.{type(self).__qualname__}({', '.join(kinds)})"
+        return f"{full_name(type(self))}({', '.join(full_name(made.kind) for made in self._classes)})"
 
     def settle(self, ranks: Communicator) -> None:
         """Copy options that steps change from owners to all ranks. Called before states are collected. Collective.
@@ -247,7 +244,7 @@ class WholeParameterOptimizer(Optimizer):
         if self._rounds is not None:
             self._rounds.check()
         self._link()
-        numbers = {inner.number for inners in self._by_round for inner in inners}  # of groups in which it owns some
+        numbers = {inner.number for part in self._parts[1:] for inner in part}  # of groups in which it owns some
         options = {number: options_of(self.param_groups[number]) for number in sorted(numbers)}
         shared = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
         for their_options, theirs in reversed(ranks.gather_objects((options, shared))):
