@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import mmap
 import os
 import platform
@@ -181,15 +182,9 @@ def _system() -> str:
 
 
 class _Until(NamedTuple):
-    """Work that ends when ``action(number, for_all)`` returns. See `streamshard.comm.streams.Work`."""
+    """Work that is done when a call of `wait` returns. See `streamshard.comm.streams.Work`."""
 
-    action: Callable[[int, bool], None]
-    number: int
-    for_all: bool
-
-    def wait(self) -> None:
-        """Block the calling thread until then."""
-        self.action(self.number, self.for_all)
+    wait: Callable[[], None]
 
 
 class SharedMemoryTransport(PairwiseTransport):
@@ -244,7 +239,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._gathers.append(copies)
         count = self._own.counters[Counter.PUBLISHED] + 1
         self._own.counters[Counter.PUBLISHED] = count
-        return _Until(self.read, count, False)
+        return _Until(functools.partial(self.read, count, for_all=False))
 
     def _plan_copies(self, shard: torch.Tensor, slot: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The copies, each to and from, that put every rank's `shard` in its chunk of `slot`."""
@@ -259,9 +254,9 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
-        return (_Until(self.read, self._own.counters[Counter.PUBLISHED], True),)
+        return (_Until(functools.partial(self.read, self._own.counters[Counter.PUBLISHED], for_all=True)),)
 
-    def read(self, count: int, for_all: bool) -> None:
+    def read(self, count: int, *, for_all: bool) -> None:
         """Copy all-gathers in their order, until this rank has copied `count`; `for_all`: until all ranks have."""
         own = self._own.counters
         while (number := own[Counter.READ]) < count:
@@ -288,7 +283,7 @@ class SharedMemoryTransport(PairwiseTransport):
         own, number = self._own, self._own.counters[Counter.WRITTEN]
         own.written[number % len(own.written)] = self.recorder.log.digest
         own.counters[Counter.WRITTEN] = number + 1
-        return _Until(self.sum, number + 1, True)
+        return _Until(functools.partial(self.sum, number + 1, for_all=True))
 
     def progress(self) -> None:
         """See `Transport.progress`. Takes the sums for which all ranks have written, so that no rank waits later."""
@@ -300,9 +295,9 @@ class SharedMemoryTransport(PairwiseTransport):
                 for each in self._buffers
             ):
                 return  # if ranks differ, the wait raises, in its guard
-            self.sum(number + 1, False)
+            self.sum(number + 1, for_all=False)
 
-    def sum(self, count: int, for_all: bool) -> None:
+    def sum(self, count: int, *, for_all: bool) -> None:
         """Sum reductions in their order, until this rank has summed `count`; `for_all`: until all ranks have."""
         own, written = self._own.counters, self._own.written
         while (number := own[Counter.SUMMED]) < count:

@@ -152,8 +152,9 @@ class Backward(Phase):
         """
         if self.graph is None:
             return False
-        calls, before = self.graph.calls, self._schedule.visits[self._schedule.released : visit]
-        return any(calls[unit] > 1 and unit not in self._at_first_call for unit in before)
+        before = self._schedule.visits[self._schedule.released : visit]
+        waiting = {unit for unit, calls in self.graph.calls.items() if calls > 1} - self._at_first_call
+        return not waiting.isdisjoint(before)
 
     def read(self, unit: Unit) -> None:
         """See `Phase`. Recomputed code of the root unit reads it."""

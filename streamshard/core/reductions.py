@@ -9,6 +9,7 @@ the answer.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ from streamshard.planning.memory import Category
 
 if TYPE_CHECKING:
     from streamshard.core.replicas import Replicas
+
+
+_is_used = operator.attrgetter("is_used")
 
 
 class Reductions:
@@ -182,7 +186,9 @@ class UsedParams:
         """Start to tell the other ranks which parameters had a gradient on this rank."""
         if not self._stages:
             return
-        flags = [param.is_used for unit in self._units for param in unit.params]
+        flags: list[bool] = []
+        for unit in self._units:
+            flags += map(_is_used, unit.params)
         with self._exchanging:
             if flags != self._sent:  # else the last exchange has sent the same
                 self._sent = flags

@@ -27,11 +27,8 @@ def refuse_transforms(streams: Streams | None = None) -> None:
     Raises:
         ShardingError: names the transform.
     """
-    if (
-        streams is not None
-        and streams.module is not None
-        and getattr(streams.module, "is_current_stream_capturing", bool)()
-    ):
+    device = None if streams is None else streams.module
+    if getattr(device, "is_current_stream_capturing", bool)():
         raise ShardingError(
             "a pass of a StreamShard model is captured in a device graph: a replay would repeat this step's "
             "collectives without the host, which decides what follows them. Capture layers: torch.compile(layer, "

@@ -8,6 +8,7 @@ averages of weights and log lines are right.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -38,6 +39,7 @@ from streamshard.torch_private import AsTensors, skip, untraced
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
 
 
+@dataclasses.dataclass(eq=False)
 class Life:
     """Whether the memory of a unit's gradients still holds them. Shared by all tensors on that memory.
 
@@ -45,8 +47,7 @@ class Life:
         why_over: why no operation may use the values; empty if operations may.
     """
 
-    def __init__(self, why_over: str = "") -> None:
-        self.why_over = why_over
+    why_over: str = ""
 
 
 class Piece(NamedTuple):

@@ -312,7 +312,7 @@ def _die(context: RankContext, where: str) -> str:
     model: Any = StreamShard(Stack(), precision=Precision())
     model(vector_batch(0, context.rank)).sum().backward()
 
-    def kill(*_: object) -> None:
+    def kill(*_: object, **__: object) -> None:
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 

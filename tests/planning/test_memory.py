@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import Precision, StreamShard
+from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.nested import tensors_in
 from streamshard.tools.memory import MemoryReport
 from tests.models import DIM, Stack, TinyConfig, TinyLM
@@ -122,17 +123,22 @@ def _train(model: nn.Module, context: RankContext, steps: int) -> None:
 
 
 def _reachable_storages(model: nn.Module) -> dict[int, int]:
-    """Bytes by address of every storage that the engine's objects lead to, the model's own buffers aside.
+    """Bytes by address of every storage that the engine's objects lead to, on this rank.
 
-    On one rank parameters are storages inside of others.
+    Left out are the model's own buffers, and other ranks' shared memory. On one rank parameters are storages inside of
+    others.
     """
     storages: dict[int, int] = {}
     buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    transport, others = engine_inside(model).ranks.transport, []
+    if isinstance(transport, SharedMemoryTransport):
+        memories = [each for each in transport._buffers if each is not transport._own]
+        others = [range(each.start, each.start + len(each._memory)) for each in memories]
     for tensor in _tensors_behind(engine_inside(model)):
         with torch._C.DisableTorchFunctionSubclass():  # compute views, which may be absent
             storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in buffers:
-            start = storage.data_ptr()
+        start = storage.data_ptr()
+        if storage.nbytes() and start not in buffers and not any(start in other for other in others):
             storages[start] = max(storage.nbytes(), storages.get(start, 0))
     ends = {start: start + size for start, size in storages.items()}
     return {
