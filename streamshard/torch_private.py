@@ -118,13 +118,15 @@ def is_traced() -> bool:
     return TracingContext.try_get() is not None
 
 
+# How many torch.func transforms are around the caller; None without any. torch.func has no public function for it.
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
+
 def innermost_transform() -> str | None:
     """The innermost torch.func transform around the caller, such as "grad", except vmap; None if there is none.
 
     torch.func does not say which transforms are active.
     """
-    if torch._C._functorch.maybe_current_level() is None:
-        return None
     kinds = [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack() or ()]
     return next((kind.name.lower() for kind in kinds if kind != torch._C._functorch.TransformType.Vmap), None)
 

@@ -202,7 +202,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_OnStream.__init__", Swap("device_stream(name)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
     ],
     "core/backward": [
-        ("Backward._advance", Swap(" or self._waits_before(visit)", ""), "execution"),
+        (
+            "Backward._advance",
+            Swap(" or not self._waiting.isdisjoint(self._schedule.visits[released:visit])", ""),
+            "execution",
+        ),
         ("Backward._close_pass", Drop("engine.reductions.start(unit)"), "execution passes"),
         ("Backward.begin", Swap("engine.inputs.grad_scale == 1.0", "True"), "join"),
         ("Backward.break_off", Drop("self._engine.reductions.leaves_small = False"), "exceptions"),
@@ -249,7 +253,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
         ("UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
         ("UsedParams.finish", Drop("self._arrived[stage].wait()"), "invariants matrix execution replicas"),
-        ("UsedParams.finish", Swap("unit.counts(param)", "param.unsharded.requires_grad"), "dial"),
+        ("UsedParams.finish", Swap("not unit.counts(param)", "not param.unsharded.requires_grad"), "dial"),
     ],
     "core/replicas": [
         ("Replicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),

@@ -55,7 +55,9 @@ class Backward(Phase):
         self._leaves_unaveraged = is_local and averages and not engine.plan.keeps_grads
         self._schedule = Schedule([], engine.plan.weights, engine.plan.is_streamed, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
-        self._at_first_call: set[int] = set()  # resident units: backward has come to their first call of the forward
+        # Resident units that this rank has called several times, until backward comes to the first call. Their
+        # reduction would be too early before. Other ranks may have called them only once.
+        self._waiting: set[int] = set()
         self._recomputing: list[Unit] = []  # units of the layers that run forward, one inside the other
 
     @property
@@ -100,7 +102,7 @@ class Backward(Phase):
             self._closed.append(self.graph)
             self._close_pass()
         self.graph = graph
-        self._at_first_call.clear()
+        self._waiting = set(graph.called_again)
         visits = list(filter(None, reversed(graph.visits)))  # without the root unit, which is reduced at the end
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=True)
         engine.reductions.due = set(visits)
@@ -116,7 +118,7 @@ class Backward(Phase):
         refuse_changed(use.unit, use.versions)
         if use.graph is self.graph and not use.is_inside:
             if use.is_first:
-                self._at_first_call.add(use.unit.index)
+                self._waiting.discard(use.unit.index)
             self._advance(use.unit)
         self._unshard(use.unit, binds=not use.is_inside)
 
@@ -134,9 +136,11 @@ class Backward(Phase):
         visit = self._schedule.find(unit.index)
         if visit is None:  # outside of the program, or needed again after its visit
             return
-        following = self._schedule.released + (self._computing is not None)  # the visit after the current one
-        if not unit.is_streamed and (visit > following or self._waits_before(visit)):
-            return  # resident: its weights stay, and the visits before may still come
+        if not unit.is_streamed:  # its weights stay, and the visits before may still come
+            released = self._schedule.released
+            is_next = visit <= released + (self._computing is not None)
+            if not is_next or not self._waiting.isdisjoint(self._schedule.visits[released:visit]):
+                return
         engine = self._engine
         self._computing = unit
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, unit.index)
@@ -144,17 +148,6 @@ class Backward(Phase):
             if other.is_bound and other is not unit:
                 other.release()
         engine.issue(self._schedule.release_before(visit))
-
-    def _waits_before(self, visit: int) -> bool:
-        """Whether a resident unit with a visit before `visit` has calls that backward has not come to.
-
-        Its reduction would be too early. Other ranks may have called the unit only once.
-        """
-        if self.graph is None:
-            return False
-        before = self._schedule.visits[self._schedule.released : visit]
-        waiting = {unit for unit, calls in self.graph.calls.items() if calls > 1} - self._at_first_call
-        return not waiting.isdisjoint(before)
 
     def read(self, unit: Unit) -> None:
         """See `Phase`. Recomputed code of the root unit reads it."""

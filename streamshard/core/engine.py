@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -38,12 +37,13 @@ class Graph:
     Attributes:
         versions: by unit, see `Unit.versions`: of the root unit, and of each resident unit whose weights were read
             while none of its layers ran. The graph holds these unsharded parameters themselves.
-        calls: by resident unit, how often this rank has called its layers.
+        called, called_again: resident units of which this rank has called layers once, or several times.
         visits: units in the order in which the forward all-gathered them; filled at its end.
     """
 
     versions: dict[int, list[int]]
-    calls: Counter[int] = dataclasses.field(default_factory=Counter)
+    called: set[int] = dataclasses.field(default_factory=set)
+    called_again: set[int] = dataclasses.field(default_factory=set)
     visits: tuple[int, ...] = ()
 
 

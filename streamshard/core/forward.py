@@ -121,8 +121,8 @@ class Forward(Phase):
         versions = unit.versions() if torch.is_grad_enabled() else []
         is_first = False
         if not unit.is_streamed:
-            is_first = unit.index not in self.graph.calls
-            self.graph.calls[unit.index] += 1
+            is_first = unit.index not in self.graph.called
+            (self.graph.called if is_first else self.graph.called_again).add(unit.index)
         return Use(unit, self.graph, versions, is_inside, is_first)
 
     def post_forward(self, unit: Unit) -> None:

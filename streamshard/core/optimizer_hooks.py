@@ -196,7 +196,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     groups = []
     for group in optimizer.param_groups:
         params = group["params"]
-        plain.update((param, param.plain) for param in params if isinstance(param, ShardedParameter))
+        for param in params:
+            if isinstance(param, ShardedParameter):
+                plain[param] = param.plain
         groups.append({**group, "params": list(map(plain.get, params, params))})
     if not plain:  # the stand-in, if its step calls the step of the base class
         return None

@@ -217,15 +217,18 @@ class UsedParams:
         """
         if not self._stages:
             return None
-        missing = [param for unit in self._units for param in unit.params if not param.is_used and unit.counts(param)]
+        is_complete = True
+        for unit in self._units:
+            for param in unit.params:
+                is_complete = is_complete and (param.is_used or not unit.counts(param))
         with self._exchanging:
             for stage in range(len(self._stages)):
                 if stage > 0:
                     self._start(stage)
                 # On the CPU not left for later: gloo's work objects must not outlive a profiler that saw them made.
-                if missing or not self._ranks.streams.has_streams or stage + 1 < len(self._stages):
+                if not is_complete or not self._ranks.streams.has_streams or stage + 1 < len(self._stages):
                     self._arrived[stage].wait()  # rule 7
-        if not missing:
+        if is_complete:
             return None
         anywhere = iter(self._flags[-1].view(-1, self._flags[0].numel()).amax(0).bool().tolist())
         return [list(itertools.islice(anywhere, len(unit.params))) for unit in self._units]

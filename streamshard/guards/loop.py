@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from streamshard.comm.streams import Streams
 from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.sharded_tensor import CALL_BACKWARD
-from streamshard.torch_private import innermost_transform, is_autograd_compiled
+from streamshard.torch_private import innermost_transform, is_autograd_compiled, transform_level
 
 
 def refuse_transforms(streams: Streams | None = None) -> None:
@@ -40,7 +40,7 @@ def refuse_transforms(streams: Streams | None = None) -> None:
             "model has them in place one at a time: leave out torch's setting compiled_autograd = True. Compiling "
             "layers or the model (layer.compile(), torch.compile(model)) compiles their backward too"
         )
-    if (transform := innermost_transform()) is not None:
+    if transform_level() is not None and (transform := innermost_transform()) is not None:
         raise ShardingError(
             f"a StreamShard model inside torch.func ({transform}): such transforms allow no writes, and an all-gather "
             "writes weights. Use backward() or torch.autograd.grad; for forward-mode torch.autograd.forward_ad"

@@ -20,7 +20,7 @@ single rank may do so: it first issues the rest of the program, and then request
 
 A resident unit does not share its slot: once all-gathered, any rank can use it at any time in the pass, without a
 collective. If a rank calls it several times, the rank's backward does not issue the unit's reduction before it has come
-to the first of these calls (`Backward._waits_before`). Until the order is known, resident units are all-gathered first,
+to the first of these calls (`Backward._advance`). Until the order is known, resident units are all-gathered first,
 and ranks may use them in any order.
 
 [Note: learning the order]
