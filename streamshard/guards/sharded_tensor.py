@@ -350,9 +350,6 @@ def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
     return extreme(local, largest=name in ("max", "amax"), ranks=ranks).to(local.dtype)
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
-
-
 def _check_finite(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """A loss scaler's check saw this rank's pieces only. An overflow on any rank must skip the step on all."""
     result = func(*args, **kwargs)
