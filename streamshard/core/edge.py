@@ -111,7 +111,7 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         error = None  # its traceback refers to this frame, which would keep the forward's graph alive
     if graph is not None:
         untraced(_watch_nodes, output, 0, 0, set(), engine, graph)
-        if handle.is_root and not engine.order.is_settled:
+        if handle.is_root and engine.is_loss_unseen:
             untraced(_warn_of_rounded_loss, output, engine)
     return output if handle.output_dtype is None else untraced(cast_output, output, handle.output_dtype)
 
@@ -280,7 +280,8 @@ def _watch_nodes(
 
 
 def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
-    """Warn once if one of the first passes returns a loss in half precision, computed from such logits."""
+    """Warn if the first pass with gradients returns a loss in half precision, computed from such logits."""
+    engine.is_loss_unseen = False
     for tensor in tensors_in(output):
         if tensor.dim() == 0 and tensor.dtype in (torch.bfloat16, torch.float16) and tensor.requires_grad:
             engine.warn_once(

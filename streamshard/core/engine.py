@@ -136,6 +136,7 @@ class Engine:
         order: of units, in which the next pass all-gathers them.
         inputs: asked before each pass, see `Inputs`.
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
+        is_loss_unseen: no pass with gradients has returned so far.
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
     """
 
@@ -160,6 +161,7 @@ class Engine:
         self.order = UnitOrder(self.plan.is_streamed)
         self.inputs = Inputs()
         self.is_summoned = False
+        self.is_loss_unseen = True
         self.empty: dict[str, None] = {}
         self.profiler = ProfilerNames(self.streams, [unit.layout.name or "root" for unit in self.units])
         self._warnings: set[str] = set()
