@@ -15,6 +15,7 @@ once, at the end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,8 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
 from streamshard.planning.program import Schedule
 from streamshard.torch_private import AsTensors, graph_task_id, is_profiled
+
+_LETS_GO_WITHIN_S = 1.0  # after an exception, how long autograd may hold the callback of its backward
 
 
 class Backward(Phase):
@@ -58,6 +61,7 @@ class Backward(Phase):
         # Resident units that this rank has called several times, until backward comes to the first call. Their
         # reduction would be too early before. Other ranks may have called them only once.
         self._waiting: set[int] = set()
+        self._read: set[Unit] = set()  # units that are used without being bound
         self._recomputing: list[Unit] = []  # units of the layers that run forward, one inside the other
 
     @property
@@ -128,6 +132,8 @@ class Backward(Phase):
         unit.ready()
         if binds:
             unit.set_bound(True)
+        else:
+            self._read.add(unit)
 
     def _advance(self, unit: Unit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
@@ -205,8 +211,9 @@ class Backward(Phase):
         engine = self._engine
         engine.streams.observe(StepEvent.BACKWARD_ENDS, None)
         for unit in engine.units[1:]:
-            if unit.is_bound:
+            if unit.is_bound or unit in self._read:
                 unit.release()
+        self._read.clear()
         self._computing = None
         engine.issue(self._schedule.finish())
         for unit in engine.units[1:]:  # gradients that came after the reduction of their unit
@@ -245,8 +252,13 @@ class Backward(Phase):
 
         The rest of the program is issued first, so that ranks that failed at different points stay in step.
         """
-        if self.is_current:
+        if graph_task_id() != -1 and self.callback_of() is not None:
             return
+        deadline = time.monotonic() + _LETS_GO_WITHIN_S
+        while self.callback_of() is not None:  # a thread of autograd's may hold it a moment longer than the exception
+            if time.monotonic() > deadline:
+                return  # the backward runs in another thread
+            time.sleep(0.01)
         engine = self._engine
         log.warning("a backward has ended with an exception: all gradients of the model are discarded. Repeat the step")
         try:

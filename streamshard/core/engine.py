@@ -265,4 +265,4 @@ class Engine:
         if self._read_in_place:
             with self._ending:
                 for unit in self._read_in_place:
-                    unit.finish_reading()
+                    unit.read_done.wait()  # rule 6

@@ -30,6 +30,11 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
         ShardingError: no pass can begin; says why.
     """
     engine.recover()
+    if engine.phase is not None:
+        raise ShardingError(
+            "a forward begins in one thread while a backward of the same model runs in another, and their layers would "
+            "take each other's buffers: call the model after the backward"
+        )
     if engine.is_summoned:
         raise ShardingError(
             "a forward inside summon_full_params, where parameters hold full tensors, but layers compute with "
@@ -118,12 +123,11 @@ class Forward(Phase):
             self._begin_use(unit)
             unit.set_bound(True)
         self._running.append(unit)
-        versions = unit.versions() if torch.is_grad_enabled() else []
         is_first = False
         if not unit.is_streamed:
             is_first = unit.index not in self.graph.called
             (self.graph.called if is_first else self.graph.called_again).add(unit.index)
-        return Use(unit, self.graph, versions, is_inside, is_first)
+        return Use(unit, self.graph, unit.versions(), is_inside, is_first)
 
     def post_forward(self, unit: Unit) -> None:
         """See `Phase`. The unit's slot stays as it is until another unit needs it."""
@@ -214,7 +218,7 @@ class Forward(Phase):
             except ShardingError as raised:
                 error = refused = raised
         for unit in engine.units:
-            if unit.is_bound:
+            if unit.is_bound or unit.index in self._read:
                 unit.release()
         if self._has_graph:
             for unit in engine.units[1:]:

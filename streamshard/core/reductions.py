@@ -198,6 +198,8 @@ class UsedParams:
                 is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
                 told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
                 self._flags[0].copy_(told, non_blocking=is_remote)
+            for arrived in self._arrived[1:]:  # the last exchange over replicas has read what this one writes
+                arrived.wait()
             self._start(0)
 
     def _start(self, stage: int) -> None:

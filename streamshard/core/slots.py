@@ -214,6 +214,13 @@ class GradSlot(_Slot):
             self.drained.wait(stream)  # rule 3
             self._writers.append(stream)
 
+    def join_writers(self) -> None:
+        """Let the device's current stream wait for all streams that have written: it is about to read the slot."""
+        current = self._streams.device_stream(StreamName.COMPUTE)
+        for stream in self._writers:
+            if stream != current:
+                current.wait_stream(stream)
+
     def finish_writing(self) -> None:
         """The last gradient is written: the comm stream waits for all streams that have written (rule 4)."""
         for stream in self._writers:

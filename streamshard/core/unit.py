@@ -68,6 +68,7 @@ class Unit:
         has_spilled: gradients are in copies, because another unit has taken the slot.
         waits: an earlier backward may have left unreduced gradients, here or on other ranks, to be reduced.
         guard: refuses reads of weights that are absent, and writes to weights.
+        read_done: fence of rule 6, recorded after the all-gather has read its input.
         gathering, reducing: contexts around the unit's collectives, and around waits for them.
     """
 
@@ -98,7 +99,7 @@ class Unit:
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Weak: models own units.
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
         self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
-        self._read_done = Fence(streams, Rule.SHARDS_READ, ranks.stream, "gathered shards", at=weight_slot.arrived)
+        self.read_done = Fence(streams, Rule.SHARDS_READ, ranks.stream, "gathered shards", at=weight_slot.arrived)
         self._trained = [flat for flat in self.flat_params if flat.kind.trains]
         self._with_room: list[Param] = []  # params whose gradient has memory
         self._life = Life()  # of the gradients that parameters have now
@@ -144,7 +145,7 @@ class Unit:
     def cast(self, *, notes_versions: bool) -> None:
         """Cast the weights as the user has left them to the all-gather input, and note versions for `expire`."""
         self._streams.observe(StepEvent.CAST_BEGINS, self.index)
-        self._read_done.wait()  # rule 6: the last all-gather, also of other ranks, has read the input
+        self.read_done.wait()  # rule 6: the last all-gather, also of other ranks, has read the input
         for flat in self.flat_params:
             if flat.gather_input is not flat.main:
                 flat.gather_input.copy_(flat.main)
@@ -165,8 +166,8 @@ class Unit:
         for flat in self.flat_params:
             works.append(transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
         slot.arrived.record(*works)
-        self._read_done.works = ()  # its readers have read the input of the last all-gather too
-        self._read_done.record(*transport.readers(works))
+        self.read_done.works = ()  # its readers have read the input of the last all-gather too
+        self.read_done.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
 
     def ready(self) -> None:
@@ -179,10 +180,6 @@ class Unit:
                 if flat.gathered is not flat.weights:
                     flat.weights.copy_(flat.gathered)
         slot.move(WeightState.READY, self.index)
-
-    def finish_reading(self) -> None:
-        """The user may write main weights: wait for the last all-gather that reads them (rule 6)."""
-        self._read_done.wait()  # rule 6
 
     def set_bound(self, is_bound: bool) -> None:
         """Let the unit's modules hold the unsharded parameters, or the sharded ones. A second call does nothing."""
@@ -347,6 +344,7 @@ class Unit:
 
         Happens only if a unit's layers run before and after another unit's layers in the same slot.
         """
+        self.grad_slot.join_writers()
         self.grad_slot.move(SlotState.FREE, None)
         self.has_spilled = True
         for param in self._with_room:
@@ -362,7 +360,7 @@ class Unit:
         for param in self._with_room:
             if param.state is GradState.IN_SLOT:
                 written.append(param)
-            elif not self._adds_in_slot and (param.is_kept or self.counts(param)):  # kept: perhaps frozen
+            elif not self._adds_in_slot:  # the range of a frozen parameter too: main grads may be kept and added to
                 param.in_slot.zero_()
         move_all(written, GradState.REDUCED)
         slot.finish_writing()
@@ -425,11 +423,15 @@ class Unit:
         if not self.has_taken:
             return
         for param in self._with_room:
+            with AsTensors():
+                trains = param.unsharded.requires_grad
             if self.is_open and param.state is not GradState.IN_SLOT:
                 if not param.is_kept:
                     continue
                 param.in_slot.zero_()
-            move_all((param,), GradState.UNREDUCED)  # of main grads all: they have the other ranks' too
+            elif not (param.is_kept or trains or param.state is not GradState.NONE):
+                continue  # frozen
+            move_all((param,), GradState.UNREDUCED)  # in main grads without one here too: other ranks may have one
             keep_unreduced(param.param)
         if self.is_open:
             self.grad_slot.move(SlotState.HELD, self.index)

@@ -148,7 +148,7 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
     class _Checks(Observer):
         def on_event(self, moment: StepEvent, unit: int | None) -> None:
             if moment is StepEvent.CAST_ENDS and unit is not None:
-                assert not engine.units[unit]._read_done.works, "weights are cast"
+                assert not engine.units[unit].read_done.works, "weights are cast"
                 checks.append("cast")
 
         def on_collective(self, stream: Any, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tests.reference import (
     full_grads,
     full_weights,
     lm_step,
+    sharded_model,
     stack_step,
 )
 from tests.scenarios import BF16, SCENARIOS, dropping, reference, sharded, train, trained
@@ -114,6 +116,24 @@ def test_micro_batches_inside_no_sync_are_averaged_once(context: RankContext, sh
         return full_weights(model)
 
     assert_same(train(_mesh(*shape)), train(None), "weights", NEAR)
+
+
+@on_ranks(4)
+def test_a_parameter_that_is_frozen_in_one_micro_batch_has_the_other_ones_gradient(context: RankContext) -> None:
+    """Inside no_sync(): its place in the slot has another layer's gradients. Frozen, it has no gradient."""
+
+    def gradients(model: Any) -> dict[str, torch.Tensor | None]:
+        for number in range(2):
+            model.zero_grad()
+            for part, trains in enumerate((False, False, True)):
+                for layer in model.layers:
+                    layer.linear.weight.requires_grad_(trains)
+                with model.no_sync() if not trains else contextlib.nullcontext():
+                    stack_step(model, Call(3 * number + part, context.rank, context.world_size, 1.0))
+                assert trains or all(layer.linear.weight.grad is None for layer in model.layers)
+        return full_grads(model)
+
+    assert_same(gradients(sharded_model(mesh=_mesh(2, 2))), gradients(sharded_model()), "gradients", NEAR)
 
 
 @on_ranks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.comm.streams import Observer, StepEvent
-from streamshard.errors import log
+from streamshard.core import backward
+from streamshard.errors import ShardingError, log
 from tests.models import Stack, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, engine_inside, lm_step
@@ -271,3 +273,37 @@ def test_the_users_exception_is_raised_unchanged(context: RankContext) -> None:
         raise Trouble
     lm_step(model, Call(0, context.rank, 2, 1.0))
     assert model.head.weight.grad.norm() > 0
+
+
+@on_ranks(1, 2)
+def test_another_thread_cannot_use_the_model_during_a_backward(context: RankContext) -> None:
+    """Its call raises, and the backward goes on."""
+    calls: dict[str, Callable[[Any], object]] = {
+        "state_dict() of": lambda model: model.state_dict(),
+        "a forward begins in one thread": lambda model: model(vector_batch(1, 0)),
+    }
+
+    def step(model: Any, call: Call) -> Tensor:
+        def ask(grad: Tensor) -> None:
+            raised: list[str] = []
+            for what in calls if isinstance(model, StreamShard) else ():
+                thread = threading.Thread(target=_note_refusal, args=(calls[what], model, raised))
+                thread.start()
+                thread.join()
+                assert what in raised[-1]
+
+        listening = model.layers[1].register_forward_hook(lambda module, args, out: out.register_hook(ask) and None)
+        out = model(vector_batch(call.step, call.rank))
+        listening.remove()
+        return call.backward(out.square().mean())
+
+    with mock.patch.object(backward, "_LETS_GO_WITHIN_S", 0.05):
+        assert_trains_like_plain(context, Stack, step, steps=2)
+
+
+def _note_refusal(call: Callable[[Any], object], model: Any, raised: list[str]) -> None:
+    try:
+        call(model)
+        raised.append("nothing")
+    except ShardingError as error:
+        raised.append(str(error))
