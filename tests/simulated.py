@@ -352,7 +352,7 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
         checker,
         mock.patch.object(Backward, "finish", finish_behind),
         mock.patch.object(edge, "_leave_gradient", there(edge._leave_gradient)),
-        mock.patch.object(edge, "_take_gradient", there(edge._take_gradient)),
+        mock.patch.object(edge, "_write_gradient", there(edge._write_gradient)),
     ):
         yield checker
     assert checker.accesses > 100

@@ -14,9 +14,9 @@ from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
-# One tag each for a unit's all-gathers, its reductions, and gathers of full tensors. gloo ends the process if a message
-# is longer than the buffer of its receiver, so these messages must not be mixed up.
-_TAGS_PER_UNIT = 3
+# One tag each for a flat parameter's all-gathers, its reductions, and gathers of full tensors. gloo ends the process if
+# a message is longer than the buffer of its receiver, so these messages must not be mixed up.
+_TAGS_EACH = 3
 
 
 class PairwiseTransport(Transport):
@@ -30,7 +30,7 @@ class PairwiseTransport(Transport):
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         chunks = slot.view(self.world_size, -1)
         received = [chunks[peer] for peer in self._peers()]
-        messages = self._swap([shard] * len(received), received, tag * _TAGS_PER_UNIT + (0 if is_published else 2))
+        messages = self._swap([shard] * len(received), received, tag * _TAGS_EACH + (0 if is_published else 2))
         if chunks[self.rank].data_ptr() != shard.data_ptr():
             with self.streams.on(self.stream):
                 chunks[self.rank].copy_(shard)
@@ -42,7 +42,7 @@ class PairwiseTransport(Transport):
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out))
         rank, chunks = self.rank, slot.view(self.world_size, -1).unbind()
         received = scratch.view(self.world_size - 1, -1).unbind()
-        messages = self._swap([*chunks[:rank], *chunks[rank + 1 :]], received, tag * _TAGS_PER_UNIT + 1)
+        messages = self._swap([*chunks[:rank], *chunks[rank + 1 :]], received, tag * _TAGS_EACH + 1)
 
         def sum_all() -> None:
             with self.streams.on(self.stream):

@@ -12,7 +12,8 @@ other memory: its watchdog keeps the ranks (`streamshard.comm.ranks`).
 [Note: counters]
 Each rank has four counters, which only it increments:
 
-- PUBLISHED: how many all-gather inputs this rank has cast for an all-gather. Peers wait for it before they copy.
+- PUBLISHED: how many all-gathers this rank has started, of flags too: their inputs are written. Peers wait before they
+  copy.
 - READ: how many all-gathers this rank has copied. Peers wait for it before they cast these inputs anew (rule 6).
 - WRITTEN: for how many reductions this rank has filled the grad slot. Peers wait for it before they sum.
 - SUMMED: how many reductions this rank has summed. Peers wait for it before they write that slot again (rule 3).
@@ -239,7 +240,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._gathers.append(copies)
         count = self._own.counters[Counter.PUBLISHED] + 1
         self._own.counters[Counter.PUBLISHED] = count
-        return _Until(functools.partial(self.read, count, for_all=False))
+        return _Until(functools.partial(self.copy_until, count, for_all=False))
 
     def _plan_copies(self, shard: torch.Tensor, slot: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The copies, each to and from, that put every rank's `shard` in its chunk of `slot`."""
@@ -254,9 +255,9 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
-        return (_Until(functools.partial(self.read, self._own.counters[Counter.PUBLISHED], for_all=True)),)
+        return (_Until(functools.partial(self.copy_until, self._own.counters[Counter.PUBLISHED], for_all=True)),)
 
-    def read(self, count: int, *, for_all: bool) -> None:
+    def copy_until(self, count: int, *, for_all: bool) -> None:
         """Copy all-gathers in their order, until this rank has copied `count`; `for_all`: until all ranks have."""
         own = self._own.counters
         while (number := own[Counter.READ]) < count:
@@ -283,7 +284,7 @@ class SharedMemoryTransport(PairwiseTransport):
         own, number = self._own, self._own.counters[Counter.WRITTEN]
         own.written[number % len(own.written)] = self.recorder.log.digest
         own.counters[Counter.WRITTEN] = number + 1
-        return _Until(functools.partial(self.sum, number + 1, for_all=True))
+        return _Until(functools.partial(self.sum_until, number + 1, for_all=True))
 
     def progress(self) -> None:
         """See `Transport.progress`. Takes the sums for which all ranks have written, so that no rank waits later."""
@@ -295,9 +296,9 @@ class SharedMemoryTransport(PairwiseTransport):
                 for each in self._buffers
             ):
                 return  # if ranks differ, the wait raises, in its guard
-            self.sum(number + 1, for_all=False)
+            self.sum_until(number + 1, for_all=False)
 
-    def sum(self, count: int, *, for_all: bool) -> None:
+    def sum_until(self, count: int, *, for_all: bool) -> None:
         """Sum reductions in their order, until this rank has summed `count`; `for_all`: until all ranks have."""
         own, written = self._own.counters, self._own.written
         while (number := own[Counter.SUMMED]) < count:

@@ -104,8 +104,7 @@ class StepEvent(enum.Enum):
     BACKWARD_ENDS = enum.auto()
     """Backward of the whole pass, all units, has ended."""
     GRAD_WRITTEN = enum.auto()
-    """A complete gradient has been copied into the unit's grad slot. On a device
-    small gradients are copied together, when the unit is reduced."""
+    """Gradients have been copied into the unit's grad slot. Small ones are copied together, before the reduction."""
     REDUCTION_BEGINS = enum.auto()
     """The host begins to issue the reduction of the unit's gradients."""
     REDUCTION_ENDS = enum.auto()
@@ -134,7 +133,7 @@ class Observer:
         Args:
             stream: the stream on which it runs.
             collective: its kind.
-            tag: index of the unit whose data it moves; the number of units for flags; None for other data.
+            tag: number of the flat parameter whose data it moves; their number for flags; None for other data.
             reads: tensors that it reads, of any shape and dtype.
             writes: tensors that it writes.
         """
@@ -199,7 +198,7 @@ class Fence:
 
         Args:
             *works: on the CPU, the works that have to complete before the point is reached; None on an accelerator.
-            stream: the device's stream to record on; None: the current one.
+            stream: the device's stream to record on; None: the stream of `source`.
         """
         if self.works:  # a call costs host time, and each layer records several fences
             self.complete()
@@ -214,7 +213,7 @@ class Fence:
         """Let `target` wait for the point recorded last. Does nothing if none was recorded.
 
         Args:
-            stream: the device's stream that waits; None: the current one.
+            stream: the device's stream that waits; None: the stream of `target`.
         """
         if not self._recorded:
             return
@@ -351,7 +350,7 @@ class Streams:
 _ENTRIES = 512  # a log keeps its last so many entries
 
 Entry = tuple[int, int, int]
-"""An entry's number in the log, the kind, the tag of the unit."""
+"""An entry's number in the log, the kind, the tag of the flat parameter."""
 
 
 class IssueLog:
@@ -375,7 +374,7 @@ class IssueLog:
         self._entries: list[Entry | None] = [None] * _ENTRIES
 
     def add(self, kind: int, tag: int = 0) -> None:
-        """Record that this rank issues `kind`, a `RecordKind`, for the unit of `tag`."""
+        """Record that this rank issues `kind`, a `RecordKind`, for the flat parameter of `tag`."""
         entry = (self.count, int(kind), tag)
         self.digest = hash((self.digest, entry))
         self._entries[self.count % _ENTRIES] = entry

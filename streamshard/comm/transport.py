@@ -35,12 +35,12 @@ class Reduction(NamedTuple):
     """One reduction: the mean over ranks of each rank's slice of a grad slot, into main grads.
 
     Attributes:
-        slot: [padded_numel] slot_grad_dtype, this rank's gradients of the whole unit.
+        slot: [padded_numel] slot_grad_dtype, this rank's gradients of the whole flat parameter.
         out: [shard_numel] fp32, this rank's main grads.
         scratch: [`Transport.scratch_numel`] slot_grad_dtype, temporary.
-        mode: what is sent and summed; the same for all reductions of a model.
+        mode: says what is sent and summed; the same for all reductions of a flat parameter.
         accumulate: add to `out` instead of overwriting it.
-        tag: index of the unit's flat parameter; separates its reductions from other messages.
+        tag: number of the flat parameter; separates its reductions from other messages.
     """
 
     slot: torch.Tensor
@@ -162,7 +162,7 @@ class Transport(abc.ABC):
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
-        """Works that end when no rank reads the shards of the last all-gathers any more. Streams order the rest.
+        """Works that end when no rank reads the shards of the last all-gathers any more. On devices streams order this.
 
         Args:
             works: returned by the starts of these all-gathers on this rank.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from streamshard.config import Precision
-from streamshard.core.edge import Watched, ask_for, compute_in_fp32, take_gradients, watch
+from streamshard.core.edge import Watched, ask_for, compute_in_fp32, register_gradient_hooks, watch
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.module_state import Handle, refuse_in_pass
 from streamshard.core.outside import OutsideParameters
@@ -38,7 +38,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         engine: complete, with weights.
         in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
     """
-    take_gradients(engine)
+    register_gradient_hooks(engine)
     edits = ModuleEdits()
     engine.edits_of = weakref.ref(edits)
     owner = owners_of(found)

@@ -76,7 +76,7 @@ class Backward(Phase):
             engine.profiler.look()
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         for unit in engine.units:
-            unit.take_trainability()
+            unit.copy_trainability()
             unit.resume()
         engine.progress.is_unreached = False
         engine.reductions.begin(
@@ -110,7 +110,8 @@ class Backward(Phase):
         visits = list(filter(None, reversed(graph.visits)))  # without the root unit, which is reduced at the end
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=True)
         engine.reductions.due = set(visits)
-        for index, versions in graph.versions.items():  # ranks may raise at different units: all have the same program
+        # The program is set before anything raises: `recover` issues its rest, the same on all ranks.
+        for index, versions in graph.versions.items():
             refuse_changed(engine.units[index], versions)
         engine.issue(self._schedule.release_before(0))
         for index in graph.versions:
@@ -129,7 +130,7 @@ class Backward(Phase):
     def _unshard(self, unit: Unit, *, binds: bool = False) -> None:
         """Let compute wait for the unit's weights (rule 1), which are all-gathered unless they are in the slot."""
         self._engine.all_gather(unit)
-        unit.ready()
+        unit.wait_until_ready()
         if binds:
             unit.set_bound(True)
         else:
@@ -190,7 +191,7 @@ class Backward(Phase):
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def take(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
+    def write(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
         """Copy a gradient into the unit's gradient slot (rule 3).
 
         Args:
@@ -202,7 +203,7 @@ class Backward(Phase):
         if self._computing is not unit and unit.is_streamed:
             self._advance(unit)
         scale = engine.inputs.grad_scale
-        engine.reductions.take(unit, param, grad if scale == 1.0 else grad * scale)
+        engine.reductions.write(unit, param, grad if scale == 1.0 else grad * scale)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class Backward(Phase):
         self._computing = None
         engine.issue(self._schedule.finish())
         for unit in engine.units[1:]:  # gradients that came after the reduction of their unit
-            if unit.is_open or unit.has_spilled or unit.has_left:
+            if unit.is_open or unit.has_spilled or unit.has_small_grads:
                 engine.reductions.start(unit)
 
     def finish(self) -> None:

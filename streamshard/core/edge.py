@@ -1,7 +1,8 @@
-"""The only place that torch calls: module calls, nodes of the graph, gradients, the end of a backward, weights read.
+"""Where torch calls a pass: module calls, nodes of the graph, gradients, the end of a backward, weights read.
 
 Each function here reports one such event to the pass under way. `streamshard.core.forward` and
-`streamshard.core.backward` decide what follows. The file owns every closure that torch holds, and no state.
+`streamshard.core.backward` decide what follows. The file owns every closure that torch holds for passes, and no state.
+Hooks of loading and saving are in `streamshard.core.attach`, hooks of optimizers in `streamshard.core.optimizer_hooks`.
 
 The watched class of a module has a ``__call__`` that reports to the engine. Unlike a forward hook, ``__call__`` sees
 every exception, and is neither compiled by ``module.compile()`` nor recomputed by a checkpointing layer.
@@ -336,11 +337,11 @@ def _need_weights(engine: Engine, use: Use, grads: object = None) -> None:
     _begin_backward(engine).need(use)
 
 
-def take_gradients(engine: Engine) -> None:
+def register_gradient_hooks(engine: Engine) -> None:
     """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot."""
     for unit in engine.units:
         for place, param in enumerate(unit.params):
-            hook = _leave_gradient if param.is_small else _take_gradient
+            hook = _leave_gradient if param.is_small else _write_gradient
             # Weak: the garbage collector does not see references of a tensor's hook, and the engine holds the tensor.
             hook = functools.partial(hook, weakref.ref(engine), unit.index, place)
             param.unsharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -357,13 +358,13 @@ def _leave_gradient(engine_of: Callable[[], Engine | None], index: int, place: i
     reductions = engine.reductions
     is_here = reductions.stream is None or reductions.stream == engine.streams.device_stream(StreamName.COMPUTE)
     if reductions.leaves_small and is_here and not torch.is_grad_enabled():
-        engine.units[index].has_left = True
+        engine.units[index].has_small_grads = True
     else:
-        _take_gradient(engine_of, index, place, view)
+        _write_gradient(engine_of, index, place, view)
 
 
 @skip
-def _take_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
+def _write_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
     """Autograd has made a gradient: copy it into the slot. It is the sum with a small one that was left before."""
     if (engine := engine_of()) is None:
         return
@@ -387,7 +388,7 @@ def _copy_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor)
             f"backward() inside the model's forward has made a gradient of {param.name!r}, which is reduced over ranks "
             "only in a backward after it: use torch.autograd.grad(..., inputs) for what the forward needs"
         )
-    _begin_backward(engine).take(unit, param, grad)
+    _begin_backward(engine).write(unit, param, grad)
 
 
 def run_empty_backward(engine: Engine, graph: Graph) -> None:

@@ -128,7 +128,7 @@ class Engine:
         root_unit: the unit of everything outside of the other units.
         is_whole: this rank's shards are the whole units.
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
-        are_weights_current: no weights have changed since the last pass, unless their versions say so.
+        are_weights_current: the last pass ran in this ``no_sync()``: the next one casts only units with new versions.
         edits_of: returns all changes of modules; None once the model is gone.
         progress: how far the training loop has come.
         profiler: names the work of units while a profiler runs.
@@ -168,7 +168,7 @@ class Engine:
         self._ending = self.ranks.guard("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
         # Their all-gathers read the main weights themselves, which have the wire dtype.
-        self._read_in_place = [u for u in self.units if any(flat.main is flat.gather_input for flat in u.flat_params)]
+        self._uncast = [u for u in self.units if any(flat.main is flat.gather_input for flat in u.flat_params)]
 
     @property
     def param_shards(self) -> list[Param]:
@@ -262,7 +262,7 @@ class Engine:
 
     def finish_reading(self) -> None:
         """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6)."""
-        if self._read_in_place:
+        if self._uncast:
             with self._ending:
-                for unit in self._read_in_place:
+                for unit in self._uncast:
                     unit.read_done.wait()  # rule 6

@@ -83,7 +83,7 @@ class Forward(Phase):
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=False)
         self._learns = has_graph and not engine.order.is_settled
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
-        self._in_place: set[int] = set()  # resident units that were used
+        self._used: set[int] = set()  # resident units that were used
         self._read: set[int] = set()  # resident units whose weights were read while none of their layers ran
 
     def begin(self) -> None:
@@ -156,7 +156,7 @@ class Forward(Phase):
                 pass
         self._engine.issue(schedule.reach(unit.index))
         self._engine.all_gather(unit)  # unless it is in its slot
-        unit.ready()
+        unit.wait_until_ready()
 
     def _gather_on_request(self, wanted: int | None) -> int | None:
         """All ranks have issued the whole program, and all-gather a unit that one of them wants. Collective.
@@ -178,7 +178,7 @@ class Forward(Phase):
     def _use_in_place(self, unit: Unit) -> None:
         """Compute with the resident `unit` beside the program: no other unit's visit ends."""
         self._engine.all_gather(unit)
-        unit.ready()
+        unit.wait_until_ready()
         self._begin_use(unit)
         self._read.add(unit.index)
         self._schedule.read(unit.index, is_inside=bool(self._running))
@@ -187,14 +187,14 @@ class Forward(Phase):
     def _begin_use(self, unit: Unit) -> None:
         """Layers may compute with the weights; `Unit.end_use` compares with now. Once per pass if it is resident."""
         if not unit.is_streamed:
-            if unit.index in self._in_place:
+            if unit.index in self._used:
                 return
-            self._in_place.add(unit.index)
+            self._used.add(unit.index)
             if unit.index == ROOT_UNIT:
                 unit.guard.begin_use()
             else:
                 unit.guard.set_present(True)
-        unit.take_trainability()
+        unit.copy_trainability()
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -156,7 +156,7 @@ class Param:
         move_all((self,), GradState.SPILLED)
         self.spilled = self.in_slot.clone()
 
-    def take_spilled(self) -> torch.Tensor:
+    def pop_spilled(self) -> torch.Tensor:
         """Take the copy, to write it into the slot."""
         spilled, self.spilled = self.spilled, None
         if spilled is None:

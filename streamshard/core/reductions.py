@@ -74,7 +74,7 @@ class Reductions:
         if self.replicas is not None:
             self.replicas.begin(is_synced=is_synced)
 
-    def take(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
+    def write(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
         """Copy or add `grad` [full shape] to the unit's gradient slot; opens the slot (rule 3)."""
         if not unit.is_open:
             self._make_room(unit)
@@ -100,9 +100,9 @@ class Reductions:
 
         Parameters without a gradient here send zeros.
         """
-        if not (unit.is_trainable or unit.waits):
+        if not (unit.is_trainable or unit.has_unreduced):
             return
-        if not self._is_last and not unit.has_left and not unit.is_open:
+        if not self._is_last and not unit.has_small_grads and not unit.is_open:
             return
         if not unit.is_open:
             self._make_room(unit)
@@ -222,7 +222,7 @@ class UsedParams:
         is_complete = True
         for unit in self._units:
             for param in unit.params:
-                is_complete = is_complete and (param.is_used or not unit.counts(param))
+                is_complete = is_complete and (param.is_used or not unit.may_have_grad(param))
         with self._exchanging:
             for stage in range(len(self._stages)):
                 if stage > 0:

@@ -22,7 +22,7 @@ class Ledger:
     """Allocates buffers and knows them all. Owns every buffer of the engine.
 
     Args:
-        streams: both use them; they live on its device.
+        streams: they use the buffers, which live on their device.
         allocate_visible: allocates memory that other ranks may read, see `Transport.allocate_visible`.
 
     Attributes:

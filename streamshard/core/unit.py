@@ -61,12 +61,12 @@ class Unit:
         name: fully qualified name of the module, for messages.
         params: this rank's part of each parameter, in the order of the flat parameters; filled by `make_unsharded`.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
-        is_trainable: a parameter requires a gradient, and has room for it; see `take_trainability`.
+        is_trainable: a parameter requires a gradient, and has room for it; see `copy_trainability`.
         is_cast: the all-gather input has the weights as the user has left them.
-        has_left: autograd has left small gradients of this backward in ``.grad`` of unsharded parameters.
+        has_small_grads: autograd has left small gradients of this backward in ``.grad`` of unsharded parameters.
         has_taken: this backward has moved ``.grad`` of parameters into main grads.
         has_spilled: gradients are in copies, because another unit has taken the slot.
-        waits: an earlier backward may have left unreduced gradients, here or on other ranks, to be reduced.
+        has_unreduced: an earlier backward has left gradients unreduced, on this rank or on another one.
         guard: refuses reads of weights that are absent, and writes to weights.
         read_done: fence of rule 6, recorded after the all-gather has read its input.
         gathering, reducing: contexts around the unit's collectives, and around waits for them.
@@ -88,7 +88,7 @@ class Unit:
         self.name = layout.name or "the root unit"
         self.params: list[Param] = []
         self.is_bound = self.is_trainable = self.is_cast = False
-        self.has_left = self.has_taken = self.has_spilled = self.waits = False
+        self.has_small_grads = self.has_taken = self.has_spilled = self.has_unreduced = False
         self.guard = WeightGuard(weight_slot.is_shared)
         self.gathering = ranks.guard("the gather of", self.name)
         self.reducing = ranks.guard("the reduction of", self.name)
@@ -170,7 +170,7 @@ class Unit:
         self.read_done.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Let the compute stream wait until the weights are in the slot."""
         slot = self.weight_slot
         with self.gathering:
@@ -197,7 +197,7 @@ class Unit:
         self.set_bound(False)
         self.weight_slot.released.record()
 
-    def take_trainability(self) -> None:
+    def copy_trainability(self) -> None:
         """Copy ``requires_grad`` from the sharded to the unsharded parameters.
 
         Called in forward and in backward: in torch a parameter gets a gradient if it required one in both.
@@ -229,7 +229,7 @@ class Unit:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients can be written: the gradient slot is this unit's."""
+        """Whether the gradient slot is this unit's: its gradients are written there, or wait there."""
         return self.grad_slot.content == self.index
 
     def open(self) -> None:
@@ -247,7 +247,7 @@ class Unit:
         if self.has_spilled:
             self.has_spilled = False
             params = [param for param in self._with_room if param.state is GradState.SPILLED]
-            self._write(params, [param.take_spilled() for param in params])
+            self._write(params, [param.pop_spilled() for param in params])
 
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
@@ -304,9 +304,9 @@ class Unit:
         Args:
             stream: the device's stream that has made them. The allocator gives their memory back to this stream.
         """
-        if not self.has_left:
+        if not self.has_small_grads:
             return
-        self.has_left = False
+        self.has_small_grads = False
         left, grads = [], []
         with self._streams.on_device_stream(stream):
             with AsTensors():
@@ -388,7 +388,7 @@ class Unit:
                 param.is_used = False
                 if not param.has_room:
                     continue
-                is_new = is_used and (self.waits or param.unsharded.requires_grad)
+                is_new = is_used and (self.has_unreduced or param.unsharded.requires_grad)
                 if self.has_taken and (param.is_kept or is_new):
                     param.give_grad(self._life)
                     given.append(param)
@@ -397,13 +397,13 @@ class Unit:
                 elif param.state is GradState.REDUCED:  # frozen in backward
                     move_all((param,), GradState.NONE)
         move_all(given, GradState.GIVEN)
-        self.has_taken = self.waits = False
+        self.has_taken = self.has_unreduced = False
         return new
 
-    def counts(self, param: Param) -> bool:
+    def may_have_grad(self, param: Param) -> bool:
         """Whether any rank may have a gradient of the parameter: it is trainable, or has unreduced gradients."""
         with AsTensors():  # the unsharded parameter may be absent
-            return param.has_room and (self.waits or param.unsharded.requires_grad)
+            return param.has_room and (self.has_unreduced or param.unsharded.requires_grad)
 
     def discard_grads(self) -> None:
         """The backward has failed: discard all gradients of the unit, and free the slot."""
@@ -411,7 +411,7 @@ class Unit:
             with AsTensors():
                 set_grad(param.unsharded, None)
             param.discard_grad()
-        self.has_left = self.has_taken = self.has_spilled = self.waits = False
+        self.has_small_grads = self.has_taken = self.has_spilled = self.has_unreduced = False
         if self.is_open:
             self.grad_slot.move(SlotState.FREE, None)
 
@@ -419,7 +419,7 @@ class Unit:
 
     def leave_unreduced(self) -> None:
         """End a backward with gradients left in the slot, or in main grads that replicas have not averaged."""
-        self.waits = self.waits or self.is_trainable
+        self.has_unreduced = self.has_unreduced or self.is_trainable
         if not self.has_taken:
             return
         for param in self._with_room:
@@ -438,7 +438,7 @@ class Unit:
 
     def resume(self) -> None:
         """A backward begins: add to waiting gradients; forget them if the user has dropped them (``zero_grad()``)."""
-        if not self.waits:
+        if not self.has_unreduced:
             return
         if self.is_open:
             self.grad_slot.move(SlotState.OPEN, self.index)

@@ -179,7 +179,7 @@ class Schedule:
         """The pass is over: the operations that are left."""
         return self.release_before(len(self.visits))
 
-    def take_order(self, order: Iterable[int]) -> None:
+    def adopt_order(self, order: Iterable[int]) -> None:
         """Let backward visit each unit once, in `order`, which ranks have learnt from this pass.
 
         Without this, a unit that was also requested is in the log twice, and its gradients leave their slot until the
@@ -247,7 +247,7 @@ class UnitOrder:
                 self._known = known
                 self.order = merge_order(known, self._is_streamed)
             if (order := join_orders(everywhere, self.order)) is not None:
-                schedule.take_order(merge_order(order, self._is_streamed))
+                schedule.adopt_order(merge_order(order, self._is_streamed))
         if not self.is_settled:
             is_known = set(self._known).issuperset(itertools.compress(itertools.count(), self._is_streamed))
             self.is_settled = is_known or self._quiet_passes == _QUIET_PASSES

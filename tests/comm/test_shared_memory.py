@@ -329,7 +329,7 @@ def _die(context: RankContext, where: str) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("where", ["forward", "backward", "read", "sum"])
+@pytest.mark.parametrize("where", ["forward", "backward", "copy_until", "sum_until"])
 def test_a_rank_that_is_killed_ends_the_others(where: str) -> None:
     """At any point; only the killed rank has no answer."""
     with open_pool() as pool, pytest.raises(RankFailure) as caught:
