@@ -33,6 +33,16 @@ _DELAY_CYCLES = 2_000_000  # about a millisecond of a GPU
 
 
 @contextlib.contextmanager
+def unobserved(streams: Streams) -> Iterator[None]:
+    """Call no observers inside the context."""
+    observers, streams.observers = streams.observers, ()
+    try:
+        yield
+    finally:
+        streams.observers = observers
+
+
+@contextlib.contextmanager
 def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
     """Inside the context the collectives of `model` are as late as the engine's waits allow. For every rank.
 
@@ -187,7 +197,7 @@ class _Late:
     def complete(self, streams: Streams) -> None:
         """Really do it, now. The start has declared it, so observers do not hear of it again."""
         self.is_done = True
-        with streams.unobserved():
+        with unobserved(streams):
             work = self._start()
             if work is not None:
                 work.wait()

@@ -267,7 +267,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/slots": [
         ("GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
         ("GradSlot.finish_writing", Swap("in self._writers", "in self._writers[:1]"), _STREAMS),
-        ("GradSlot.join", Drop("self.drained.wait(stream)"), _STREAMS),
+        ("GradSlot.join", Drop("self.drained.wait()"), _STREAMS),
         ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
@@ -303,7 +303,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.leave_unreduced", Drop("self.has_unreduced = self.has_unreduced or"), "dial"),
         ("Unit.resume", Drop("param.forget_grad()"), "invariants"),
         ("Unit.discard_grads", Drop("with AsTensors():"), "invariants exceptions"),
-        ("Unit.collect", Swap("on_device_stream(stream)", "unobserved()"), _STREAMS),
+        ("Unit.collect", Swap("on_device_stream(stream)", "on(StreamName.COMPUTE)"), _STREAMS),
     ],
     "guards/loop": [
         ("Progress.look_at", Swap(".isdisjoint(params)", ".isdisjoint(())"), "loop"),

@@ -348,9 +348,9 @@ def without_waits(streams: Streams, *waits: Rule | str) -> Iterator[None]:
     """Leave out waits: of rules, or of fences by what they guard."""
     wait = Fence.wait
 
-    def wait_for_others(fence: Fence, stream: Any = None) -> None:
+    def wait_for_others(fence: Fence) -> None:
         if fence._streams is not streams or not {fence.rule, fence.what} & {*waits}:
-            wait(fence, stream)
+            wait(fence)
 
     with mock.patch.object(Fence, "wait", wait_for_others):
         yield

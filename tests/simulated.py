@@ -38,10 +38,9 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Observer, StreamName, Work
 from streamshard.core import edge
 from streamshard.core.backward import Backward
-from streamshard.guards.sharded_parameter import grad_of
 from streamshard.nested import tensors_in
-from streamshard.torch_private import AsTensors
-from tests.adversary import AdversarialTransport
+from streamshard.torch_private import AsTensors, get_grad
+from tests.adversary import AdversarialTransport, unobserved
 from tests.races import _bytes_of, _touched
 from tests.reference import engine_inside
 
@@ -325,6 +324,11 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _grad_of(param: torch.Tensor) -> torch.Tensor | None:
+    with AsTensors():
+        return get_grad(param)
+
+
 @contextlib.contextmanager
 def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     """Raise at the end for what is on a wrong stream of `device`, in this thread.
@@ -336,7 +340,7 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
 
     def there(hook: Callable[..., None]) -> Callable[..., None]:
         def called(*args: Any) -> None:
-            stream = [access.stream for access in checker.accesses_to(grad_of(args[-1])) if access.is_write][-1]
+            stream = [access.stream for access in checker.accesses_to(_grad_of(args[-1])) if access.is_write][-1]
             checker.leaves.add(stream)
             with device.stream(stream):
                 hook(*args)
@@ -364,7 +368,7 @@ class LateTransport(AdversarialTransport):
 
     def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> Work | None:
         def do() -> None:
-            with self.streams.unobserved():
+            with unobserved(self.streams):
                 assert start() is None
             if after is not None:
                 with self.streams.on(self.stream):

@@ -209,18 +209,14 @@ class Fence:
         for observer in self._streams.observers:
             observer.on_record(self)
 
-    def wait(self, stream: Any = None) -> None:
-        """Let `target` wait for the point recorded last. Does nothing if none was recorded.
-
-        Args:
-            stream: the device's stream that waits; None: the stream of `target`.
-        """
+    def wait(self) -> None:
+        """Let `target` wait for the point recorded last. Does nothing if none was recorded."""
         if not self._recorded:
             return
         if self._event is not None:
             for observer in self._streams.observers:
                 observer.on_block(self, ())
-            (stream or self._streams.device_stream(self.target)).wait_event(self._event)
+            self._streams.device_stream(self.target).wait_event(self._event)
         elif self.works and not self._streams.observers:
             works, self.works = self.works, ()
             for work in works:
@@ -334,15 +330,6 @@ class Streams:
             yield
         finally:
             self.observers = tuple(other for other in self.observers if other is not observer)
-
-    @contextlib.contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Call no observers inside the context."""
-        observers, self.observers = self.observers, ()
-        try:
-            yield
-        finally:
-            self.observers = observers
 
 
 # -- the host ------------------------------------------------------------------------------------------------------

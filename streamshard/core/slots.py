@@ -200,7 +200,7 @@ class GradSlot(_Slot):
         """Give the slot to `unit`; compute waits until the last reduction has read it (rule 3)."""
         self.move(SlotState.OPEN, unit)
         stream = self._streams.device_stream(StreamName.COMPUTE)
-        self.drained.wait(stream)  # rule 3
+        self.drained.wait()  # rule 3
         self._writers = [stream]
 
     def join(self) -> None:
@@ -211,7 +211,7 @@ class GradSlot(_Slot):
         """
         stream = self._streams.device_stream(StreamName.COMPUTE)
         if stream not in self._writers:
-            self.drained.wait(stream)  # rule 3
+            self.drained.wait()  # rule 3
             self._writers.append(stream)
 
     def join_writers(self) -> None:

@@ -121,13 +121,6 @@ def data_of(param: torch.Tensor) -> torch.Tensor:
         return data
 
 
-def grad_of(param: torch.Tensor) -> torch.Tensor | None:
-    """``param.grad`` as autograd has it, even while a gradient waits in a slot."""
-    with AsTensors():
-        grad: torch.Tensor | None = get_grad(param)
-        return grad
-
-
 def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     """``param.grad = grad``, unchecked. A waiting gradient is dropped."""
     drop_unreduced(param)
