@@ -252,6 +252,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions._make_room", Drop("self.replicas.finish_average(unit)"), "replicas"),
         ("Reductions._make_room", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
         ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
+        ("UsedParams.start", Drop("arrived.wait()"), "simulated_device:flags_over"),
         ("UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
         ("UsedParams.finish", Drop("self._arrived[stage].wait()"), "invariants matrix execution replicas"),
         ("UsedParams.finish", Swap("not unit.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),

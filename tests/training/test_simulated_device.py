@@ -113,6 +113,20 @@ def _mesh(replicate: int, shard: int) -> DeviceMesh:
 
 
 @on_ranks(4)
+def test_flags_over_replicas_are_read_before_the_next_exchange_writes_them(context: RankContext) -> None:
+    """In local SGD no average of gradients comes between."""
+    with simulated_device() as device, checking_streams(device) as checker:
+        model: Any = StreamShard(RoutedStack(2), precision=BF16, mesh=_mesh(2, 2))
+        optimizer = LocalSGD(adamw(model), model, period=10, warmup_steps=1)
+        with checker.of(model):
+            for step in range(4):
+                stack_step(model, Call(step, context.rank, 4, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert not checker.found
+
+
+@on_ranks(4)
 def test_replicas_average_in_time(context: RankContext) -> None:
     """On a mesh of 2 x 2: late collectives change nothing, of gradients and, in local SGD, of weights."""
 
