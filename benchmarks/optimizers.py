@@ -184,7 +184,7 @@ def _round_as_ranks_do(model: nn.Module, world_size: int) -> None:
     for param in model.parameters():
         if param.grad is not None:
             grad = param.grad.view(-1)
-            sum_in_rank_order([grad.clone()] * world_size, grad, accumulate=False)
+            sum_in_rank_order([grad.clone()] * world_size, grad, accumulate=False, divisor=world_size)
 
 
 def compare(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:

@@ -121,6 +121,19 @@ class StreamShard(WatchedRoot):
         """False: start to accumulate, like entering `no_sync`. True: stop, like leaving it."""
         engine_of(self).set_synced(requires_gradient_sync)
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of all ranks' gradients by `factor`: 1.0 sums; the number of ranks averages, as by default.
+
+        For losses that are divided by the tokens of all ranks already. Replicas count: on a 2-D mesh the factor divides
+        the sum over all ranks. Call it on all ranks, with the same factor, while no parameter has a gradient.
+
+        Raises:
+            ConfigError: on all ranks: `factor` is no positive, finite number, or a parameter has a gradient.
+            RankMismatchError: ranks have given different factors.
+        """
+        engine = engine_at_rest(self, "set_gradient_divide_factor", accepts_empty=True)
+        engine.reductions.set_divide_factor(factor)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`. One collective.
 

@@ -281,6 +281,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit._take", Drop("if not param.is_kept:"), "invariants loops graphs"),
         ("Unit.open", Drop("self._adds_in_slot ="), "loops graphs"),
         ("Unit.open", Drop("self._leave_slot()"), "dial"),
+        ("Unit._leave_slot", Swap("stays and ", ""), "divide_factor:one_rank"),
         ("Unit.open", Drop("self._write("), "unit_size"),
         (
             "Unit._write",

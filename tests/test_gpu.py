@@ -6,6 +6,7 @@ their traffic goes through sockets: this shows correctness and order, not speed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -46,6 +47,7 @@ from tests.reference import (
     full_weights,
     let_dynamo_look,
 )
+from tests.scenarios import PRECISIONS, RoutedStack
 
 pytestmark = pytest.mark.gpu
 
@@ -356,6 +358,27 @@ def test_replicas_train_like_plain_pytorch_on_a_gpu(context: RankContext, shape:
     mesh = init_device_mesh(context.device.type, shape)
     for settings in ({}, {"min_unit_size": 4096}):
         assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, tolerance=NEAR, mesh=mesh, **settings)
+
+
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("precision", ["fp32", "16-bit wire", "16-bit"])
+def test_sums_of_gradients_are_divided_by_the_factor_on_a_gpu(context: RankContext, precision: str) -> None:
+    """Of losses divided by N before, sums are as good as means of the losses; accumulated over micro-batches."""
+    size, results = context.world_size, []
+    for divides in (False, True):
+        model: Any = StreamShard(RoutedStack().to(context.device), precision=PRECISIONS[precision])
+        model.load_state_dict(results[0]) if divides else results.append(full_weights(model))
+        if divides:
+            model.set_gradient_divide_factor(1.0)
+        optimizer = adamw(model)
+        for number in range(6):
+            with model.no_sync() if number % 3 == 0 else contextlib.nullcontext():
+                stack_step(model, Call(number, context.rank, size, 1.0 / size if divides else 1.0))
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(full_weights(model))
+    assert_same(results[2], results[1], "weights", NEAR)
 
 
 @on_ranks(1, 2, backend="nccl")

@@ -30,6 +30,7 @@ class Communicator(RankGroup):
 
     Attributes:
         transport: moves bytes between the ranks; chosen by the device of `streams`. Tests replace it.
+        grad_divisor: sums of gradients over the shard group are divided by it; N for the mean.
 
     Raises:
         ConfigError: the group has no backend for the device.
@@ -54,6 +55,7 @@ class Communicator(RankGroup):
         shard_group = group if streams.has_streams else host_group_of(group)
         super().__init__(all_ranks or group, shard_group=shard_group, replica=replica, streams=streams, stream=stream)
         self.transport = _make_transport(self, "nccl" if streams.has_streams else "sockets")
+        self.grad_divisor = float(self.world_size)
         if self.world_size > 1:
             with self.guard("the first meeting of a process group's ranks"):
                 self.transport.meet()

@@ -38,7 +38,7 @@ class PairwiseTransport(Transport):
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The first wait sums, in all modes in fp32 and in rank order."""
-        slot, out, scratch, _, accumulate, tag = reduction
+        slot, out, scratch, _, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out))
         rank, chunks = self.rank, slot.view(self.world_size, -1).unbind()
         received = scratch.view(self.world_size - 1, -1).unbind()
@@ -46,7 +46,8 @@ class PairwiseTransport(Transport):
 
         def sum_all() -> None:
             with self.streams.on(self.stream):
-                sum_in_rank_order([*received[:rank], chunks[rank], *received[rank:]], out, accumulate=accumulate)
+                in_order = [*received[:rank], chunks[rank], *received[rank:]]
+                sum_in_rank_order(in_order, out, accumulate=accumulate, divisor=divisor)
 
         return Exchange(sum_all, messages, self.group)
 

@@ -1,10 +1,11 @@
 """Ranks on accelerators: the backend's own collectives, NCCL's for GPUs.
 
 [Note: sums]
-A mean is a sum over ranks, then a multiplication by 1/N. ncclAvg is not used: it multiplies by 1/N, rounded to the
-dtype that is sent, before it adds. In bf16 every gradient is then 0.2 % too large for N = 3 or 6. Also, NVLink switches
-(NVLS) only add. In fp16 a sum over N ranks could overflow, and N-ths could underflow. So each gradient is divided by a
-power of two near the root of N before the sum, which is exact, and by the rest afterwards (as FSDP2 does).
+A mean is a sum over ranks, then a multiplication by 1/N, or by the inverse of another divisor. ncclAvg is not used: it
+multiplies by 1/N, rounded to the dtype that is sent, before it adds. In bf16 every gradient is then 0.2 % too large for
+N = 3 or 6. Also, NVLink switches (NVLS) only add. In fp16 a sum over N ranks could overflow, and N-ths could underflow.
+So each gradient is divided by a power of two near the root of N before the sum, which is exact, and by the rest
+afterwards (as FSDP2 does).
 
 [Note: sums in 16 bits]
 If the backend adds up in 16 bits (`SUM_16`), each step along a ring rounds. The mean of independent gradients is off by
@@ -50,34 +51,34 @@ class NcclTransport(Transport):
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`, and [Note: sums]."""
-        slot, out, scratch, mode, accumulate, tag = reduction
+        slot, out, scratch, mode, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
-        size = self.world_size
         with self.streams.on(self.stream), torch.no_grad():
             if mode is ReductionMode.EXCHANGE_16:
-                self._exchange(slot, out, scratch, accumulate=accumulate)
+                self._exchange(slot, out, scratch, divisor, accumulate=accumulate)
             elif mode is ReductionMode.FP32 and not accumulate:
                 _reduce_scatter_single(out, slot, op=dist.ReduceOp.SUM, group=self.group)
-                out.mul_(1.0 / size)
+                out.mul_(1.0 / divisor)
             else:  # the sum is added to main grads, or converted to fp32
-                before = _share_before(size) if slot.dtype is torch.float16 else 1
+                before = _share_before(self.world_size) if slot.dtype is torch.float16 else 1
                 if before > 1:
                     slot.mul_(1.0 / before)
                 _reduce_scatter_single(scratch, slot, op=dist.ReduceOp.SUM, group=self.group)
                 if accumulate:
-                    out.add_(scratch, alpha=before / size)
+                    out.add_(scratch, alpha=before / divisor)
                 else:
-                    out.copy_(scratch).mul_(before / size)
+                    out.copy_(scratch).mul_(before / divisor)
         return None
 
-    def _exchange(self, slot: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, *, accumulate: bool) -> None:
-        size = self.world_size
+    def _exchange(
+        self, slot: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, divisor: float, *, accumulate: bool
+    ) -> None:
         widened, received = scratch.split([scratch.numel() - slot.numel(), slot.numel()])
         dist.all_to_all_single(received, slot, group=self.group)
         total = widened.view(torch.float32) if accumulate else out
         # One kernel, which converts to fp32 as it loads. Chunks of all ranks, this one's too, are in rank order.
-        torch.sum(received.view(size, -1), 0, dtype=torch.float32, out=total)
-        out.add_(total, alpha=1.0 / size) if accumulate else out.mul_(1.0 / size)
+        torch.sum(received.view(self.world_size, -1), 0, dtype=torch.float32, out=total)
+        out.add_(total, alpha=1.0 / divisor) if accumulate else out.mul_(1.0 / divisor)
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""

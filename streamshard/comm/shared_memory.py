@@ -207,7 +207,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._copies: dict[tuple[object, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._chunks: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._gathers: deque[list[tuple[torch.Tensor, torch.Tensor]]] = deque()  # not copied yet: to, from
-        self._started: deque[tuple[list[torch.Tensor], torch.Tensor, bool]] = deque()  # not summed yet
+        self._started: deque[tuple[list[torch.Tensor], torch.Tensor, bool, float]] = deque()  # not summed yet
         weakref.finalize(self, _leave, self._own.gone, os.getpid())
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -273,14 +273,14 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. Sums in all modes in fp32 and in rank order, once all ranks have started it."""
-        slot, out, _, _, accumulate, tag = reduction
+        slot, out, _, _, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
         key = slot.data_ptr(), slot.numel(), slot.dtype
         chunks = self._chunks.get(key)
         if chunks is None:
             chunks = [each.view(self.world_size, -1)[self.rank] for each in self._everywhere(slot)]
             self._chunks[key] = chunks
-        self._started.append((chunks, out, accumulate))
+        self._started.append((chunks, out, accumulate, divisor))
         own, number = self._own, self._own.counters[Counter.WRITTEN]
         own.written[number % len(own.written)] = self.recorder.log.digest
         own.counters[Counter.WRITTEN] = number + 1
@@ -307,9 +307,9 @@ class SharedMemoryTransport(PairwiseTransport):
             for each in self._buffers:
                 if each.written[place] != written[place]:
                     raise RuntimeError("ranks have issued different collectives")
-            chunks, out, accumulate = self._started.popleft()
+            chunks, out, accumulate, divisor = self._started.popleft()
             with self._on_stream:
-                sum_in_rank_order(chunks, out, accumulate=accumulate)
+                sum_in_rank_order(chunks, out, accumulate=accumulate, divisor=divisor)
             own[Counter.SUMMED] = number + 1
         if for_all:
             self._await(Counter.SUMMED, count)

@@ -4,10 +4,11 @@
 machine. The tests add one that delays messages on purpose (`tests/adversary.py`).
 
 [Note: reductions]
-Every reduction writes the mean over ranks to main grads, in fp32. `ReductionMode` says what is sent and summed. Where
-chunks are exchanged (`EXCHANGE_16`, and all modes on gloo), rank r receives its chunk from every other rank and sums in
-rank order, so results depend neither on a ring's rounding nor on timing. gloo's own reduce_scatter was 4 to 14 times
-slower than this exchange (docs/internals/log.md).
+Every reduction divides the sum over ranks, in fp32, and writes the quotient to main grads. The divisor is the number of
+ranks, or follows from `set_gradient_divide_factor`. `ReductionMode` says what is sent and summed. Where chunks are
+exchanged (`EXCHANGE_16`, and all modes on gloo), rank r receives its chunk from every other rank and sums in rank
+order, so results depend neither on a ring's rounding nor on timing. gloo's own reduce_scatter was 4 to 14 times slower
+than this exchange (docs/internals/log.md).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _Tensors = Sequence[torch.Tensor]
 
 
 class Reduction(NamedTuple):
-    """One reduction: the mean over ranks of each rank's slice of a grad slot, into main grads.
+    """One reduction: the sum over ranks of each rank's slice of a grad slot, divided, into main grads.
 
     Attributes:
         slot: [padded_numel] slot_grad_dtype, this rank's gradients of the whole flat parameter.
@@ -41,6 +42,7 @@ class Reduction(NamedTuple):
         mode: says what is sent and summed; the same for all reductions of a flat parameter.
         accumulate: add to `out` instead of overwriting it.
         tag: number of the flat parameter; separates its reductions from other messages.
+        divisor: the sum over ranks is divided by it; N for the mean.
     """
 
     slot: torch.Tensor
@@ -49,6 +51,7 @@ class Reduction(NamedTuple):
     mode: ReductionMode
     accumulate: bool
     tag: int
+    divisor: float
 
 
 class AllToAll(NamedTuple):
@@ -112,7 +115,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def start_reduce(self, reduction: Reduction) -> Work | None:
-        """Start a reduce-scatter (mean). See [Note: reductions]."""
+        """Start a reduce-scatter. See [Note: reductions]."""
 
     @abc.abstractmethod
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
@@ -199,13 +202,18 @@ class AloneTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`."""
-        self._move(Collective.ALL_GATHER, tag, shard, slot, add=False)
+        self._move(Collective.ALL_GATHER, tag, shard, slot)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`."""
-        slot, out, _, _, accumulate, tag = reduction
-        self._move(Collective.REDUCE_SCATTER, tag, slot, out, add=accumulate)
+        slot, out, _, _, accumulate, tag, divisor = reduction
+        if out.data_ptr() != slot.data_ptr() or divisor != 1.0:
+            self._issue(None, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
+            with self.streams.on(self.stream), torch.no_grad():
+                out.add_(slot, alpha=1.0 / divisor) if accumulate else out.copy_(slot)
+                if divisor != 1.0 and not accumulate:
+                    out.mul_(1.0 / divisor)
         return None
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
@@ -214,29 +222,30 @@ class AloneTransport(Transport):
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`."""
-        self._move(Collective.ALL_TO_ALL, None, exchange.send, exchange.received, add=False)
+        self._move(Collective.ALL_TO_ALL, None, exchange.send, exchange.received)
         return None
 
-    def _move(self, what: Collective, tag: int | None, source: torch.Tensor, to: torch.Tensor, *, add: bool) -> None:
+    def _move(self, what: Collective, tag: int | None, source: torch.Tensor, to: torch.Tensor) -> None:
         if to.data_ptr() != source.data_ptr():
             self._issue(None, what, tag, reads=(source,), writes=(to,))
             with self.streams.on(self.stream), torch.no_grad():
-                to.add_(source) if add else to.copy_(source)
+                to.copy_(source)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """No scratch."""
         return 0
 
 
-def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accumulate: bool) -> None:
-    """``out (+)= mean of chunks``: adds one chunk after the other, in fp32.
+def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accumulate: bool, divisor: float) -> None:
+    """``out (+)= sum of chunks / divisor``: adds one chunk after the other, in fp32.
 
     Args:
         chunks: N tensors [n], every rank's, in rank order.
         out: [n] fp32; may be one of `chunks`.
         accumulate: add to `out` instead of overwriting it; `out` is none of `chunks` then.
+        divisor: N for the mean.
     """
-    share = 1.0 / len(chunks)
+    share = 1.0 / divisor
     with torch.no_grad():
         # Block by block, so that a block of `out` stays in the CPU's cache.
         for block, first, *others in zip(*map(_blocks_of, (out, *chunks)), strict=True):

@@ -9,6 +9,7 @@ the answer.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.core.params import Param
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
+from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.planning.memory import Category
 
 if TYPE_CHECKING:
@@ -59,6 +61,34 @@ class Reductions:
         self._under_way: list[Work | None] = []
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
         self._finishing = ranks.guard("the last reductions of a backward")
+
+    def set_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients over all ranks, replicas included, by `factor` from now on. Collective.
+
+        Raises:
+            ConfigError: on all ranks: `factor` is no positive, finite number, or parameters have gradients.
+            RankMismatchError: ranks have given different factors.
+        """
+        ranks, replicas = self.ranks, self.ranks.total_size // self.ranks.world_size
+
+        def check() -> float:
+            if not isinstance(factor, int | float) or not 0.0 < factor < math.inf:
+                raise ConfigError(f"factor={factor!r}: wanted a positive, finite number, such as 1.0 for sums")
+            held = [param.name for unit in self._units for param in unit.params if param.param.grad is not None]
+            if held and factor / replicas != ranks.grad_divisor:
+                raise ConfigError(
+                    f"parameter {held[0]!r} has a gradient, which was divided by another factor: call it before "
+                    "the first backward of a step, after zero_grad() with set_to_none=True"
+                )
+            return factor
+
+        factors = set(ranks.gather_results("set the gradient divide factor", check, ConfigError))
+        if len(factors) > 1:
+            raise RankMismatchError(
+                f"set_gradient_divide_factor: ranks have given {sorted(factors)}. Give one factor on all ranks, such "
+                "as the number of tokens of all ranks together"
+            )
+        ranks.grad_divisor = factors.pop() / replicas  # replicas average the quotients
 
     def begin(self, *, is_synced: bool, is_last: bool, leaves_small: bool) -> None:
         """A backward begins, on the current stream.

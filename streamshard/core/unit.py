@@ -270,7 +270,8 @@ class Unit:
 
     def _leave_slot(self) -> None:
         """Main grads that lie in the slot are added to. Move them to memory of their own, unless they are all of it."""
-        moved = [flat for flat in self._trained if flat.is_main_in_slot and not flat.layout.is_whole]
+        stays = self.ranks.grad_divisor == 1.0  # else the next reduction would divide earlier gradients again
+        moved = [flat for flat in self._trained if flat.is_main_in_slot and not (stays and flat.layout.is_whole)]
         for flat in moved:
             flat.leave_slot()
             for param in flat.params:
@@ -366,8 +367,8 @@ class Unit:
         slot.finish_writing()
         works = []
         for flat in self._trained:
-            places = flat.grads, flat.main_grads, flat.scratch
-            works.append(self.ranks.transport.start_reduce(Reduction(*places, flat.kind.mode, self._adds, flat.tag)))
+            given = flat.grads, flat.main_grads, flat.scratch, flat.kind.mode, self._adds, flat.tag
+            works.append(self.ranks.transport.start_reduce(Reduction(*given, self.ranks.grad_divisor)))
         self._adds = True
         slot.drain(works)
         self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)

@@ -67,8 +67,9 @@ def answers_without_values(func: Callable[..., Any]) -> bool:
 class _GlobalSum(Function):
     """The sum over ranks, which may be part of a loss.
 
-    Each rank's loss may weigh a penalty differently, and a parameter's gradient is the mean of all ranks' gradients.
-    Only one rank holds each element, so backward averages the incoming gradient over ranks.
+    Each rank's loss may weigh a penalty differently, and a parameter's gradient is the mean of all ranks' gradients, or
+    their sum divided by another number. Only one rank holds each element, so backward does this with the incoming
+    gradient.
     """
 
     @staticmethod
@@ -79,7 +80,7 @@ class _GlobalSum(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum_over_ranks(grad, ctx.ranks).div_(ctx.ranks.world_size), None
+        return _sum_over_ranks(grad, ctx.ranks).div_(ctx.ranks.grad_divisor), None
 
 
 def _sum_over_ranks(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:

@@ -167,7 +167,7 @@ class UnevenInputs(Inputs):
         """Exchange what the next pass is like. Ranks with inputs decide.
 
         Raises:
-            ConfigError: the pass is a training pass, and a rank has no ``repeat=``.
+            ConfigError: the pass is a training pass, and a rank has no ``repeat=``; two settings say how to divide.
             ShardingError: the last step, or this pass, differs between ranks.
         """
         rows: list[_Row] = self._engine.ranks.gather_objects(self._row(own))
@@ -179,6 +179,12 @@ class UnevenInputs(Inputs):
             self._is_complete = not announced.no_sync
         if any(row.casts for row in rows):
             self._engine.expire_weights()
+        ranks = self._engine.ranks
+        if not self._divides_by_all and ranks.grad_divisor != ranks.world_size:
+            raise ConfigError(
+                "uneven inputs (Join): divide_by_initial_world_size=False, and set_gradient_divide_factor says what to "
+                "divide gradients by: leave one of the two out"
+            )
         self.grad_scale = 1.0 if self._divides_by_all else len(rows) / len(passes)
         self.buffer_source = max(passes)  # a rank that has inputs now, the same one as under DDP
         return announced

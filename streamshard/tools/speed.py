@@ -124,7 +124,7 @@ class _Unit:
         grads = transport.allocate_visible(ranks.world_size * part, kind.grad_dtype)
         scratch_numel = transport.scratch_numel(part, kind.mode)
         scratch = torch.zeros(scratch_numel, dtype=kind.grad_dtype, device=device)
-        self._reduction = Reduction(grads, torch.zeros(part, device=device), scratch, kind.mode, False, tag)
+        self._reduction = Reduction(grads, torch.zeros(part, device=device), scratch, kind.mode, False, tag, 1.0)
         self._ready = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "a measured unit")
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "a measured unit")
 

@@ -186,7 +186,7 @@ def _reduction(model: nn.Module, tag: int, out: torch.Tensor) -> Reduction:
     assert slot is not None
     room = slot.buffer.view(torch.float32)
     room.fill_(float(dist.get_rank() + 1))
-    return Reduction(room.narrow(0, 0, 2 * out.numel()), out, torch.empty(0), ReductionMode.FP32, False, tag)
+    return Reduction(room.narrow(0, 0, 2 * out.numel()), out, torch.empty(0), ReductionMode.FP32, False, tag, 2.0)
 
 
 @on_ranks(2)

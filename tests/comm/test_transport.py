@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +129,9 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
 
 
 def _check_reductions(ranks: Communicator, mode: ReductionMode, *, sums: bool) -> None:
-    """Means over ranks, fp32 whatever was sent; added to what is there, or in its place; several under way, one empty.
+    """Means and other quotients of sums over ranks, fp32 whatever was sent; added to what is there, or in its place.
+
+    Several are under way, one is empty.
 
     Args:
         ranks: between whom.
@@ -142,17 +145,18 @@ def _check_reductions(ranks: Communicator, mode: ReductionMode, *, sums: bool) -
     outs = [torch.full((numel,), 3.0, device=device) for numel in numels]
     scratch_numels = [transport.scratch_numel(numel, mode) for numel in numels]
     scratches = [torch.empty(numel, dtype=dtype, device=device) for numel in scratch_numels]
-    for turn in range(3):
+    for turn, divisor in enumerate((size, 1.0, 7.0)):
         wanted, works = [], []
         for tag, (slot, out, scratch) in enumerate(zip(slots, outs, scratches, strict=True)):
             slot.copy_(_numbers(ranks.rank, slot.numel(), slot, 30 + 3 * turn + tag))
             chunks = [_numbers(rank, slot.numel(), slot, 30 + 3 * turn + tag) for rank in range(size)]
             accumulate = tag == 1
             mean = out.clone()
-            sum_in_rank_order([chunk.view(size, -1)[ranks.rank] for chunk in chunks], mean, accumulate=accumulate)
+            own = [chunk.view(size, -1)[ranks.rank] for chunk in chunks]
+            sum_in_rank_order(own, mean, accumulate=accumulate, divisor=divisor)
             wanted.append(mean)
             _let_read(transport)
-            works.append(transport.start_reduce(Reduction(slot, out, scratch, mode, accumulate, tag)))
+            works.append(transport.start_reduce(Reduction(slot, out, scratch, mode, accumulate, tag, divisor)))
             transport.progress()
         for work, out, mean in zip(works, outs, wanted, strict=True):
             _wait(transport, work)
@@ -260,19 +264,20 @@ def test_the_nccl_transport_gathers_reduces_and_exchanges(context: RankContext, 
 
 @on_ranks(3, 4)
 @pytest.mark.parametrize("through", ["a device", "sockets"])
-def test_means_are_of_the_sum(context: RankContext, through: str) -> None:
-    """Of equal numbers they are that number, where N-ths rounded before give another one; fp16 does not overflow."""
+def test_sums_are_divided_afterwards(context: RankContext, through: str) -> None:
+    """The mean of equal numbers is that number, where N-ths rounded before give another one; fp16 does not overflow."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
     transport, size = ranks.transport, ranks.world_size
-    for dtype, value in ((torch.bfloat16, 1.0), (torch.float16, 24000.0)):
+    numbers = ((torch.bfloat16, 1.0), (torch.float16, 24000.0))
+    for (dtype, value), divisor in itertools.product(numbers, (size, 1.0)):
         slot = transport.allocate_visible(size * NUMEL, dtype).fill_(value)
         out = torch.ones(NUMEL)
         scratch = torch.empty(transport.scratch_numel(NUMEL, ReductionMode.SUM_16), dtype=dtype)
         for accumulate in (False, True):
             slot.fill_(value)
-            reduction = Reduction(slot, out, scratch, ReductionMode.SUM_16, accumulate, 0)
+            reduction = Reduction(slot, out, scratch, ReductionMode.SUM_16, accumulate, 0, divisor)
             _wait(transport, transport.start_reduce(reduction))
-        torch.testing.assert_close(out, torch.full((NUMEL,), 2 * value), rtol=1e-3, atol=0.0)
+        torch.testing.assert_close(out, torch.full((NUMEL,), 2 * value * size / divisor), rtol=1e-3, atol=0.0)
 
 
 class _Interrupted:

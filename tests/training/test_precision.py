@@ -331,6 +331,6 @@ def test_a_mean_of_16_bit_gradients_is_taken_in_fp32(ranks: int, accumulate: boo
     chunks = [torch.randn(300_000).to(BF16) for _ in range(ranks)]
     start = torch.randn(300_000)
     out = start.clone()
-    sum_in_rank_order(chunks, out, accumulate=accumulate)
+    sum_in_rank_order(chunks, out, accumulate=accumulate, divisor=ranks)
     wanted = torch.stack(chunks).double().mean(0) + (start if accumulate else 0.0)
     assert_same({"mean": out}, {"mean": wanted.float()}, "mean", Tolerance(1e-6, 1e-6))
