@@ -83,6 +83,15 @@ _SET_UP = {
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
     """,
+    "docs/guide/context_parallel.md": """
+        import runpy
+        from torch.nn.functional import cross_entropy
+        from streamshard import StreamShard
+        root = __import__("pathlib").Path(streamshard.__file__).parents[1]
+        ulysses = runpy.run_path(str(root / "docs/examples/context_parallel.py"))["ulysses"]
+        tokens = labels = batch["input_ids"]
+        position_ids = torch.arange(tokens.shape[1]).expand_as(tokens)
+    """,
     "docs/guide/dial.md": """
         from streamshard import StreamShard
         class Block(nn.Module):
@@ -137,6 +146,7 @@ _SET_UP = {
 # What two processes on a CPU cannot do, or not fast, and what they do in its place.
 _REPLACED = {
     "docs/guide/big_models.md": {"nn.Linear(4096, 4096)": "nn.Linear(8, 8)", '"base/"': '"snapshot/"'},
+    "docs/guide/context_parallel.md": {'"cuda", (4, 2)': '"cpu", (1, 2)'},
     "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},
     "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
     "docs/guide/slow_step.md": {"global_step == 10": "global_step == 0", "global_step == 12": "global_step == 2"},

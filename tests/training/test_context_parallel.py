@@ -1,0 +1,113 @@
+"""Context parallelism: ranks hold parts of the same sequences, and train what one process trains on whole ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import runpy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import StreamShard
+from tests.launched import ROOT
+from tests.ranks import RankContext, on_ranks
+from tests.reference import Tolerance, assert_same, full_weights
+
+pytest.importorskip("transformers")
+
+ROUNDING = Tolerance(relative=2e-5, absolute=2e-6)  # sums in another order, through several steps of AdamW
+STEPS, LR = 5, 3e-3
+Course = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, weights
+
+
+@functools.cache
+def _example() -> Any:
+    """The names of the script."""
+    return runpy.run_path(str(ROOT / "docs/examples/context_parallel.py"))
+
+
+def _summed_loss(model: Any, batch: Any) -> Tensor:
+    logits = model(input_ids=batch.tokens, position_ids=batch.position_ids, use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+
+
+def _plain(micro_batches: int = 1) -> Course:
+    """One process trains a plain model on all sequences; the loss of a step is its mean over all tokens that count."""
+    model = _example()["make_model"]("sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batches = [_example()["whole_batch"](micro_batches * step + part) for part in range(micro_batches)]
+        count = sum(int((batch.labels != -100).sum()) for batch in batches)
+        loss = sum(_summed_loss(model, batch) for batch in batches) / count
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms, full_weights(model)
+
+
+def _assert_equal(found: Course, wanted: Course) -> None:
+    for name, ours, theirs in zip(("loss", "norm"), found[:2], wanted[:2], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5), name
+    assert_same(found[2], wanted[2], "weights", ROUNDING)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_example_trains_what_one_process_trains(context: RankContext, cp: int) -> None:
+    """Losses, gradient norms and weights after five steps of AdamW."""
+    model, losses, norms = _example()["main"](STEPS, cp)
+    _assert_equal((losses, norms, full_weights(model)), _plain())
+    assert losses[-1] < losses[0] - 0.3
+
+
+def _mesh_of(arrangement: str, mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["dp", "cp"] if arrangement == "a replica for each dp rank" else mesh["dp", "cp"]._flatten("dp_cp")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("arrangement", ["one shard group", "a replica for each dp rank"])
+@pytest.mark.parametrize("rule", ["means", "sums"])
+def test_both_loss_rules_train_what_one_process_trains(context: RankContext, rule: str, arrangement: str) -> None:
+    """On 2 x 2 ranks, over two micro-batches and with checkpointed layers. A part may be padding alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    ulysses = functools.partial(_example()["ulysses"], mesh.get_group("cp"))
+    _example()["AttentionInterface"].register("ulysses", ulysses)
+    plain = _example()["make_model"]("ulysses")
+    for layer in plain.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    model: Any = StreamShard(plain, mesh=_mesh_of(arrangement, mesh), precision="fp32")
+    if rule == "sums":
+        model.set_gradient_divide_factor(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses, norms, counts = [], [], []
+    for step in range(STEPS):
+        batches = [_example()["part_of"](_example()["whole_batch"](2 * step + part), mesh) for part in range(2)]
+        counts += [int((batch.labels != -100).sum()) for batch in batches]
+        count = torch.tensor(sum(counts[-2:]))
+        dist.all_reduce(count)
+        total = torch.zeros(())
+        for part, batch in enumerate(batches):
+            with model.no_sync() if part == 0 else contextlib.nullcontext():
+                loss = _summed_loss(model, batch) / (count if rule == "sums" else count / context.world_size)
+                loss.backward()
+            total += loss.detach()
+        norms.append(float(model.clip_grad_norm_(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(float(total) / (1 if rule == "sums" else context.world_size))
+    _assert_equal((losses, norms, full_weights(model)), _plain(micro_batches=2))
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, counts)
+    assert len(set(map(tuple, everyone))) == context.world_size
+    assert min(map(min, everyone)) == 0
