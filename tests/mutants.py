@@ -117,6 +117,10 @@ _ON_COMPUTE = "with self.streams.module.stream(self.streams.module.compute):"
 _ASIDE = "with module.stream(module.Stream()):"
 
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
+    "checkpoint/block_state": [
+        ("span_of", Swap("for each in (start, stop, last)", "for each in (0, stop - start, last)"), "block_state"),
+        ("span_of", Drop("if any(shard.piece.range_of"), "block_state"),
+    ],
     "checkpoint/directory": [
         ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
         ("publish_checkpoint", Swap("and each.path != directory", ""), "find"),

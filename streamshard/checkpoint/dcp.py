@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from streamshard.checkpoint.block_state import is_part
 from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
 from streamshard.checkpoint.directory import PARTIAL, next_number, open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece
@@ -100,6 +101,11 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
 
 
 def _optimizer_out(files: CheckpointFiles, saved: Mapping[str, Any]) -> dict[str, Any]:
+    if in_blocks := next(filter(is_part, files.manifest.tensors), None):
+        raise CheckpointError(
+            f"{in_blocks!r} is 8-bit, 4-bit or fp8 state of an optimizer, which DCP keeps otherwise: save a checkpoint "
+            "without the optimizer, and convert it"
+        )
     models = files.manifest.state["models"]
     fqns = {f"{model}/{name}": name for model, each in models.items() for name in each["names"]}  # DCP's names
     state = {fqns.get(param, param): decode(values, files.read_whole, CPU) for param, values in saved["state"].items()}

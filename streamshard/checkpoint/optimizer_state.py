@@ -8,13 +8,14 @@ the param groups. `scatter_state` loads this format, which plain torch writes to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.checkpoint.block_state import is_part, put_together, span_of, take_apart
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, encode
 from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
@@ -94,7 +95,7 @@ def local_state(
     state: dict[str, dict[str, Any]] = {}
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
-        path, values = f"{name}/{names[param]}", optimizer.state.get(param, {})
+        path, values = f"{name}/{names[param]}", take_apart(optimizer.state.get(param, {}))
         if param not in sharded:
             state[names[param]], tensors = encode(values, path)
             pieces += TensorPiece.wholes(tensors) if ranks.is_first else []
@@ -106,15 +107,27 @@ def local_state(
         state[names[param]], tensors = encode({**values, **moments}, path)
         if id(param) in owners:
             own = TensorPiece.wholes(tensors)
-        elif others := sorted(tensors.keys() - {f"{path}.{key}" for key in moments}):
-            raise ShardingError(
-                f"{', '.join(others)}: tensors without one number for each element of the parameter, which ranks "
-                "cannot put together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
-            )
         else:
-            own = [TensorPiece(each, shard.layout.shape, shard.local.start, data) for each, data in tensors.items()]
+            own = _own_pieces(tensors, shard, {f"{path}.{key}" for key in moments})
         pieces += of_replica(own, engine)
     return {**saved, "state": state}, pieces
+
+
+def _own_pieces(tensors: Mapping[str, torch.Tensor], shard: Param, moments: Collection[str]) -> list[TensorPiece]:
+    """This rank's pieces of a parameter's state. Each of `moments` has a number for each element."""
+    own, others = [], []
+    for name, data in tensors.items():
+        span = span_of(name, shard, shard.local.numel, data.shape)
+        if name not in moments and not (is_part(name) and math.prod(span.local_shape) == data.numel()):
+            others.append(name)
+        elif not shard.local.start or span.shape != span.local_shape:  # else all ranks have it, and the first saves it
+            own.append(TensorPiece(name, span.shape, span.start, data.reshape(-1)))
+    if others:
+        raise ShardingError(
+            f"{', '.join(sorted(others))}: tensors without one number for each element of the parameter, which ranks "
+            "cannot put together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
+        )
+    return own
 
 
 def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
@@ -211,7 +224,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     if rank0_only and not ranks.is_first:
         return {}
     state = {
-        number: decode(values, lambda name, _: wholes[name], CPU)
+        number: put_together(decode(values, lambda name, _: wholes[name], CPU), tuple(param.shape))
         for number, param in enumerate(params_in(optimizer.param_groups))
         if (values := joined[names[param]])
     }
@@ -238,7 +251,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
             )
         split, saved = getattr(optimizer, "split_stacks", None), {}
         for key, values in (given if split is None else split(given))["state"].items():
-            encoded, tensors[key] = encode(values, f"{key}")
+            encoded, tensors[key] = encode(take_apart(values) if isinstance(key, int) else values, f"{key}")
             saved[key] = encoded, {name: (each.shape, each.dtype) for name, each in tensors[key].items()}
         return saved, {key: value for key, value in given.items() if key != "state"}
 
@@ -262,17 +275,25 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         own = decode(values, lambda name, where: got[name].to(where), device)  # noqa: B023  # called at once
         if shard is not None and owner is None:
             own = {name: _cut(name, value, shard) for name, value in own.items()}
+            if not steps_here(owner, engine, shard):
+                continue
+            own = put_together(own, shard.piece.local_shape)
+        elif isinstance(key, int):
+            own = put_together(own, tuple(params[key].shape))
         state[key] = own
     optimizer.load_state_dict({**others, "state": state})
 
 
 def _cut(name: str, value: Any, shard: Param) -> Any:
     """This rank's part of state of a sharded parameter."""
+    if isinstance(value, dict):  # a tensor that is taken apart
+        return {key: _cut(f"{name}.{key}", each, shard) for key, each in value.items()}
     if not isinstance(value, torch.Tensor) or not value.shape and (shard.layout.shape or name in NUMBERS):
         return value
-    if value.shape != shard.layout.shape:
+    span = span_of(name, shard, shard.layout.numel, value.shape)
+    if value.shape != span.shape:
         raise ShardingError(
             f"optimizer state {name!r} has shape {tuple(value.shape)}; {shard.name!r} has {shard.layout.shape}: was "
             "the optimizer built over the same parameters?"
         )
-    return value.reshape(-1)[shard.local.start : shard.local.stop].view(shard.piece.local_shape).clone()
+    return value.reshape(-1)[span.start :][: math.prod(span.local_shape)].view(span.local_shape).clone()

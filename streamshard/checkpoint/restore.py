@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.checkpoint.block_state import put_together, span_of
 from streamshard.checkpoint.directory import open_intact
 from streamshard.checkpoint.disk_layout import local_pieces, put_back_buffers, saved_names
 from streamshard.checkpoint.json_codec import decode
@@ -185,7 +186,7 @@ class LoadPlan:
         state: dict[Any, Any] = rest.pop("shared")
         owners = owners_of(optimizer)
         for number, param in enumerate(params_in(optimizer.param_groups)):
-            values = saved["state"].get(names[param], {})
+            values, shape = saved["state"].get(names[param], {}), tuple(param.shape)
             if param not in sharded:
                 own = self._decode(values)
             else:
@@ -195,9 +196,10 @@ class LoadPlan:
                 if id(param) in owners:
                     own = self._decode(values, partial(self._of_replica, engine))
                 else:
+                    shape = shard.piece.local_shape
                     own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
-            if own:
-                state[number] = own
+            if own and not self._wrong:
+                state[number] = put_together(own, shape)
         groups = zip(rest["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
         rest["param_groups"] = [{**options, "params": own["params"]} for options, own in groups]
         self.steps.append(partial(optimizer.load_state_dict, {**rest, "state": state}))
@@ -205,10 +207,11 @@ class LoadPlan:
     def _plan_moment(self, name: str, engine: Engine, shard: Param, saved: str, where: object) -> torch.Tensor:
         """A tensor for this rank's piece of an optimizer's state, to be filled later."""
         tensor = self._of_replica(engine, saved)
-        fits = self._tensors[tensor].shape == shard.layout.shape  # of others a stranger may name many
-        shape = shard.piece.local_shape if fits else (0,)
-        piece = torch.empty(shape, dtype=self._tensors[tensor].dtype, device=self._device)
-        self._read(f"{name}: {saved!r}", tensor, shard.layout.shape, shard.local.start, piece.view(-1))
+        found = self._tensors[tensor]
+        span = span_of(saved, shard, shard.layout.numel, found.shape)
+        shape = span.local_shape if found.shape == span.shape else (0,)  # of others a stranger may name many
+        piece = torch.empty(shape, dtype=found.dtype, device=self._device)
+        self._read(f"{name}: {saved!r}", tensor, span.shape, span.start, piece.view(-1))
         return piece
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:

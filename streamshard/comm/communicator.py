@@ -94,7 +94,8 @@ class Communicator(RankGroup):
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
         if self.total_size > 1:
             with self.talk("a broadcast", RecordKind.BROADCAST), self._blocking("a tensor"):
-                dist.broadcast(tensor, group=self.all_ranks, group_src=source)
+                sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # gloo knows no fp8
+                dist.broadcast(sent, group=self.all_ranks, group_src=source)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, with_replicas: bool = False) -> None:
         """Replace `tensor` by the sum (or maximum) over ranks. The compute stream can use it afterwards.

@@ -38,13 +38,13 @@ NUMBERS = ("step", "mu_product", "eta", "mu")  # state with these names is a cou
 # By the full names of their definitions.
 _ELEMENTWISE = re.compile(
     r"torch\.optim\.\w+\.(SGD|Adam|AdamW|Adamax|NAdam|RAdam|RMSprop|Adagrad|Adadelta|Rprop|ASGD)"
-    r"|schedulefree\.\w+\.(SGD|AdamW|RAdam)ScheduleFree|lion_pytorch\.lion_pytorch\.Lion"
+    r"|schedulefree\.\w+\.(SGD|AdamW|RAdam)ScheduleFree|lion_pytorch\.lion_pytorch\.Lion|torchao\.optim\.adam\._AdamW"
     r"|bitsandbytes\.optim\.\w+\.(Paged)?(SGD|Adam|AdamW|Lion|RMSprop|Adagrad)(32bit)?"
 )
 # Moments in blocks of as many elements at most have a scale each: known on pieces that are cut between blocks.
 _IN_BLOCKS = re.compile(
     r"bitsandbytes\.optim\.\w+\.(Paged)?(SGD|Adam|AdamW|Lion|RMSprop|Adagrad)8bit"
-    r"|torchao\.optim\.adam\.(_AdamW|AdamW?(8bit|4bit|Fp8))"
+    r"|torchao\.optim\.adam\.AdamW?(8bit|4bit|Fp8)"
 )
 BLOCK_NUMEL = 4096  # the packages leave smaller tensors in fp32, and a multiple of all their blocks
 
@@ -178,12 +178,29 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
             f"{name} with max_unorm, percentile_clipping or block_wise=False takes norms of parameters or gradients in "
             "its kernels, of this rank's pieces alone: leave these options away, and use model.clip_grad_norm_"
         )
-    pieces = [piece_of(param) for param in params_in(optimizer.param_groups)] if works_in_blocks(kind) else []
-    for piece in filter(None, pieces):
-        if any(piece.range_of(rank).start % BLOCK_NUMEL for rank in range(piece.ranks.world_size)):
+    if works_in_blocks(kind):
+        _refuse_other_blocks(optimizer, name, getattr(asked, "min_8bit_size", BLOCK_NUMEL))
+
+
+def _refuse_other_blocks(optimizer: Optimizer, name: str, least_numel: int) -> None:
+    """Raise unless blocks of pieces, and the kind of their state, are the full parameter's."""
+    block_numel = getattr(optimizer, "block_size", 1)  # bitsandbytes takes incomplete blocks
+    if BLOCK_NUMEL % block_numel:
+        raise ShardingError(f"{name} with block_size={block_numel}: wanted a power of two, at most {BLOCK_NUMEL}")
+    for piece in filter(None, map(piece_of, params_in(optimizer.param_groups))):
+        ranges = [piece.range_of(rank) for rank in range(piece.ranks.world_size)]
+        if any(each.start % BLOCK_NUMEL for each in ranges):
             raise ShardingError(
                 f"{name} keeps state in blocks of elements, and {piece.name!r} is cut between ranks within a block: "
                 f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
+            )
+        numels = {piece.place.numel, *(each.numel for each in ranges)} - {0}
+        if len({numel >= least_numel and numel % block_numel == 0 for numel in numels}) > 1:
+            raise ShardingError(
+                f"{name} keeps fp32 state of tensors with fewer than {least_numel} elements or an incomplete block. "
+                f"Some of {piece.name!r} ({piece.place.numel} elements) and its pieces on ranks "
+                f"({[each.numel for each in ranges]}) are such, and others are not: give this parameter to another "
+                "optimizer, such as torch.optim.AdamW, or use another number of ranks"
             )
 
 

@@ -1,0 +1,107 @@
+"""Optimizer state that has no number for each element: what 8-bit, 4-bit and fp8 optimizers keep for blocks.
+
+[Note: state in blocks]
+torchao's moment is a tensor made of parts: codes, a scale for each block of elements, and a table of the values that
+codes stand for. bitsandbytes keeps the same parts as tensors of their own. Each number of a part is for 1, 2 (4-bit
+codes) or more elements of the parameter, always a power of two, and pieces begin at multiples of `BLOCK_NUMEL`. So the
+parts of all ranks, one after another, are the parts of the full moment, and any number of ranks can cut them again. All
+ranks have the same table.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from streamshard.core.optimizer_hooks import BLOCK_NUMEL
+from streamshard.core.params import Param
+from streamshard.errors import CheckpointError, ShardingError
+
+_CLASSES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
+_PART = re.compile(rf"(?:.*\.)?(?:(?:{'|'.join(_CLASSES)})\.\w+|absmax[12]|qmap[12])")
+_ATTRIBUTES = "attributes"
+
+
+def is_part(name: str) -> bool:
+    """Whether the tensor that is saved under `name` is a part. See [Note: state in blocks]."""
+    return _PART.fullmatch(name) is not None
+
+
+def _class_of(name: str) -> Any:
+    """torchao's class of this name. A checkpoint may name any: only these are looked up, and nothing is imported."""
+    return getattr(sys.modules.get("torchao.optim.adam"), name, None) if name in _CLASSES else None
+
+
+def take_apart(values: Mapping[str, Any]) -> dict[str, Any]:
+    """State of one parameter, where dicts of their parts stand for torchao's tensors."""
+    apart = dict(values)
+    for key, value in values.items():
+        if type(value) is _class_of(name := type(value).__name__):
+            parts, attributes = value.__tensor_flatten__()
+            # None stands for the shape: each rank's own.
+            attributes = [None if isinstance(each, tuple) else each for each in attributes]
+            apart[key] = {name: {part: getattr(value, part) for part in parts}, _ATTRIBUTES: attributes}
+    return apart
+
+
+def put_together(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """The reverse of `take_apart`, for tensors of this shape. `values` may come from anybody.
+
+    Raises:
+        CheckpointError: `take_apart` gives no such dict.
+    """
+    whole = dict(values)
+    for key, value in values.items():
+        name = next(iter(value), None) if isinstance(value, dict) else None
+        if name in _CLASSES:
+            try:
+                attributes = [torch.Size(shape) if each is None else each for each in value[_ATTRIBUTES]]
+                whole[key] = _class_of(name).__tensor_unflatten__(value[name], attributes)
+            except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise CheckpointError(f"the optimizer's {key!r} is no {name} of torchao: {error!r:.200}") from error
+    return whole
+
+
+class Span(NamedTuple):
+    """This rank's part of a tensor of an optimizer's state.
+
+    Attributes:
+        shape: of the full tensor.
+        start: first element.
+        local_shape: of this rank's elements.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    local_shape: tuple[int, ...]
+
+
+def span_of(name: str, shard: Param, numel: int, shape: tuple[int, ...]) -> Span:
+    """This rank's part of a tensor of state. It has a number for each element, unless it is a part.
+
+    Args:
+        name: of the tensor.
+        shard: the parameter.
+        numel, shape: for so many elements of the parameter, this rank's or all, the tensor has this shape.
+
+    Raises:
+        ShardingError: on all ranks alike; a block is cut between ranks.
+    """
+    start, stop, last = shard.local.start, shard.local.stop, shard.layout.numel
+    if is_part(name) and name.rpartition(".")[2].startswith("qmap"):
+        return Span(shape, 0, shape)
+    block = 1 << (-(-numel // math.prod(shape)) - 1).bit_length() if is_part(name) else 1
+    if block == 1:
+        return Span(shard.layout.shape, start, shard.piece.local_shape)
+    if any(shard.piece.range_of(rank).start % block for rank in range(shard.piece.ranks.world_size)):
+        raise ShardingError(
+            f"{name!r} is of blocks of {block} elements, and {shard.name!r} is cut between ranks within a block: write "
+            f"StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
+        )
+    start, stop, last = (-(-each // block) for each in (start, stop, last))
+    return Span((last,), start, (stop - start,))
