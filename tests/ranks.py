@@ -64,6 +64,7 @@ PRELOADED_ON_CPUS = {
     "transformers": "transformers.models.llama.modeling_llama",
     "peft": "peft",
     "trl": "trl",
+    "torchao.float8": "torchao.float8",
     "torchao.optim": "torchao.optim",
     "tests.integrations.trainers": "transformers.trainer",
 }

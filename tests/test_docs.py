@@ -106,6 +106,7 @@ _SET_UP = {
         dit.transformer_blocks = nn.ModuleList(Block() for _ in range(3))
     """,
     "docs/guide/distributed_optimizer.md": "from streamshard import StreamShard",
+    "docs/guide/fp8.md": "importorskip('torchao', reason='needs torchao: pip install streamshard[test]')",
     "docs/guide/optimizers.md": """
         from streamshard import StreamShard, save_checkpoint
         from streamshard.optim import WholeParameterOptimizer
@@ -148,6 +149,7 @@ _REPLACED = {
     "docs/guide/big_models.md": {"nn.Linear(4096, 4096)": "nn.Linear(8, 8)", '"base/"': '"snapshot/"'},
     "docs/guide/context_parallel.md": {'"cuda", (4, 2)': '"cpu", (1, 2)'},
     "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},
+    "docs/guide/fp8.md": {'Config.from_recipe_name("tensorwise")': "Config(emulate=True)"},
     "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
     "docs/guide/slow_step.md": {"global_step == 10": "global_step == 0", "global_step == 12": "global_step == 2"},
     "docs/guide/stability.md": {"torch.amp.GradScaler()": 'torch.amp.GradScaler("cpu")'},

@@ -125,7 +125,7 @@ def _problem_with(param: nn.Parameter) -> str | None:
     if param.layout is not torch.strided or type(param) is not nn.Parameter:
         return (
             f"is a {type(param).__name__} ({param.layout}), wanted a dense torch.nn.Parameter: shard the model as it "
-            "was built, without fully_shard, tensor parallelism or quantization before"
+            "was built, without fully_shard, tensor parallelism, quantization or enable_fsdp_float8_all_gather before"
         )
     if param.is_inference():
         return "was made inside torch.inference_mode(), and cannot train: build or load the model outside of it"

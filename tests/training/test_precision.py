@@ -30,7 +30,7 @@ REDUCTIONS = {name: precision for name, precision in PRECISIONS.items() if name 
 NEAR = Tolerance(relative=3e-2, absolute=1e-5)
 
 
-class _Mixed:
+class Mixed:
     """What StreamShard promises, in plain PyTorch: compute in half precision, keep and update fp32 main weights."""
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -62,9 +62,9 @@ class _Mixed:
         self.optimizer.zero_grad()
 
 
-def _pair(precision: Precision, slots: Any = (), **config: Any) -> tuple[_Mixed, nn.Module]:
+def _pair(precision: Precision, slots: Any = (), **config: Any) -> tuple[Mixed, nn.Module]:
     torch.manual_seed(7)
-    mixed = _Mixed(TinyLM(TinyConfig(**config)), precision)
+    mixed = Mixed(TinyLM(TinyConfig(**config)), precision)
     mixed.compute.scale = mixed.compute.scale.float()  # type: ignore[assignment]  # buffers keep their dtype
     torch.manual_seed(7)
     return mixed, StreamShard(TinyLM(TinyConfig(**config)), precision=precision, **dict(slots))

@@ -1,0 +1,97 @@
+"""Layers compute in fp8 by torchao: what StreamShard does beside it, all-gathers and reductions, changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import Precision, ShardingError, StreamShard
+from tests.models import TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, Call, adamw, assert_same, built, full_grads, full_weights, let_dynamo_look, lm_step
+from tests.training.test_precision import Mixed
+
+float8: Any = pytest.importorskip("torchao.float8", reason="needs torchao: pip install streamshard[test]")
+
+
+class _Recomputed(TinyLM):
+    """With gradient checkpointing around each block."""
+
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False)
+        return x
+
+
+def _config(recipe: str, **options: Any) -> Any:
+    """The recipe, emulated: fp8 numbers, multiplied in fp32."""
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    names = [each.name for each in dataclasses.fields(config)]
+    return float8.Float8LinearConfig(**{**{name: getattr(config, name) for name in names}, "emulate": True, **options})
+
+
+def _in_fp8(kind: type[nn.Module], recipe: str, **options: Any) -> Any:
+    model = built(kind)
+    float8.convert_to_float8_training(
+        model, config=_config(recipe, **options), module_filter_fn=lambda module, name: name != "head"
+    )
+    assert sum(type(module).__name__ == "Float8Linear" for module in model.modules()) == 16
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "kind", "is_compiled"),
+    [
+        ("tensorwise", TinyLM, False),
+        ("rowwise", TinyLM, False),
+        ("rowwise_with_gw_hp", TinyLM, False),
+        ("tensorwise", _Recomputed, False),
+        ("rowwise", _Recomputed, True),
+    ],
+)
+def test_fp8_layers_train_as_in_one_process(
+    context: RankContext, recipe: str, kind: type[nn.Module], is_compiled: bool
+) -> None:
+    """bf16 weights are gathered, torchao scales full ones: losses, gradients, norms and fp32 main weights are equal."""
+    mixed = Mixed(_in_fp8(kind, recipe), Precision())
+    model = StreamShard(_in_fp8(kind, recipe))
+    if is_compiled:
+        let_dynamo_look()
+        for each in (model, mixed.compute):
+            for block in each.blocks:
+                block.compile(backend="aot_eager")
+    optimizer = adamw(model)
+    for number in range(3):
+        wanted = mixed.step(number, 2)
+        found = lm_step(model, Call(number, context.rank, 2, 1.0))
+        assert_same({"loss": found}, {"loss": wanted[context.rank]}, f"loss of step {number}", EXACT)
+        assert_same(full_grads(model), {name: p.grad for name, p in mixed.main.items()}, "gradients", EXACT)
+        norms = [model.clip_grad_norm_(1e9), nn.utils.get_total_norm([p.grad for p in mixed.main.values()])]
+        torch.testing.assert_close(*norms, rtol=1e-6, atol=0.0)
+        mixed.update()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = full_weights(model)
+    assert_same({name: weights[name] for name in mixed.main}, mixed.main, "main weights", EXACT)
+
+
+@on_ranks(2)
+def test_the_extension_of_fsdp2_is_refused_by_name(context: RankContext) -> None:
+    """Its weights are tensors that FSDP2 asks to cast before an all-gather."""
+    with pytest.raises(ShardingError, match="'blocks.0.attention.qkv.weight' is a .*enable_fsdp_float8_all_gather"):
+        StreamShard(_in_fp8(TinyLM, "tensorwise", enable_fsdp_float8_all_gather=True))
+
+
+@on_ranks(2)
+def test_layers_that_are_converted_after_sharding_are_refused(context: RankContext) -> None:
+    """They are other modules, which no unit knows."""
+    model = StreamShard(built(TinyLM))
+    float8.convert_to_float8_training(model, config=_config("tensorwise"))
+    with pytest.raises(ShardingError, match="weight' "):
+        lm_step(model, Call(0, context.rank, 2, 1.0))
