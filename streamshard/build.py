@@ -30,6 +30,7 @@ from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
+from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
 from streamshard.planning.layout import UnitLayout, plan_units
@@ -111,6 +112,9 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
         engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty))
         for unit in engine.units:
             unit.make_unsharded()
+        for param in engine.param_shards:
+            for tensor in param.form.beside(param.param).values():
+                ranks.broadcast(tensor)
         _place_buffers(module, engine.streams.device)
         engine.buffers.start(module)
         if engine.streams.module is not None:
@@ -256,7 +260,7 @@ def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked)
     settings = [f"{field.name}={getattr(checked.settings, field.name)!r}" for field in fields(Settings)]
     rows = settings + [
         f"unit {index} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
-        f"requires_grad={p.param.requires_grad}"
+        f"requires_grad={p.param.requires_grad} {form_of(p.param).facts(p.param)}".rstrip()
         for index, unit in enumerate(checked.found)
         for p in unit.params
     ]

@@ -49,6 +49,10 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TensorBase.data.__set_
 get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _TensorBase.grad.__get__
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TensorBase.grad.__set__
 
+# Makes a tensor of a subclass in the memory of another tensor, as torch's own nn.Parameter does. Subclasses may have
+# constructors that want more.
+make_subclass: Any = torch.Tensor._make_subclass
+
 # Changes the timeout of a process group that exists.
 set_timeout = _set_pg_timeout
 

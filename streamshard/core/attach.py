@@ -54,6 +54,9 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             unit.guard.ask = ask_for(weakref.ref(engine), unit.index, layer)
             unit.guard.set_present(False, marks=False)
     for name, module in modules_of(root):
+        own = [shards[param] for param in module._parameters.values() if param is not None]
+        for key, value in dict(item for param in own for item in param.form.prepare().items()).items():
+            edits.set_entry(module, key, value)
         if any(param is not None for param in module._parameters.values()):
             edits.set_entry(module, "_parameters", OutsideParameters(module._parameters, places, engine))
         _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards, edits)

@@ -341,6 +341,8 @@ def register_gradient_hooks(engine: Engine) -> None:
     """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot."""
     for unit in engine.units:
         for place, param in enumerate(unit.params):
+            if param.form.is_packed:
+                continue
             hook = _leave_gradient if param.is_small else _write_gradient
             # Weak: the garbage collector does not see references of a tensor's hook, and the engine holds the tensor.
             hook = functools.partial(hook, weakref.ref(engine), unit.index, place)

@@ -259,7 +259,7 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: boo
             each.grad = None if grad is None or not grad.numel() else grad.detach()
             if each.requires_grad is not param.requires_grad:
                 each.requires_grad = param.requires_grad
-            if len(param.__dict__) > 2:  # beside `piece` and `plain`
+            if len(param.__dict__) > 3:  # beside `piece`, `plain` and `whole_class`
                 each.__dict__.update({key: value for key, value in param.__dict__.items() if key not in OWN})
 
 

@@ -21,12 +21,13 @@ from torch.utils.dlpack import from_dlpack
 from streamshard.comm.communicator import Communicator
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
+from streamshard.forms import form_of
 from streamshard.guards.sharded_parameter import be_piece, put_grad
 from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor
-from streamshard.guards.weights import UnshardedParameter, WeightGuard
+from streamshard.guards.weights import UnshardedParameter, WeightGuard, classes_of
 from streamshard.planning.layout import ByteRange, FlatParamPlan, ParamLayout
 from streamshard.planning.memory import Category
-from streamshard.torch_private import AsTensors, get_grad, set_grad, swap_tensor
+from streamshard.torch_private import AsTensors, get_grad, make_subclass, set_grad, swap_tensor
 
 
 class GradState(enum.IntEnum):
@@ -82,7 +83,7 @@ class Param:
         name: fully qualified name in the root model.
         layout: where the full parameter lies in its flat parameter.
         local: which elements of the flattened parameter this rank owns.
-        dtype: the parameter's dtype before sharding.
+        dtype, form, whole_class: the parameter's dtype, form and class before sharding.
         unsharded: [full shape] compute dtype, the parameter that layers compute with: a view of the weight slot.
         has_room: there is memory for the gradient: the parameter trained when the model was sharded.
         in_slot: [full shape] grad_dtype, the gradient's place in the gradient slot.
@@ -104,6 +105,7 @@ class Param:
         self.piece, self.param, self.main_weights = piece, param, main_weights
         self.local = piece.range_of(piece.ranks.rank)
         self.dtype = param.dtype
+        self.form, self.whole_class = form_of(param), type(param)
         self.has_room = False
         self.state = GradState.NONE
         self.is_used = self.is_kept = self.is_small = False
@@ -235,6 +237,9 @@ class FlatParam:
             category = Category.ALL_GATHER_INPUTS if is_cast else kept_as
             self.gather_input = ledger.allocate(category, numel, kind.wire_dtype, is_visible=True)
         self.main = ledger.allocate(kept_as, numel, kind.main_dtype) if is_cast else self.gather_input
+        for found in plan.found:
+            for tensor in form_of(found.param).beside(found.param).values():
+                ledger.hold(Category.QUANTIZATION, tensor)
 
     def allocate_grads(self, slot: GradSlot, scratch: ByteRange, *, keeps_slot: bool) -> None:
         """Allocate memory for the gradients of a flat parameter that trains.
@@ -273,7 +278,7 @@ class FlatParam:
         main_weights = self.main.narrow(0, local.shard_offset, local.numel)
         main_weights = main_weights.view(self.layout.local_shape(layout, self._ranks.rank))
         if full is None:
-            main_weights.fill_(math.nan)
+            main_weights.fill_(math.nan)  # none of a packed parameter is empty
         else:
             main_weights.view(-1).copy_(full[local.start : local.stop])
         if self.layout.is_whole:  # a storage of its own, or accelerate and safetensors take parameters for tied
@@ -294,8 +299,9 @@ class FlatParam:
         an in-place edit of saved tensors.
         """
         alias = self.weights.data
-        param.unsharded = UnshardedParameter(self.part_of(alias, param.layout), requires_grad=True)
-        guard.watch(param.unsharded, alias, param.param, param.name, param.main_weights)
+        classes = classes_of(param.whole_class)
+        param.unsharded = make_subclass(classes[1], self.part_of(alias, param.layout), not self.kind.is_packed)
+        guard.watch(param.unsharded, classes, alias, param.param, param.name, param.main_weights)
         if self.kind.trains:
             self.place_grad(param)
 

@@ -50,6 +50,10 @@ class Ledger:
         self.buffers.append((category, buffer))
         return buffer
 
+    def hold(self, category: Category, tensor: torch.Tensor) -> None:
+        """Count `tensor`, which the user's model has made."""
+        self.buffers.append((category, tensor))
+
     def free(self, buffers: Sequence[torch.Tensor]) -> None:
         """Forget `buffers`. Nobody uses them any more."""
         freed = set(map(id, buffers))

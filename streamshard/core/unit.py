@@ -120,7 +120,7 @@ class Unit:
                     param.is_small = small_bytes + param.unsharded.nbytes <= _COLLECTED_BYTES
                     small_bytes += param.unsharded.nbytes * param.is_small
         self._sharded = [param.param for param in self.params]
-        self._trains = [True] * len(self.params)
+        self._trains = [not param.form.is_packed for param in self.params]
         if not self.params:  # nothing will ever be gathered
             self.is_cast = True
             self.weight_slot.move(WeightState.ARRIVING, self.index)

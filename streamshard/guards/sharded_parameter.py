@@ -18,7 +18,7 @@ from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, s
 # ``grad_slots="all"``). Under FSDP2 ``.grad`` is None then, which Optimizer.zero_grad() passes over: a micro-batch that
 # the user drops would be stepped with.
 _UNREDUCED = "unreduced"
-OWN = frozenset(("piece", "plain", _UNREDUCED))  # entries that are StreamShard's, not the user's
+OWN = frozenset(("piece", "plain", "whole_class", _UNREDUCED))  # entries that are StreamShard's, not the user's
 _WHY_UNREDUCED = (
     "was accumulated inside no_sync() and has not been reduced over ranks. Run the last backward outside of no_sync() "
     "before you step, clip or read gradients; zero_grad(set_to_none=True) drops what was accumulated"
@@ -30,9 +30,11 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
     Attributes:
         plain: [local shape], an ordinary Parameter in the same memory, which optimizers step.
+        whole_class: the parameter's class before it was sharded.
     """
 
     plain: nn.Parameter
+    whole_class: type
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]  # no piece
         """An ordinary Parameter, for code that calls ``type(param)(data)``."""
@@ -102,16 +104,18 @@ def be_piece(param: nn.Parameter, piece: Piece) -> None:
     if not piece.is_whole:
         with torch.inference_mode(mode=False):
             plain = nn.Parameter(param.detach(), param.requires_grad)
+        kind = type(param)
         param.__class__ = ShardedParameter
         sharded = cast(ShardedParameter, param)
-        sharded.piece, sharded.plain = piece, plain
+        sharded.piece, sharded.plain, sharded.whole_class = piece, plain, kind
 
 
 def be_whole(param: nn.Parameter) -> None:
     """Make `param` an ordinary Parameter for a while: its data are about to be full."""
     if isinstance(param, ShardedParameter):
-        del param.piece, param.plain
-        param.__class__ = nn.Parameter  # type: ignore[assignment]  # of which it was made
+        kind = param.whole_class
+        del param.piece, param.plain, param.whole_class
+        param.__class__ = kind
 
 
 def data_of(param: torch.Tensor) -> torch.Tensor:

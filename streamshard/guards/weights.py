@@ -22,6 +22,7 @@ storage reads that storage, and no storage raises when it is read.
 from __future__ import annotations
 
 import atexit
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping
@@ -113,6 +114,16 @@ class AbsentWeight(_Weight):
         return setattr(args[0], name, args[1]) if called == "__set__" else func(*args, **kwargs)
 
 
+@functools.cache
+def classes_of(kind: type) -> tuple[type, type]:
+    """The classes of an unsharded parameter that is absent, and in place; `kind` is the class before sharding."""
+    if kind is nn.Parameter:
+        return AbsentWeight, UnshardedParameter
+    entries = {"__slots__": (), "__module__": kind.__module__}
+    absent, present = (type(kind.__name__, (base, kind), dict(entries)) for base in (AbsentWeight, UnshardedParameter))
+    return absent, present
+
+
 class WeightGuard:
     """Guards the unsharded parameters of one unit.
 
@@ -129,6 +140,7 @@ class WeightGuard:
     def __init__(self, is_shared: bool) -> None:
         self.views: list[UnshardedParameter] = []
         self.names: list[str] = []
+        self._kinds: tuple[list[type], list[type]] = ([], [])  # of the views while absent, and in place
         self.params: list[nn.Parameter] = []
         self._addresses: list[int | None] = []  # of their pieces; None of empty ones
         self.ask: Callable[[str], object] = lambda name: None
@@ -139,18 +151,27 @@ class WeightGuard:
         self._before: dict[int, torch.Tensor] = {}  # by index, copies of weights: their .data was read
 
     def watch(
-        self, view: UnshardedParameter, alias: torch.Tensor, param: nn.Parameter, name: str, piece: torch.Tensor
+        self,
+        view: UnshardedParameter,
+        classes: tuple[type, type],
+        alias: torch.Tensor,
+        param: nn.Parameter,
+        name: str,
+        piece: torch.Tensor,
     ) -> None:
         """Watch a parameter.
 
         Args:
             view: the unsharded parameter.
+            classes: see `classes_of`.
             alias: the tensor with the version counter of `view`.
             param, name: the sharded parameter, and its name.
             piece: the memory that StreamShard has given it.
         """
         view.guard_of, view.place = weakref.ref(self), len(self.views)
         self.views.append(view)
+        for kinds, kind in zip(self._kinds, classes, strict=True):
+            kinds.append(kind)
         self.names.append(name)
         self.params.append(param)
         self._addresses.append(piece.data_ptr() if piece.numel() else None)
@@ -183,9 +204,8 @@ class WeightGuard:
             is_present: which of the two.
             marks: change version counters too.
         """
-        kind = UnshardedParameter if is_present else AbsentWeight
-        for view in self.views:
-            view.__class__ = kind  # type: ignore[assignment]  # of the same memory layout
+        for view, kind in zip(self.views, self._kinds[is_present], strict=True):
+            view.__class__ = kind
         if is_present and marks:
             self.begin_use()
         elif marks and self._is_shared:

@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 from streamshard.config import Precision, ReductionMode
+from streamshard.forms import form_of
 from streamshard.planning.discovery import FoundParam, FoundUnit
 
 ALIGNMENT_BYTES = 16  # vectorised loads of GPU kernels want 16-byte aligned starts
@@ -167,6 +168,7 @@ class FlatParamKind(NamedTuple):
         main_dtype: dtype of the main weights: fp32 if `trains`.
         grad_dtype: dtype of gradients in grad slots.
         mode: how gradients are reduced.
+        is_packed: the bytes are moved as they are, see `streamshard.forms`.
     """
 
     trains: bool
@@ -175,6 +177,7 @@ class FlatParamKind(NamedTuple):
     main_dtype: torch.dtype
     grad_dtype: torch.dtype
     mode: ReductionMode
+    is_packed: bool = False
 
     def on_one_rank(self) -> FlatParamKind:
         """The kind where nothing is sent: no rounding to dtypes of messages."""
@@ -309,7 +312,11 @@ def _by_kind(
     parts: dict[FlatParamKind, list[FoundParam]] = {}
     for found in params:
         param = found.param
-        kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
+        if form_of(param).is_packed:
+            same = (param.dtype, param.dtype, param.dtype)
+            kind = FlatParamKind(False, *same, torch.float32, ReductionMode.FP32, is_packed=True)
+        else:
+            kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
         parts.setdefault(kind, []).append(found)
     if not parts:
         parts[kind_of(torch.float32, precision, trains=False, in_fp32=False)] = []

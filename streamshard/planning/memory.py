@@ -21,6 +21,7 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     main weights        4 S of flat parameters that train
     main grads          4 S of flat parameters that train; 0 while they lie in "all" fp32 grad slots
     frozen weights      m S of the others; m bytes per element of the storage dtype
+    quantization        tensors beside packed weights, whole on each rank (`streamshard.forms`)
     all-gather inputs   w S of flat parameters whose storage dtype is not the wire dtype; w bytes per element of it
     wire buffers        w times the elements of the largest unit of each slot, if wire and compute dtype differ
     weight slots        p times the elements of the largest unit of each slot
@@ -96,6 +97,7 @@ class Category(enum.Enum):
     MAIN_WEIGHTS = "main weights"
     MAIN_GRADS = "main grads"
     FROZEN_WEIGHTS = "frozen weights"
+    QUANTIZATION = "quantization"
     ALL_GATHER_INPUTS = "all-gather inputs"
     WEIGHT_SLOTS = "weight slots"
     WIRE_BUFFERS = "wire buffers"

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from streamshard.config import Precision
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.forms import form_of
 
 
 def leave_inference_mode() -> AbstractContextManager[object]:
@@ -120,9 +121,12 @@ def check_params(root: nn.Module) -> torch.device:
 def _problem_with(param: nn.Parameter) -> str | None:
     if is_lazy(param):
         return "of a lazy module has no shape yet: run one forward of the model before StreamShard(model)"
-    if param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    form = form_of(param)
+    if (problem := form.problem_with(param)) is not None:
+        return problem
+    if not form.is_packed and param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"is {param.dtype}: main weights are fp32, so only fp32, bf16 and fp16 parameters can be sharded"
-    if param.layout is not torch.strided or type(param) is not nn.Parameter:
+    if param.layout is not torch.strided or not form.is_packed and type(param) is not nn.Parameter:
         return (
             f"is a {type(param).__name__} ({param.layout}), wanted a dense torch.nn.Parameter: shard the model as it "
             "was built, without fully_shard, tensor parallelism, quantization or enable_fsdp_float8_all_gather before"
