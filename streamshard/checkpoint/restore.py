@@ -30,6 +30,7 @@ from streamshard.checkpoint.run_parts import (
     has_state,
     name_parts,
     param_names,
+    quantization_of,
 )
 from streamshard.checkpoint.safetensors_file import copy_range
 from streamshard.checkpoint.save import finish_running
@@ -160,6 +161,8 @@ class LoadPlan:
         return own if own in self._tensors else tensor
 
     def _plan_model(self, name: str, model: nn.Module, engine: Engine, saved: Mapping[str, Any]) -> None:
+        if (theirs := saved.get("quantization")) != quantization_of(engine) and theirs is not None:
+            self._wrong.append(f"{name}: its packed weights were quantized with other scales, so their bytes differ")
         pieces = local_pieces(model, engine, buffers=True)
         found: dict[str, str] = {}
         for each, source in saved_names(model, engine).items():  # of tied names any will do

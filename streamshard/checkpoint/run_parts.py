@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -100,6 +101,17 @@ def class_name(value: object) -> str:
         return str(described)
     kind = getattr(type(value), "_streamshard_original", type(value))
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def quantization_of(engine: Engine) -> str | None:
+    """A digest of everything beside the packed weights of a model, without which their bytes mean nothing."""
+    digest, packed = hashlib.sha256(), [param for param in engine.param_shards if param.form.is_packed]
+    for param in packed:
+        digest.update(f"{param.name} {param.form.facts(param.param)}".encode())
+        for name, tensor in sorted(param.form.beside(param.param).items()):
+            digest.update(name.encode())
+            digest.update(memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest() if packed else None
 
 
 def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, str], Sharded]:

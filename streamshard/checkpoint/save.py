@@ -30,7 +30,16 @@ from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces, saved_
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
 from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_replica, settle
-from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, class_name, has_state, name_parts, param_names
+from streamshard.checkpoint.run_parts import (
+    Models,
+    Optimizers,
+    Parts,
+    class_name,
+    has_state,
+    name_parts,
+    param_names,
+    quantization_of,
+)
 from streamshard.checkpoint.safetensors_file import FileRecord, bytes_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import make_host_group, state_of, weak
@@ -163,6 +172,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
         optimizer_parts = {}
         for name, (model, engine) in parts.models.items():
             saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine)}
+            saved["models"][name]["quantization"] = quantization_of(engine)
             own = local_pieces(model, engine, buffers=engine.ranks.is_first).values()
             pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
         for name, optimizer in parts.optimizers.items():

@@ -58,6 +58,7 @@ def _formula(
         "main weights": 4 * shards,
         "main grads": 4 * shards,
         "frozen weights": 0,
+        "quantization": 0,
         "all-gather inputs": 2 * shards if param_bytes == 2 else 0,
         "wire buffers": 0,
         "weight slots": param_bytes * sum(slots),

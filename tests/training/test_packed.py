@@ -1,0 +1,179 @@
+"""Frozen packed weights: StreamShard moves their bytes as they are, and adapters on them train as in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import streamshard
+from streamshard import CheckpointError, ShardingError, StreamShard, load_checkpoint, save_checkpoint
+from streamshard.planning.memory import Category
+from tests.models import DIM, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains_like_plain, built, stack_step
+
+_WIDTH = 64  # bitsandbytes quantizes blocks of 64 elements
+
+
+class _Base(nn.Module):
+    """What the models below have in common: layers with a packed base and an adapter each, and a frozen head."""
+
+    is_checkpointed = False
+
+    def __init__(self, bases: list[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, _WIDTH)
+        self.layers = nn.ModuleList(_Adapted(base) for base in bases)
+        self.head = nn.Linear(_WIDTH, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class _Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(_WIDTH, 4, bias=False), nn.Linear(4, _WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.base(x) + self.up(self.down(x)))
+        return out
+
+
+def _four_bit(storage: torch.dtype = torch.uint8, *, nested: bool = True, checkpointed: bool = False) -> nn.Module:
+    """A model whose layers have bases of bitsandbytes, quantized as `load_in_4bit` does it."""
+    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
+    options = {"compress_statistics": nested, "quant_type": "nf4", "quant_storage": storage}
+    bases = [bnb.nn.Linear4bit(_WIDTH, _WIDTH, compute_dtype=torch.float32, **options) for _ in range(3)]
+    model = _Base([base.requires_grad_(False) for base in bases]).to("cpu")
+    model.is_checkpointed = checkpointed
+    return model
+
+
+class _Integers(nn.Module):
+    """A linear layer whose weights are 32-bit words of eight 4-bit numbers each, as HQQ and others pack them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        words = torch.randint(-(2**31), 2**31 - 1, (_WIDTH, _WIDTH // 8), dtype=torch.int32)
+        self.words = nn.Parameter(words, requires_grad=False)
+        self.register_buffer("scale", torch.tensor(0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nibbles = (self.words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+        return F.linear(x, (nibbles.flatten(1) - 7.5).to(x.dtype) * self.scale)
+
+
+def _packed(model: nn.Module) -> dict[str, Tensor]:
+    """The bytes of all packed weights."""
+    full = model.full_state_dict(rank0_only=False) if isinstance(model, StreamShard) else model.state_dict()
+    return {name: each.clone().view(torch.uint8) for name, each in full.items() if name.endswith((".weight", "words"))}
+
+
+FORMS: dict[str, Any] = {
+    "uint8": lambda: _four_bit(),
+    "bf16 storage, not nested": lambda: _four_bit(torch.bfloat16, nested=False),
+    "checkpointed": lambda: _four_bit(checkpointed=True),
+    "integers": lambda: _Base([_Integers() for _ in range(3)]),
+}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_on_packed_weights_train_as_in_one_process(context: RankContext, form: str) -> None:
+    """In training, evaluation and generation no packed byte changes."""
+    model = assert_trains_like_plain(context, FORMS[form], stack_step, optimizer=adamw)
+    packed = [param for param in model.parameters() if not param.is_floating_point() or "quant_state" in vars(param)]
+    assert len(packed) == 3
+    model.eval()  # in eval mode bitsandbytes would repack the weights, on some CPUs
+    with torch.no_grad():
+        model(vector_batch(9, context.rank))
+    before, now = _packed(built(FORMS[form])), _packed(model)
+    names = [name for name in before if "base" in name]
+    assert_same({name: now[name] for name in names}, {name: before[name] for name in names}, "bytes", EXACT)
+    assert set(model.full_state_dict(rank0_only=False)) == set(built(FORMS[form]).state_dict())
+
+
+@on_ranks(2)
+def test_rank_0_has_the_scales_of_all_ranks(context: RankContext) -> None:
+    """Ranks with other seeds, which have quantized other weights."""
+    torch.manual_seed(context.rank)
+    model = StreamShard(_four_bit(), precision=FP32)
+    out = model(vector_batch(0, 0))
+    outs = [torch.empty_like(out) for _ in range(2)]
+    torch.distributed.all_gather(outs, out.detach())
+    assert torch.equal(*outs)
+    torch.manual_seed(0)
+    assert torch.allclose(out, _four_bit()(vector_batch(0, 0)), atol=1e-6)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("form", ["uint8", "bf16 storage, not nested"])
+def test_the_report_counts_packed_bytes_and_scales(context: RankContext, form: str) -> None:
+    """As the plan says before."""
+    plain = FORMS[form]()
+    packed = [param for param in plain.parameters() if "quant_state" in vars(param)]
+    scales = sum(each.nbytes for param in packed for each in _scales(param))
+    planned = streamshard.plan(FORMS[form](), ranks=context.world_size, precision="fp32")
+    model = StreamShard(plain, precision=FP32)
+    held = model.memory_report().held_bytes
+    assert held[Category.QUANTIZATION.value] == scales > 0
+    bare = sum(p.nbytes for p in packed) + sum(p.numel() * 4 for layer in plain.layers for p in (layer.base.bias,))
+    frozen = bare + sum(4 * p.numel() for p in (model.head.weight, model.head.bias)) if context.world_size == 1 else 0
+    assert planned is not None and (context.world_size > 1 or held[Category.FROZEN_WEIGHTS.value] <= frozen + 64 * 8)
+
+
+def _scales(param: Any) -> list[Tensor]:
+    state = param.quant_state
+    return (
+        [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+        if state.nested
+        else [
+            state.absmax,
+            state.code,
+        ]
+    )
+
+
+@on_ranks(2)
+def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(context: RankContext) -> None:
+    directory = context.share(tempfile.mkdtemp() if context.rank == 0 else None)
+    model = StreamShard(built(_four_bit), precision=FP32)
+    optimizer = adamw(model)
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+    optimizer.step()
+    save_checkpoint(directory, model, optimizer)
+    again = StreamShard(built(_four_bit), precision=FP32)
+    load_checkpoint(directory, again, adamw(again))
+    assert_same(again.full_state_dict(rank0_only=False), model.full_state_dict(rank0_only=False), "state", EXACT)
+    torch.manual_seed(7)
+    with pytest.raises(CheckpointError, match="quantized with other scales"):
+        load_checkpoint(directory, other := StreamShard(_four_bit(), precision=FP32), adamw(other))
+
+
+def test_packed_weights_that_cannot_be_sharded_are_refused_by_name() -> None:
+    """Before any other rank is met."""
+    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
+    unquantized = nn.Sequential(bnb.nn.Linear4bit(_WIDTH, _WIDTH))
+    with pytest.raises(ShardingError, match=r"'0\.weight' is not quantized yet"):
+        StreamShard(unquantized)
+    repacked = _four_bit()
+    repacked.layers[0].base.weight.quant_state.packing_format_for_cpu = True  # type: ignore[union-attr]
+    with pytest.raises(ShardingError, match=r"layers\.0\.base\.weight' was repacked for a CPU"):
+        StreamShard(repacked)
+    eight_bit = nn.Sequential(bnb.nn.Linear8bitLt(_WIDTH, _WIDTH, has_fp16_weights=False))
+    eight_bit[0].weight.data = torch.zeros(_WIDTH, _WIDTH, dtype=torch.int8)
+    with pytest.raises(ShardingError, match=r"'0\.weight' is a Int8Params"):
+        StreamShard(eight_bit)
