@@ -110,7 +110,7 @@ def quantization_of(engine: Engine) -> str | None:
         digest.update(f"{param.name} {param.form.facts(param.param)}".encode())
         for name, tensor in sorted(param.form.beside(param.param).items()):
             digest.update(name.encode())
-            digest.update(memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest() if packed else None
 
 

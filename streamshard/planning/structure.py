@@ -124,13 +124,13 @@ def _problem_with(param: nn.Parameter) -> str | None:
     form = form_of(param)
     if (problem := form.problem_with(param)) is not None:
         return problem
-    if not form.is_packed and param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"is {param.dtype}: main weights are fp32, so only fp32, bf16 and fp16 parameters can be sharded"
     if param.layout is not torch.strided or not form.is_packed and type(param) is not nn.Parameter:
         return (
             f"is a {type(param).__name__} ({param.layout}), wanted a dense torch.nn.Parameter: shard the model as it "
             "was built, without fully_shard, tensor parallelism, quantization or enable_fsdp_float8_all_gather before"
         )
+    if not form.is_packed and param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"is {param.dtype}: main weights are fp32, so only fp32, bf16 and fp16 parameters can be sharded"
     if param.is_inference():
         return "was made inside torch.inference_mode(), and cannot train: build or load the model outside of it"
     if param.grad is not None:
