@@ -321,6 +321,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "../tests/adversary": [
         ("AdversarialTransport._start", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
     ],
+    "build": [
+        ("shard_model", Drop("ranks.broadcast(tensor)"), "packed"),
+    ],
+    "planning/layout": [
+        ("_by_kind", Swap("form_of(param).is_packed", "False"), "packed"),
+    ],
     "full": [
         ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
     ],
