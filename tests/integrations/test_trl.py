@@ -219,7 +219,9 @@ def test_activations_that_trl_offloads_give_plain_gradients(context: RankContext
         assert any(is_copied for _, is_copied, *_ in offload[is_ours].tracker.values())
         return call.backward(loss)
 
-    assert_trains_like_plain(context, TinyLM, step)
+    # If bitsandbytes is imported, TRL calls this function, which torch's module for the CPU lacks.
+    with mock.patch.object(torch.cpu, "empty_cache", lambda: None, create=True):
+        assert_trains_like_plain(context, TinyLM, step)
 
 
 @on_ranks(2)
