@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests import families
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_rows, make_texts, make_tokenizer
 from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, train
+from tests.launched import Launched, run_file
 from tests.models import token_batch
 from tests.ranks import RankContext, RankPool
 from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains_like_plain, seed
@@ -180,6 +182,20 @@ def test_a_quantized_model_is_not_exported(context: RankContext, tmp_path: Path)
     model = StreamShard(_base(path).requires_grad_(False), precision=FP32)
     with pytest.raises(CheckpointError, match="LlamaForCausalLM is quantized; only unquantized weights"):
         export_safetensors(model, tmp_path / "export")
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_the_script_of_the_page_trains_saves_and_loads(tmp_path: Path) -> None:
+    """Two processes as torchrun starts them; the adapter computes the same on a base that is not sharded."""
+    job = ["docs/examples/qlora.py", str(tmp_path / "out")]
+    (code, told), (other, _) = Launched(2, tmp_path, run_file, job).end(timeout_s=200.0)
+    assert (code, other) == (0, 0), told
+    found = re.search(r"loss (\S+) -> (\S+); (\S+) with the trained model, (\S+) with", told)
+    assert found is not None, told
+    first, last, trained, loaded = map(float, found.groups())
+    assert last < first - 0.2
+    assert loaded == pytest.approx(trained, abs=1e-2)  # on some CPUs without sharding in bf16
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
