@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from streamshard import CheckpointError, Precision, ShardingError, StreamShard, export_safetensors
+from streamshard.forms import form_of
+from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests import families
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_rows, make_texts, make_tokenizer
@@ -147,6 +149,44 @@ def test_each_parameter_computes_in_its_own_dtype(
     _mirrored(context, build, tmp_path, precision=_OWN, dtype=torch.bfloat16)
 
 
+def test_scales_follow_packed_weights_to_another_device() -> None:
+    layer = bnb.nn.Linear4bit(64, 64, quant_type="nf4").to("cpu")
+    form = form_of(layer.weight)
+    assert len(form.beside(layer.weight)) == 5
+    form.move(layer.weight, torch.device("meta"))
+    assert all(tensor.is_meta for tensor in form.beside(layer.weight).values())
+    assert layer.quant_state is layer.weight.quant_state
+
+
+@on_ranks(2)
+def test_accelerate_learns_that_a_base_was_moved(context: RankContext, tmp_path: Path) -> None:
+    """It raises for a quantized model that was loaded on another device than the process trains on."""
+    (path,) = _saved(context, tmp_path)
+    with launched(context):
+        accelerator = StreamShardAccelerator()
+        model = _adapted(_base(path))
+        model.base_model.model.hf_device_map = {"": "disk"}
+        accelerator.prepare_model(model)
+    assert model.hf_device_map == {"": context.device}
+
+
+@on_ranks(2)
+def test_sharded_packed_weights_are_recognised_and_refuse_what_needs_all_bytes(
+    context: RankContext, tmp_path: Path
+) -> None:
+    (path,) = _saved(context, tmp_path)
+    plain, model = (_adapted(_base(path)) for _ in range(2))
+    model = StreamShard(model, precision=FP32)
+    packed = [param for param in model.parameters() if isinstance(param, bnb.nn.Params4bit)]
+    assert len(packed) == 21 and {type(param).__name__ for param in packed} == {"Params4bit"}
+    assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+    assert model.base_model.model.num_parameters() == plain.base_model.model.num_parameters()
+    assert packed[0].cpu() is packed[0].to("cpu") is packed[0]
+    for refused in (torch.chunk, lambda param, _: bnb.functional.dequantize_4bit(param, param.quant_state)):
+        with pytest.raises(ShardingError, match=r"q_proj.base_layer.weight' outside of its model's forward"):
+            refused(packed[0], 2)
+
+
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +213,6 @@ def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Pa
         for each in (model.full_state_dict(rank0_only=False), loaded.state_dict())
     )
     assert_same(found, wanted, "adapters", EXACT)
-    assert model.get_nb_trainable_parameters() == _adapted(_base(path)).get_nb_trainable_parameters()
 
 
 @on_ranks(2)
