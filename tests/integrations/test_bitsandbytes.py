@@ -80,7 +80,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "ia3": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
     ),
+    "oft": lambda: peft.OFTConfig(
+        oft_block_size=8, use_cayley_neumann=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    ),
+    "tokens": lambda: _lora(trainable_token_indices=[1, 5]),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
 }
 
 
