@@ -157,10 +157,7 @@ _REPLACED = {
     "docs/guide/context_parallel.md": {'"cuda", (4, 2)': '"cpu", (1, 2)'},
     "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},
     "docs/guide/fp8.md": {'Config.from_recipe_name("tensorwise")': "Config(emulate=True)"},
-    "docs/guide/qlora.md": {
-        'int(os.environ["LOCAL_RANK"])': '"cpu"',
-        "kbit_training(base)": "kbit_training(base, False)",  # transformers deprecates what PEFT calls
-    },
+    "docs/guide/qlora.md": {'int(os.environ["LOCAL_RANK"])': '"cpu"'},
     "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
     "docs/guide/slow_step.md": {"global_step == 10": "global_step == 0", "global_step == 12": "global_step == 2"},
     "docs/guide/stability.md": {"torch.amp.GradScaler()": 'torch.amp.GradScaler("cpu")'},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,7 @@ def _base(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any
 
 def _adapted(base: Any, config: Any = None, **options: Any) -> Any:
     """The base, prepared and with adapters; `options` are of ``prepare_model_for_kbit_training``."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* is deprecated and will be removed in v6", category=FutureWarning)
-        prepared = peft.prepare_model_for_kbit_training(base, **{"use_gradient_checkpointing": False, **options})
+    prepared = peft.prepare_model_for_kbit_training(base, **{"use_gradient_checkpointing": False, **options})
     lora = {"r": 3, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     return peft.get_peft_model(prepared, config or peft.LoraConfig(**lora))
 
