@@ -109,6 +109,8 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     try:
         _check_ranks_agree(ranks, module, checked)
         empty = _agree_on_empty(ranks, checked.on_meta)
+        for each in module.parameters():
+            form_of(each).move(each, ranks.streams.device)
         engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty))
         for unit in engine.units:
             unit.make_unsharded()

@@ -39,6 +39,9 @@ class Form:
         """Attributes to set on a module that owns such a parameter."""
         return {}
 
+    def move(self, param: torch.Tensor, device: torch.device) -> None:
+        """Move the tensors beside `param` to `device`."""
+
 
 class PlainForm(Form):
     """Numbers: the parameter is cast to the compute dtype, and may train."""
@@ -91,6 +94,10 @@ class FourBitForm(Form):
     def prepare(self) -> dict[str, Any]:
         """See `Form`. On some CPUs a forward in eval mode would repack the weights in place."""
         return {"support_avx512bf16_for_cpu": False}
+
+    def move(self, param: torch.Tensor, device: torch.device) -> None:
+        """See `Form`."""
+        param.__dict__["quant_state"].to(device)
 
 
 _PLAIN, _INTEGERS, _FOUR_BIT = PlainForm(), IntegerForm(), FourBitForm()

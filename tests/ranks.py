@@ -62,6 +62,7 @@ PRELOADED_TOO = {
 PRELOADED_ON_CPUS = {
     "torch._inductor.utils": "torch._inductor.cudagraph_trees",
     "transformers": "transformers.models.llama.modeling_llama",
+    "bitsandbytes": "bitsandbytes",
     "peft": "peft",
     "trl": "trl",
     "torchao.float8": "torchao.float8",
@@ -89,7 +90,7 @@ FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # Raised by torch 2.11's profiler, which says what it always does.
     (r"Warning: Profiler clears events at the end of each cycle", UserWarning),
     # Raised by PEFT, which asks a model of transformers for it.
-    (r"`is_gradient_checkpointing` is deprecated", FutureWarning),
+    (r"`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated", FutureWarning),
     # Raised by accelerate, where tensors of GPUs are gathered.
     (r"`torch\.distributed\.all_gather_into_tensor` is deprecated", FutureWarning),
     # Raised by torch, where accelerate waits for all ranks; torchrun's own groups have a device.

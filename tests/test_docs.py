@@ -119,6 +119,13 @@ _SET_UP = {
         importorskip("peft").get_peft_model(model, importorskip("peft").LoraConfig()).save_pretrained(directory)
         base = type(model)(config)
     """,
+    "docs/guide/qlora.md": """
+        importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
+        importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")
+        if torch.distributed.get_rank() == 0:
+            model.save_pretrained("base")
+        torch.distributed.barrier()
+    """,
     "docs/guide/replicas.md": "from streamshard import StreamShard",
     "docs/guide/slow_step.md": """
         import transformers, types
@@ -150,6 +157,7 @@ _REPLACED = {
     "docs/guide/context_parallel.md": {'"cuda", (4, 2)': '"cpu", (1, 2)'},
     "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},
     "docs/guide/fp8.md": {'Config.from_recipe_name("tensorwise")': "Config(emulate=True)"},
+    "docs/guide/qlora.md": {'int(os.environ["LOCAL_RANK"])': '"cpu"'},
     "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
     "docs/guide/slow_step.md": {"global_step == 10": "global_step == 0", "global_step == 12": "global_step == 2"},
     "docs/guide/stability.md": {"torch.amp.GradScaler()": 'torch.amp.GradScaler("cpu")'},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -99,13 +100,26 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             )
 
 
+@functools.cache
+def _class_of(kind: type) -> type:
+    """The class of sharded parameters that were of class `kind`: libraries recognise them by name, or isinstance.
+
+    Methods that `kind` redefines, such as ``Params4bit.to``, are those of a ShardedParameter.
+    """
+    if kind is nn.Parameter:
+        return ShardedParameter
+    own = {name for name in vars(kind) if not name.startswith("__") and hasattr(ShardedParameter, name)}
+    entries = {name: getattr(ShardedParameter, name) for name in own}
+    return type(kind.__name__, (ShardedParameter, kind), {"__module__": kind.__module__, **entries})
+
+
 def be_piece(param: nn.Parameter, piece: Piece) -> None:
     """Make `param` a ShardedParameter; its data are `piece`. Does nothing if the piece is the whole parameter."""
     if not piece.is_whole:
         with torch.inference_mode(mode=False):
             plain = nn.Parameter(param.detach(), param.requires_grad)
         kind = type(param)
-        param.__class__ = ShardedParameter
+        param.__class__ = _class_of(kind)
         sharded = cast(ShardedParameter, param)
         sharded.piece, sharded.plain, sharded.whole_class = piece, plain, kind
 

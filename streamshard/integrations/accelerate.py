@@ -27,6 +27,7 @@ from streamshard.full import clip_grads
 from streamshard.functions import export_safetensors
 from streamshard.guards.sharded_tensor import is_piece
 from streamshard.nested import tensors_in
+from streamshard.planning.structure import modules_inside
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,10 +125,13 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         try:
             for param in trained:
                 param.requires_grad_(False)
-            StreamShard(model, **options)
+            device = engine_of(StreamShard(model, **options)).ranks.streams.device
         finally:
             for param in trained:
                 param.requires_grad_(True)
+        for module in modules_inside(model):
+            if "hf_device_map" in vars(module):  # accelerate refuses quantized models that are elsewhere
+                vars(module)["hf_device_map"] = {"": device}
 
     def _precision(self) -> Precision:
         if self.mixed_precision not in _DTYPES:

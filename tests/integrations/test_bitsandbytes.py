@@ -1,0 +1,326 @@
+"""Models that transformers loads in 4 bits, with adapters on them: trained, saved and loaded as in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from streamshard import CheckpointError, Precision, ShardingError, StreamShard, export_safetensors
+from streamshard.forms import form_of
+from streamshard.integrations.accelerate import StreamShardAccelerator
+from tests import families
+from tests.integrations.accelerating import on_ranks
+from tests.integrations.models import make_rows, make_texts, make_tokenizer
+from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, train
+from tests.launched import Launched, run_file
+from tests.models import token_batch
+from tests.ranks import RankContext, RankPool
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains_like_plain, seed
+
+bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
+peft: Any = pytest.importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")
+
+_OWN = Precision(param_dtype=None)
+
+
+def _saved(context: RankContext, directory: Path, dtype: torch.dtype = torch.float32, count: int = 1) -> list[Path]:
+    """Directories with one model each, not quantized."""
+    paths = [directory / f"base-{number}" for number in range(count)]
+    if context.rank == 0:  # transformers writes configs there alone
+        for number, path in enumerate(paths):
+            torch.manual_seed(number)
+            families.llama().to(dtype).save_pretrained(path)
+    dist.barrier()
+    return paths
+
+
+def _base(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The model, loaded in 4 bits. It is in eval mode."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    nested = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    config = BitsAndBytesConfig(load_in_4bit=True, **{**nested, **options})
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype)
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):  # without sharding, an evaluation would repack weights on some CPUs
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def _adapted(base: Any, config: Any = None, **options: Any) -> Any:
+    """The base, prepared and with adapters; `options` are of ``prepare_model_for_kbit_training``."""
+    prepared = peft.prepare_model_for_kbit_training(base, **{"use_gradient_checkpointing": False, **options})
+    lora = {"r": 3, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(prepared, config or peft.LoraConfig(**lora))
+
+
+def _step(model: nn.Module, call: Call) -> Tensor:
+    tokens = token_batch(call.step, call.rank)
+    return call.backward(model(input_ids=tokens, labels=tokens).loss)
+
+
+def _lora(**options: Any) -> Any:
+    return peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "dora": lambda: _lora(use_dora=True),
+    "modules to save": lambda: _lora(modules_to_save=["lm_head"]),
+    "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
+    "oft": lambda: peft.OFTConfig(
+        oft_block_size=8, use_cayley_neumann=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    ),
+    "tokens": lambda: _lora(trainable_token_indices=[1, 5]),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+def _mirrored(context: RankContext, build: Callable[[Path], Any], directory: Path, **settings: Any) -> Any:
+    """Train `build` of a base and compare. The sharded model's ranks have other bases and adapters; rank 0's count."""
+    dtype = settings.pop("dtype", torch.float32)
+    bases = _saved(context, directory, dtype, context.world_size)
+    made: list[int] = []
+
+    def make() -> Any:
+        other = context.rank if made else 0
+        made.append(other)
+        seed(3 + other)
+        return build(bases[other])
+
+    model = assert_trains_like_plain(context, make, _step, optimizer=adamw, **settings)
+    assert made == [0, context.rank]
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=token_batch(9, context.rank))
+    found, wanted = model.full_state_dict(rank0_only=False), build(bases[0]).state_dict()
+    assert set(found) == set(wanted)
+    packed = [name for name in wanted if f"{name}.absmax" in wanted]
+    assert len(packed) == 21
+    bytes_of = [{name: each[name].view(torch.uint8) for name in packed} for each in (found, wanted)]
+    assert_same(*bytes_of, "packed bytes", EXACT)
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["no checkpointing", "reentrant", "not reentrant"])
+def test_adapters_on_a_loaded_base_train_as_in_one_process(
+    context: RankContext, mode: str, checkpointing: bool | None, tmp_path: Path
+) -> None:
+    """On each rank another base and other adapters. ``from_pretrained`` returns a model in eval mode."""
+    options: dict[str, Any] = {}
+    if checkpointing is not None:
+        kwargs = {"use_reentrant": checkpointing}
+        options = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+
+    def build(path: Path) -> Any:
+        return _adapted(_base(path), **options).train(mode == "train")
+
+    _mirrored(context, build, tmp_path)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("method", CONFIGS)
+def test_methods_of_peft_train_as_in_one_process(context: RankContext, method: str, tmp_path: Path) -> None:
+    _mirrored(context, lambda path: _adapted(_base(path), CONFIGS[method]()).train(), tmp_path)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_each_parameter_computes_in_its_own_dtype(
+    context: RankContext, prepared: bool, storage: str, tmp_path: Path
+) -> None:
+    """With ``Precision(param_dtype=None)`` a model in bf16 has one process's numbers, with and without fp32 norms."""
+
+    def build(path: Path) -> Any:
+        base = _base(path, torch.bfloat16, bnb_4bit_quant_storage=getattr(torch, storage))
+        return (_adapted(base) if prepared else peft.get_peft_model(base.requires_grad_(False), _lora())).train()
+
+    _mirrored(context, build, tmp_path, precision=_OWN, dtype=torch.bfloat16)
+
+
+def test_scales_follow_packed_weights_to_another_device() -> None:
+    layer = bnb.nn.Linear4bit(64, 64, quant_type="nf4").to("cpu")
+    form = form_of(layer.weight)
+    assert len(form.beside(layer.weight)) == 5
+    form.move(layer.weight, torch.device("meta"))
+    assert all(tensor.is_meta for tensor in form.beside(layer.weight).values())
+    assert layer.quant_state is layer.weight.quant_state
+
+
+@on_ranks(2)
+def test_accelerate_learns_that_a_base_was_moved(context: RankContext, tmp_path: Path) -> None:
+    """It raises for a quantized model that was loaded on another device than the process trains on."""
+    (path,) = _saved(context, tmp_path)
+    with launched(context):
+        accelerator = StreamShardAccelerator()
+        model = _adapted(_base(path))
+        model.base_model.model.hf_device_map = {"": "disk"}
+        accelerator.prepare_model(model)
+    assert model.hf_device_map == {"": context.device}
+
+
+@on_ranks(2)
+def test_sharded_packed_weights_are_recognised_and_refuse_what_needs_all_bytes(
+    context: RankContext, tmp_path: Path
+) -> None:
+    (path,) = _saved(context, tmp_path)
+    plain, model = (_adapted(_base(path)) for _ in range(2))
+    model = StreamShard(model, precision=FP32)
+    packed = [param for param in model.parameters() if isinstance(param, bnb.nn.Params4bit)]
+    assert len(packed) == 21 and {type(param).__name__ for param in packed} == {"Params4bit"}
+    assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+    assert model.base_model.model.num_parameters() == plain.base_model.model.num_parameters()
+    assert packed[0].cpu() is packed[0].to("cpu") is packed[0]
+    for refused in (torch.chunk, lambda param, _: bnb.functional.dequantize_4bit(param, param.quant_state)):
+        with pytest.raises(ShardingError, match=r"q_proj.base_layer.weight' outside of its model's forward"):
+            refused(packed[0], 2)
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Path) -> None:
+    (path,) = _saved(context, tmp_path)
+    seed(3)
+    model = StreamShard(_adapted(_base(path)), precision=FP32)
+    optimizer = adamw(model)
+    _step(model, Call(0, context.rank, 2, 1.0))
+    optimizer.step()
+    model.eval()
+    with pytest.raises(ShardingError, match="merge_and_unload.. of a sharded model"):
+        model.merge_and_unload()
+    with pytest.raises(CheckpointError, match="has adapters of PEFT"):
+        export_safetensors(model, tmp_path / "export")
+    model.save_pretrained(tmp_path / "adapter")
+    tokens = token_batch(5, 0)
+    loaded = peft.PeftModel.from_pretrained(_base(path), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=tokens).logits, loaded(input_ids=tokens).logits)
+    found, wanted = (
+        {name: weight for name, weight in each.items() if "lora" in name}
+        for each in (model.full_state_dict(rank0_only=False), loaded.state_dict())
+    )
+    assert_same(found, wanted, "adapters", EXACT)
+
+
+@on_ranks(2)
+def test_a_quantized_model_is_not_exported(context: RankContext, tmp_path: Path) -> None:
+    (path,) = _saved(context, tmp_path)
+    model = StreamShard(_base(path).requires_grad_(False), precision=FP32)
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM is quantized; only unquantized weights"):
+        export_safetensors(model, tmp_path / "export")
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_the_script_of_the_page_trains_saves_and_loads(tmp_path: Path) -> None:
+    """Two processes as torchrun starts them; the adapter computes the same on a base that is not sharded."""
+    job = ["docs/examples/qlora.py", str(tmp_path / "out")]
+    (code, told), (other, _) = Launched(2, tmp_path, run_file, job).end(timeout_s=200.0)
+    assert (code, other) == (0, 0), told
+    found = re.search(r"loss (\S+) -> (\S+); (\S+) with the trained model, (\S+) with", told)
+    assert found is not None, told
+    first, last, trained, loaded = map(float, found.groups())
+    assert last < first - 0.2
+    assert loaded == pytest.approx(trained, abs=1e-2)  # on some CPUs without sharding in bf16
+
+
+# -- trainers ---------------------------------------------------------------------------------------------------------
+
+
+def _own_adapters(trainer: Any) -> None:
+    """fp32, as PEFT makes them. TRL casts those of a quantized model to bf16."""
+    for param in trainer.model.parameters():
+        if param.requires_grad:
+            param.data = param.data.float()
+
+
+def _trainer(name: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A trainer's class, arguments of its constructor, and training arguments."""
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 2}
+    if name == "Trainer":
+        from transformers import Trainer
+
+        data = make_rows("llama")
+        return Trainer, {"train_dataset": data, "eval_dataset": data[:4]}, options
+    trl = pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
+    datasets: Any = pytest.importorskip("datasets")
+    columns = ("text",) if name == "SFTTrainer" else ("prompt", "chosen", "rejected")
+    data = datasets.Dataset.from_dict({each: make_texts(16, (8, 9), i) for i, each in enumerate(columns)})
+    options["arguments_class"] = getattr(trl, name.replace("Trainer", "Config"))
+    lora = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    given = {"processing_class": make_tokenizer(), "peft_config": lora}
+    return getattr(trl, name), {"train_dataset": data, "eval_dataset": data.select(range(4)), **given}, options
+
+
+def _run(
+    context: RankContext,
+    name: str,
+    out: Path,
+    resume: Path | None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    is_plain: bool | None = None,
+) -> Run:
+    """Plain in one process, sharded in several, unless `is_plain` says so; the same global batch."""
+    theirs, given, options = _trainer(name)
+    is_plain = context.world_size == 1 if is_plain is None else is_plain
+    (path,) = _saved(context, out / "base", dtype)
+    if not is_plain:
+        given["streamshard"] = {"precision": _OWN}
+    with launched(context):
+        seed(3)
+        base = _base(path, dtype)
+        model = _adapted(base) if name == "Trainer" else peft.prepare_model_for_kbit_training(base, False)
+        return train(
+            theirs if is_plain else and_sharded(theirs)[1],
+            model,
+            out / f"on {context.world_size}",
+            given.pop("train_dataset"),
+            given=given,
+            before=_own_adapters,
+            resume=resume,
+            bf16=dtype is torch.bfloat16,
+            per_device_train_batch_size=4 // context.world_size,
+            per_device_eval_batch_size=4 // context.world_size,
+            **options,
+        )._replace(trainer=None)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", "DPOTrainer"])
+def test_trainers_log_what_one_process_logs(ranks: RankPool, name: str, tmp_path: Path) -> None:
+    """From the start, and from the other's checkpoint."""
+    one, two = (ranks(count, backend="of accelerator") for count in (1, 2))
+    theirs, ours = (each.run(_run, name, tmp_path, None)[0] for each in (one, two))
+    assert_equal(ours, theirs)
+    resumed = two.run(_run, name, tmp_path, tmp_path / "on 1" / "checkpoint-2")[0]
+    for entry in (*resumed.history, *theirs.history):
+        for key in ("num_tokens", "eval_num_tokens"):  # TRL counts again from zero
+            entry.pop(key, None)
+    assert_equal(resumed, theirs, resumed=True)
+
+
+@on_ranks(2)
+def test_autocast_equals_ddp_if_parameters_keep_their_dtypes(context: RankContext, tmp_path: Path) -> None:
+    """``bf16=True`` with a base in bf16, and norms, head and adapters in fp32. DDP has the whole base on each rank."""
+    theirs, ours = (
+        _run(context, "Trainer", tmp_path / str(is_plain), None, torch.bfloat16, is_plain=is_plain)
+        for is_plain in (True, False)
+    )
+    assert_equal(ours, theirs)
