@@ -136,22 +136,21 @@ def _adopt(optimizer: Optimizer) -> None:
 
 def _lend_full_grads(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
     """On a single rank, make full gradients plain tensors until the step is over: compiled steps take no others."""
-    lent = [
-        (param, grad)
-        for param in params
-        if isinstance(grad := param.grad, ShardedTensor) and not grad.why_unusable  # else the step raises
-    ]
+    lent = []
+    with AsTensors():
+        for param in params:
+            grad = param.grad
+            if isinstance(grad, ShardedTensor) and not grad.why_unusable:  # else the step raises
+                param.grad = plain = grad.detach()
+                lent.append((param, plain, grad))
     if lent:
-        with AsTensors():
-            for param, grad in lent:
-                param.grad = grad.detach()
         optimizer._optimizer_step_post_hooks[_HOOK] = functools.partial(untraced, _return_full_grads, lent)
 
 
-def _return_full_grads(lent: list[tuple[nn.Parameter, torch.Tensor]], *_: Any) -> None:
+def _return_full_grads(lent: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]], *_: Any) -> None:
     while lent:
-        param, grad = lent.pop()
-        if param.grad is not None:  # else the step has cleared it
+        param, plain, grad = lent.pop()
+        if param.grad is plain:  # else the step has cleared it, or its closure has made another one
             param.grad = grad
 
 

@@ -17,7 +17,7 @@ from streamshard.guards.sharded_tensor import ShardedTensor
 from streamshard.optim import elementwise
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, Call, assert_same, full_weights, piece_of, sharded_model, stack_step
+from tests.reference import EXACT, Call, assert_same, full_grads, full_weights, piece_of, sharded_model, stack_step
 
 
 @elementwise
@@ -120,6 +120,26 @@ class _Failing(_Foreign):
         if self.fails:
             raise FloatingPointError("no")
         super().update(params)
+
+
+@on_ranks(1, 2)
+def test_after_a_step_parameters_have_the_gradients_of_its_closure(context: RankContext) -> None:
+    """The closure has dropped those from before the step."""
+    model = sharded_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    calls = iter(range(9))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return stack_step(model, Call(next(calls), context.rank, context.world_size, 1.0))
+
+    for number in range(3):
+        optimizer.step(closure)
+        assert all(grad is not None and bool(grad.any()) for grad in full_grads(model).values()), number
+    closure()
+    before = full_grads(model)
+    optimizer.step()
+    assert_same(full_grads(model), before, "gradients", EXACT)
 
 
 @on_ranks(3)
