@@ -1,12 +1,11 @@
 """One unit: the parameters that are cast, all-gathered, reduced and given together. One method per step of their way.
 
-    main weights -cast-> all-gather input -start_gather-> weight slot -ready, bind-> forward, backward -release->
+    main weights -cast-> all-gather input -start_gather-> weight slot -set_bound-> forward, backward -release->
     autograd -write, collect-> gradient slot -start_reduce-> main grads -give-> ``.grad`` -optimizer-> main weights
 
 The unit knows how to do each step, `streamshard.core.engine` and its passes know when. Large gradients are written to
-the slot as soon as autograd has made them. Small ones are left in ``.grad`` of the unsharded parameters and collected
-before the reduction, since each copy costs the host's time for a call. If another unit needs the slot in between,
-gradients are spilled to memory of their own. See [Note: slots] and [Note: ordering rules].
+the slot as soon as autograd has made them. Small ones stay in ``.grad`` of unsharded parameters until one call copies
+them all. If another unit needs the slot in between, gradients are spilled. See [Note: slots], [Note: ordering rules].
 """
 
 from __future__ import annotations
