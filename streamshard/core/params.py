@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 import weakref
 from collections.abc import Iterable
 
@@ -46,6 +47,8 @@ class GradState(enum.IntEnum):
     GIVEN = enum.auto()
     """The main grads are ``.grad`` of the sharded parameter."""
 
+
+use_of = operator.attrgetter("is_used")  # of a `Param`
 
 _S = GradState
 GRAD_TRANSITIONS = {

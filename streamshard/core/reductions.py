@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
-from streamshard.core.params import Param
+from streamshard.core.params import Param, use_of
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, RankMismatchError
@@ -27,9 +26,6 @@ from streamshard.planning.memory import Category
 
 if TYPE_CHECKING:
     from streamshard.core.replicas import Replicas
-
-
-_is_used = operator.attrgetter("is_used")
 
 
 class Reductions:
@@ -218,7 +214,7 @@ class UsedParams:
             return
         flags: list[bool] = []
         for unit in self._units:
-            flags += map(_is_used, unit.params)
+            flags += map(use_of, unit.params)
         with self._exchanging:
             if flags != self._sent:  # else the last exchange has sent the same
                 self._sent = flags

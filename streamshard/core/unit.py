@@ -21,7 +21,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work
 from streamshard.comm.transport import Reduction
-from streamshard.core.params import FlatParam, GradState, Param, move_all
+from streamshard.core.params import FlatParam, GradState, Param, move_all, use_of
 from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
@@ -38,7 +38,7 @@ _WHY_EARLIER = (
 # Upper limit for the small gradients of one unit. They need this memory in addition to the slot.
 _COLLECTED_BYTES = 1 << 20
 
-_versions_of, _trains_of, _use_of = map(operator.attrgetter, ("_version", "requires_grad", "is_used"))
+_versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 
 
 class Unit:
@@ -384,7 +384,7 @@ class Unit:
         """
         given, new = [], []
         with AsTensors():
-            for param, is_used in zip(self.params, used or map(_use_of, self.params), strict=True):
+            for param, is_used in zip(self.params, used or map(use_of, self.params), strict=True):
                 param.is_used = False
                 if not param.has_room:
                     continue

@@ -203,20 +203,22 @@ def plan(
 
     stages = [stage("ZeRO-3", 2), stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")]
     if weight_slots is None and room is not None and fits(stages[0]) and not fits(stages[1]):
-        counts = range(3, len(checked.found))
-        weight_slots = 2 + bisect.bisect_right(counts, room, key=lambda count: stage("", count).total_bytes)
+        weight_slots = _most_slots(len(checked.found), lambda count: stage("", count).total_bytes, room)
     if weight_slots is not None and weight_slots != 2:
         stages.insert(1, stage(f"{weight_slots} slots", weight_slots))
     fitting = [planned.name for planned in stages if fits(planned)]
     fits_on_ranks = None
     if room is not None and not fitting:
         fits_on_ranks = _first_that_fits(world_size, lambda ranks: fits(stage("", 2, 2, ranks)))
-    planned_units = _units_of(checked, PlannedRanks(world_size, transport))
-    numel = sum(unit.count * unit.numel for unit in planned_units)
-    return Plan(
-        *(type(built).__name__, numel, world_size, transport, planned_units, stages, activations),
-        *(budget_bytes, fitting, fits_on_ranks),
-    )
+    found = _units_of(checked, PlannedRanks(world_size, transport))
+    numel = sum(unit.count * unit.numel for unit in found)
+    shape = type(built).__name__, numel, world_size, transport, found, stages, activations
+    return Plan(*shape, budget_bytes, fitting, fits_on_ranks)
+
+
+def _most_slots(units: int, total_bytes: Callable[[int], int], room: int) -> int:
+    """The most weight slots, from 2 on, with which a rank's bytes fit into `room`."""
+    return 2 + bisect.bisect_right(range(3, units), room, key=total_bytes)
 
 
 def _first_that_fits(world_size: int, fits: Callable[[int], bool]) -> int | None:
