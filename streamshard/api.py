@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.config import Precision, SlotCount
+from streamshard.config import Offload, Precision, SlotCount
 from streamshard.core.edge import WatchedRoot
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of
 from streamshard.errors import ShardingError
@@ -63,6 +63,9 @@ class StreamShard(WatchedRoot):
             ``"1MiB"``, so that tiny layers share collectives. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
+        offload: ``"state"``: main weights, main grads, optimizer state and all-gather inputs lie in pinned host memory.
+            Layers stream from there, and each forward carries out the last optimizer step beside its layers. The
+            results are the same. None: the device holds them.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -94,6 +97,7 @@ class StreamShard(WatchedRoot):
         grad_slots: SlotCount | None = None,
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
+        offload: Offload = None,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass

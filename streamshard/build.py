@@ -21,6 +21,7 @@ from streamshard.conventions import conventions
 from streamshard.core.attach import attach
 from streamshard.core.buffer_sync import BufferSync, check_buffers
 from streamshard.core.engine import Engine
+from streamshard.core.host import HostState
 from streamshard.core.module_state import handle_of
 from streamshard.core.optimizer_hooks import watch_optimizers
 from streamshard.core.params import FlatParam
@@ -28,8 +29,8 @@ from streamshard.core.reductions import Reductions
 from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
-from streamshard.device import module_of, training_device, warn_if_untested
-from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
+from streamshard.device import has_streams, module_of, training_device, warn_if_untested
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
@@ -100,7 +101,7 @@ def accept_model(
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
-    return Accepted(module, checked, *_connect(who, device))
+    return Accepted(module, checked, *_connect(who, device, has_host=checked.settings.offload is not None))
 
 
 def shard_model(base: type, accepted: Accepted) -> Engine:
@@ -114,6 +115,8 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
         engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty))
         for unit in engine.units:
             unit.make_unsharded()
+        if engine.host is not None:
+            engine.host.begin(engine.units)
         for param in engine.param_shards:
             for tensor in param.form.beside(param.param).values():
                 ranks.broadcast(tensor)
@@ -152,14 +155,15 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
     ranks.recorder.names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
+    host = ledger.host = HostState(layouts, ranks, ledger) if settings.offload else None
     ranks.transport.check_precision(settings.precision)
 
     weight_slots, grad_slots = settings.slots_on(ranks.world_size)
     plan = plan_slots([not unit.is_resident for unit in found], weight_slots, grad_slots)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
-    streamed = _allocate(layouts, plan, ranks, ledger, take)
-    reductions = Reductions(streamed, ranks, ledger, replicas)
-    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions)
+    units = _allocate(layouts, plan, ranks, ledger, take, host)
+    reductions = Reductions(units, ranks, ledger, replicas)
+    return Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
 
 
 def plan_engine(checked: Checked, ranks: Communicator) -> Engine:
@@ -243,18 +247,30 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _connect(who: Groups | None, device: torch.device) -> tuple[Communicator, Replicas | None]:
+def _connect(who: Groups | None, device: torch.device, *, has_host: bool) -> tuple[Communicator, Replicas | None]:
     """Connect to the other ranks. All have accepted their models."""
     if device.type not in ("cpu", "meta"):  # also if the model is there: else NCCL and capture use another device
         module_of(device).set_device(device)
     if who is None:
         who = groups_of(resolve_group(device))
-    refuse_together(who.all_ranks, None)
-    streams = Streams(device)
+    refuse_together(who.all_ranks, _problem_of_host(who, device) if has_host else None)
+    streams = Streams(device, has_host=has_host)
     ranks = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
     if who.replicate is None:
         return ranks, None
     return ranks, Replicas(Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
+
+
+def _problem_of_host(who: Groups, device: torch.device) -> ConfigError | None:
+    """Why state cannot lie in host memory; None: it can."""
+    if not has_streams(device):
+        return ConfigError(f'offload="state": the model trains on {device}, whose memory is the host\'s: leave it away')
+    if who.replicate is not None:
+        return ConfigError(
+            'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device. Shard over all '
+            "ranks: leave mesh away, or give a 1-D mesh"
+        )
+    return None
 
 
 def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked) -> None:
@@ -298,7 +314,12 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str]) -> set[str]:
 
 
 def _allocate(
-    layouts: Sequence[UnitLayout], plan: SlotPlan, ranks: Communicator, ledger: Ledger, take: TakeWeights
+    layouts: Sequence[UnitLayout],
+    plan: SlotPlan,
+    ranks: Communicator,
+    ledger: Ledger,
+    take: TakeWeights,
+    host: HostState | None,
 ) -> list[Unit]:
     """Allocate slots, each as large as its largest unit, and make the units.
 
@@ -308,6 +329,7 @@ def _allocate(
     Args:
         layouts, plan, ranks, ledger: the model's.
         take: see `TakeWeights`.
+        host: copies the units' state; None: it lies on the device.
     """
     streams = ranks.streams
     ends = [layout.flat_params[-1] for layout in layouts]
@@ -322,7 +344,10 @@ def _allocate(
     flat_params: list[list[FlatParam]] = []
     for layout, slot in zip(layouts, plan.weights, strict=True):
         places = weight_slots[slot], wires[slot], ranks, ledger
-        flat_params.append([FlatParam(flat, *places, keeps_slot=plan.keeps_weights) for flat in layout.flat_params])
+        keeps, is_on_host = plan.keeps_weights, host is not None
+        flat_params.append(
+            [FlatParam(flat, *places, keeps_slot=keeps, is_on_host=is_on_host) for flat in layout.flat_params]
+        )
         take(layout, flat_params[-1])
     parts = [plan_scratch(layout, ranks.transport.scratch_numel) for layout in layouts]
     scratch_bytes = largest_of(plan.scratch, [own[-1].stop for own in parts])
@@ -338,7 +363,8 @@ def _allocate(
         for flat_param, part in zip(flat_params[index], parts[index], strict=True):
             if flat_param.kind.trains:
                 flat_param.allocate_grads(slots[1], part, keeps_slot=plan.keeps_grads)
-        units.append(Unit(index, layout, flat_params[index], *slots, ranks, is_streamed=plan.is_streamed[index]))
+        unit = Unit(index, layout, flat_params[index], *slots, ranks, is_streamed=plan.is_streamed[index], host=host)
+        units.append(unit)
     return units
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from streamshard.errors import ConfigError
 
 SlotCount = int | Literal["all"]
+Offload = Literal["state"] | None
 
 _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -163,6 +164,7 @@ class Settings:
     grad_slots: SlotCount | None = None
     min_unit_size: int | str = 0
     align_pieces_to: int = 1
+    offload: Offload = None
 
     def __post_init__(self) -> None:
         for name in ("weight_slots", "grad_slots"):
@@ -172,10 +174,19 @@ class Settings:
         if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
             raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
+        _want("offload", self.offload, (None, "state"))
+        if self.offload and "all" in (self.weight_slots, self.grad_slots):
+            raise ConfigError(
+                'offload="state" streams layers from host memory through a few slots, and slots for "all" layers hold '
+                "the model: leave weight_slots and grad_slots away"
+            )
 
     def slots_on(self, world_size: int) -> tuple[SlotCount, SlotCount]:
-        """The numbers of weight slots and gradient slots on `world_size` ranks: by default 2, and "all" on one rank."""
-        default: SlotCount = "all" if world_size == 1 else 2
+        """The numbers of weight slots and gradient slots on `world_size` ranks: by default 2, and "all" on one rank.
+
+        With ``offload`` they are 2 on one rank too.
+        """
+        default: SlotCount = "all" if world_size == 1 and self.offload is None else 2
         return default if self.weight_slots is None else self.weight_slots, (
             default if self.grad_slots is None else self.grad_slots
         )

@@ -8,6 +8,7 @@
     +-- OptimizerError      an optimizer's step raised on some rank; raised on all
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- CheckpointError     files that cannot be written or read
+    +-- HostMemoryError     host memory that cannot be pinned (also a MemoryError)
     +-- StateError          an invariant of the engine is broken
 
 A message says what was given, what is wanted, and which parameter, layer or rank is affected. Anything less than an
@@ -53,6 +54,10 @@ class OptimizerError(StreamShardError):
 
 class CommunicationError(StreamShardError):
     """A collective failed or timed out: a rank has died, or ranks ran different things."""
+
+
+class HostMemoryError(StreamShardError, MemoryError):
+    """Host memory that cannot be pinned."""
 
 
 class CheckpointError(StreamShardError):

@@ -257,10 +257,15 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     order = float(norm_type)  # "inf" is a way to say it
     engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")
-    grads = [grad.as_subclass(torch.Tensor) for grad in (param.grad for param in params) if grad is not None]
-    filled = [grad for grad in grads if grad.numel()]
-    norms = torch._foreach_norm(filled, order) if filled else [torch.zeros((), device=engine.streams.device)]
+    with_grad = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
+    filled = [param.grad.as_subclass(torch.Tensor) for param in with_grad if param.grad is not None]
+    host = engine.host
+    norms = torch._foreach_norm(filled, order) if host is None else host.norms(with_grad, order)
+    norms = norms or [torch.zeros((), device=engine.streams.device)]
     total = global_norm(torch.linalg.vector_norm(torch.stack(norms), order), order, engine.ranks)
-    if filled:
-        torch._foreach_mul_(filled, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    if host is not None:
+        host.multiply_grads(with_grad, factor)
+    elif filled:
+        torch._foreach_mul_(filled, factor)
     return total

@@ -192,7 +192,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),
-        ("Fence.wait", Swap("self.target)", "StreamName.COMPUTE)"), _STREAMS),
+        ("Fence.wait", Swap("device_stream(target)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
         ("Guard.__exit__", Drop("self._log.waits.pop()"), "streams"),
         ("Streams.__init__", Swap("Stream(device, ", "Stream("), _STREAMS),
         ("Streams.__init__", Swap(", priority=-1", ""), _STREAMS),
@@ -248,7 +248,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("FlatParam.allocate_grads", Swap("keeps_slot and dtype", "dtype"), "matrix dial"),
         ("Param.forget_grad", Drop("self.clear_main_grad()"), "invariants dial graphs"),
         ("Param.give_grad", Drop("self.given.add_(own)"), "graphs"),
-        ("Param.take_grad", Drop("self._main_grad.copy_(grad)"), "pieces loops"),
+        ("Param.take_grad", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
     ],
     "core/reductions": [
         ("UsedParams.start", Drop("self._arrived[0].wait()"), "simulated_device:flags"),
@@ -288,8 +288,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit._leave_slot", Swap("stays and ", ""), "divide_factor:one_rank"),
         ("Unit.open", Drop("self._write("), "unit_size"),
         (
-            "Unit._write",
-            Swap("self._adds_in_slot or param.state is GradState.IN_SLOT", "False"),
+            "write_all",
+            Swap("adds or param.state is GradState.IN_SLOT", "False"),
             "passes loops",
         ),
         ("Unit.start_reduce", Drop("self._adds = True"), "passes"),

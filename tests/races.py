@@ -139,9 +139,11 @@ class RaceDetector(Observer):
         self.engine = engine
         self.found: list[Race] = []
         self.accesses = 0
-        streams = list(StreamName)
-        if engine.reductions.replicas is None:
-            streams.remove(StreamName.REPLICA)  # which would never know of anything
+        streams = [StreamName.COMPUTE, StreamName.COMM]  # others would never know of anything
+        if engine.reductions.replicas is not None:
+            streams.append(StreamName.REPLICA)
+        if engine.host is not None:
+            streams += [StreamName.FETCH, StreamName.STORE, StreamName.HOST]
         self._clocks = {stream: dict.fromkeys(streams, 0) for stream in streams}
         for stream, clock in self._clocks.items():
             clock[stream] = 1  # so that nothing is known of the other streams at first
@@ -157,10 +159,13 @@ class RaceDetector(Observer):
         self._snapshots[fence] = dict(clock)
         clock[fence.source] += 1
 
-    def on_wait(self, fence: Fence) -> None:
+    def on_wait(self, fence: Fence, target: StreamName) -> None:
         """See `Observer`. A fence that was recorded before we came says nothing about what we have seen."""
-        clock = self._clocks[fence.target]
-        for stream, time in self._snapshots.get(fence, {}).items():
+        self._join(target, self._snapshots.get(fence, {}))
+
+    def _join(self, target: StreamName, known: dict[StreamName, int]) -> None:
+        clock = self._clocks[target]
+        for stream, time in known.items():
             clock[stream] = max(clock[stream], time)
 
     def on_collective(
@@ -172,6 +177,9 @@ class RaceDetector(Observer):
         writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer`."""
+        if (host := self._clocks.get(StreamName.HOST)) is not None:  # it does things in order, launches included
+            self._join(stream, host)
+            host[StreamName.HOST] += 1
         names, what = self.engine.ranks.recorder.names, collective.value
         if tag is not None and tag < len(names):
             what += f" of {_quoted(names[tag])}"
@@ -182,7 +190,9 @@ class RaceDetector(Observer):
     def on_operation(self, tensor: torch.Tensor, *, write: bool, what: str) -> None:
         """An operation seen by the dispatch mode. Those of other streams are parts of collectives, declared as such."""
         if self.engine.streams.current is StreamName.COMPUTE:
-            self._add(StreamName.COMPUTE, tensor, write, what)
+            buffer = self._find(tensor)
+            is_on_host = buffer is not None and buffer.address in self.engine.ledger.on_host
+            self._add(StreamName.HOST if is_on_host else StreamName.COMPUTE, tensor, write, what)
 
     # -- happens before ---------------------------------------------------------------------------------------------
 
@@ -273,6 +283,12 @@ def _missing_rule(category: Category, first: Access) -> Rule | None:
     if first.stream is StreamName.REPLICA:
         return Rule.RESULTS_ARRIVED  # only averages run there
     is_compute_first = first.stream is StreamName.COMPUTE
+    if category is Category.STAGING and first.stream is StreamName.COMM:
+        return Rule.RESULTS_ARRIVED
+    if first.stream in (StreamName.STORE, StreamName.HOST) or first.stream is StreamName.FETCH and not first.is_write:
+        return Rule.HOST_COPIED
+    if first.stream is StreamName.FETCH:
+        return Rule.SHARDS_WRITTEN
     if category in (Category.WEIGHT_SLOTS, Category.WIRE_BUFFERS):
         return Rule.SLOT_RELEASED if is_compute_first else Rule.WEIGHTS_ARRIVED
     if category in (Category.GRAD_SLOTS, Category.SCRATCH):

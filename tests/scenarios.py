@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
-from streamshard.comm.streams import Fence, Rule, Streams
+from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
 from tests.ranks import RankContext
 from tests.reference import Call, adamw, engine_inside, full_weights, lm_step, seed, stack_step
@@ -348,9 +348,9 @@ def without_waits(streams: Streams, *waits: Rule | str) -> Iterator[None]:
     """Leave out waits: of rules, or of fences by what they guard."""
     wait = Fence.wait
 
-    def wait_for_others(fence: Fence) -> None:
+    def wait_for_others(fence: Fence, target: StreamName | None = None) -> None:
         if fence._streams is not streams or not {fence.rule, fence.what} & {*waits}:
-            wait(fence)
+            wait(fence, target)
 
     with mock.patch.object(Fence, "wait", wait_for_others):
         yield

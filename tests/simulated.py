@@ -38,7 +38,9 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Observer, StreamName, Work
 from streamshard.core import edge
 from streamshard.core.backward import Backward
+from streamshard.core.engine import Engine
 from streamshard.nested import tensors_in
+from streamshard.pinned import PinnedMemory
 from streamshard.torch_private import AsTensors, get_grad
 from tests.adversary import AdversarialTransport, unobserved
 from tests.races import _bytes_of, _touched
@@ -249,6 +251,7 @@ class StreamChecker(TorchDispatchMode, Observer):
         self.accesses = 0
         self.leaves: set[SimulatedStream] = set()
         self._device = device
+        self.pinned: list[torch.Tensor] = []  # blocks that only the host and copies use
         self._memory: dict[int, _Memory] = {}
         self._declared: SimulatedStream | None = None
 
@@ -262,8 +265,11 @@ class StreamChecker(TorchDispatchMode, Observer):
     def on_collective(
         self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
     ) -> None:
-        """See `Observer`."""
+        """See `Observer`. What the host launches comes after what it has done before."""
         self._declared = self._streams.device_stream(stream)
+        event = SimulatedEvent()
+        event.record(self._device.host)
+        self._declared.learn(event)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -306,6 +312,10 @@ class StreamChecker(TorchDispatchMode, Observer):
         if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device != CPU:
             return
         self.accesses += 1
+        address = tensor.data_ptr()
+        is_pinned = any(block.data_ptr() <= address < block.data_ptr() + block.nbytes for block in self.pinned)
+        if stream is self._device.compute and is_pinned:
+            stream = self._device.host
         address, storage = _address(tensor), tensor.untyped_storage()._cdata
         if address not in self._memory or self._memory[address].storage != storage:
             self._memory[address] = _Memory(storage, None, {})  # allocated where this does not look
@@ -336,7 +346,7 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     Gradients of parameters are taken on the stream that has made them. The stream of whoever calls backward waits for
     those streams before the end of backward. So does autograd with a device's own streams.
     """
-    checker, finish = StreamChecker(device), Backward.finish
+    checker, finish, mapped = StreamChecker(device), Backward.finish, PinnedMemory._map
 
     def there(hook: Callable[..., None]) -> Callable[..., None]:
         def called(*args: Any) -> None:
@@ -352,8 +362,13 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
             device.current_stream(CPU).wait_stream(stream)
         finish(self)
 
+    def map_block(self: PinnedMemory, n_bytes: int) -> torch.Tensor:
+        checker.pinned.append(mapped(self, n_bytes))
+        return checker.pinned[-1]
+
     with (
         checker,
+        mock.patch.object(PinnedMemory, "_map", map_block),
         mock.patch.object(Backward, "finish", finish_behind),
         mock.patch.object(edge, "_leave_gradient", there(edge._leave_gradient)),
         mock.patch.object(edge, "_write_gradient", there(edge._write_gradient)),
@@ -398,11 +413,40 @@ def late(model: nn.Module) -> Iterator[None]:
     for ranks, transport in zip(all_ranks, transports, strict=True):
         ranks.transport = transport
         transport.held.is_late = True
-    yield
+    with late_copies(engine):
+        yield
     for ranks, transport in zip(all_ranks, transports, strict=True):
         transport.complete()
         ranks.transport = transport.inner
         transport.held.is_late = False
+
+
+@contextlib.contextmanager
+def late_copies(engine: Engine) -> Iterator[None]:
+    """Copies to and from host memory, and steps between them, are as late as the waits for them allow."""
+    if engine.host is None:
+        yield
+        return
+    host, launch, streams = engine.host, engine.host.launch, engine.streams
+    copying = [streams.device_stream(name) for name in (StreamName.FETCH, StreamName.STORE)]
+
+    def put(
+        stream: StreamName, what: Collective, action: Callable[[], None], reads: Any = (), writes: Any = ()
+    ) -> None:
+        def run() -> None:
+            with streams.on(stream), torch.no_grad():
+                action()
+
+        launch(stream, what, lambda: streams.device_stream(stream).put(run), reads, writes)
+
+    for each in copying:
+        each.is_late = True
+    with mock.patch.object(host, "launch", put):
+        yield
+        host.settle()
+    for each in copying:
+        each.run()
+        each.is_late = False
 
 
 @contextlib.contextmanager

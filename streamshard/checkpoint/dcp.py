@@ -33,7 +33,7 @@ from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_path
-from streamshard.core.optimizer_hooks import NUMBERS
+from streamshard.core.late_step import NUMBERS
 from streamshard.errors import CheckpointError, ConfigError
 
 

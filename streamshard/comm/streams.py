@@ -13,8 +13,10 @@ the race detector, are told of every record and wait, so any machine can check t
 5. SHARDS_WRITTEN: no gather reads a shard before it is written (the cast, the optimizer), nor an exchange its flags.
 6. SHARDS_READ: no cast, and no code after a pass, writes an all-gather input that a gather still reads. The host writes
    no flags that an exchange reads.
-7. RESULTS_ARRIVED: no result outside of slots is read before it is complete: main grads by the optimizer and by the
-   average over replicas, flags by the host, full tensors by the caller.
+7. RESULTS_ARRIVED: no result outside of slots is read before it is complete: main grads by the optimizer, by the
+   average over replicas and by their copy to host memory, flags by the host, full tensors by the caller.
+8. HOST_COPIED: memory that a copy to the host reads or writes is not used before the copy is complete; nor by the
+   host, if a copy to the device reads it.
 
 [Note: observers]
 Instruments (race detector, trace) derive from `Observer`; they replace no methods. The engine calls all
@@ -45,6 +47,12 @@ class StreamName(enum.Enum):
     """Between the ranks of a shard group."""
     REPLICA = "replica"
     """Between replicas. A stream of its own, so that the next all-gather need not wait behind an average."""
+    FETCH = "fetch"
+    """From host memory to the device, and optimizer steps on the way (``offload``)."""
+    STORE = "store"
+    """From the device to host memory (``offload``)."""
+    HOST = "host"
+    """The thread that calls StreamShard: it reads and writes host memory (``offload``)."""
 
 
 class Rule(enum.IntEnum):
@@ -57,6 +65,7 @@ class Rule(enum.IntEnum):
     SHARDS_WRITTEN = 5
     SHARDS_READ = 6
     RESULTS_ARRIVED = 7
+    HOST_COPIED = 8
 
 
 class Work(Protocol):
@@ -73,6 +82,12 @@ class Collective(enum.Enum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
+    COPY = "copy"
+    """Between host memory and the device, on one rank."""
+    STEP = "step"
+    """An optimizer's step of a chunk, on one rank."""
+    NORMS = "norms"
+    """Of reduced gradients, on one rank."""
 
 
 class StepEvent(enum.Enum):
@@ -141,11 +156,11 @@ class Observer:
     def on_record(self, fence: Fence) -> None:
         """`fence` is recorded at this point of its source. On the CPU the point is reached when its work is done."""
 
-    def on_wait(self, fence: Fence) -> None:
-        """`fence.target` waits for the point that `fence` recorded last."""
+    def on_wait(self, fence: Fence, target: StreamName) -> None:
+        """`target` waits for the point that `fence` recorded last."""
 
-    def on_block(self, fence: Fence, works: Sequence[Work]) -> None:
-        """`fence.target` begins to wait: on the CPU the host, for `works`; on an accelerator the stream (no works)."""
+    def on_block(self, fence: Fence, target: StreamName, works: Sequence[Work]) -> None:
+        """`target` begins to wait: on the CPU the host, for `works`; on an accelerator the stream (no works)."""
 
     def on_done(self, fence: Fence, works: Sequence[Work]) -> None:
         """The host has waited for `works`. Only on the CPU."""
@@ -155,7 +170,7 @@ class Observer:
 
 
 class Fence:
-    """A point in stream `source` for which stream `target` waits, because of one ordering rule.
+    """A point in stream `source` for which other streams wait, because of one ordering rule.
 
     Owns one device event, recorded again each time (on an accelerator), or the pending `Work` objects (on the CPU).
 
@@ -164,7 +179,7 @@ class Fence:
         rule: the ordering rule that it enforces.
         source: the stream that records it.
         what: the guarded object, for messages ("slot 0").
-        target: the stream that waits; None: comm if `source` is compute, else compute.
+        target: the stream that waits, unless `wait` names another; None: comm if `source` is compute, else compute.
         at: a fence of the same source whose point this fence shares, for another rule: `record` follows its `record`.
 
     Attributes:
@@ -209,14 +224,22 @@ class Fence:
         for observer in self._streams.observers:
             observer.on_record(self)
 
-    def wait(self) -> None:
-        """Let `target` wait for the point recorded last. Does nothing if none was recorded."""
+    def wait(self, target: StreamName | None = None) -> None:
+        """Let a stream wait for the point recorded last. Does nothing if none was recorded.
+
+        Args:
+            target: the stream; None: the fence's own.
+        """
         if not self._recorded:
             return
+        target = target or self.target
         if self._event is not None:
             for observer in self._streams.observers:
-                observer.on_block(self, ())
-            self._streams.device_stream(self.target).wait_event(self._event)
+                observer.on_block(self, target, ())
+            if target is StreamName.HOST:
+                self._event.synchronize()
+            else:
+                self._streams.device_stream(target).wait_event(self._event)
         elif self.works and not self._streams.observers:
             works, self.works = self.works, ()
             for work in works:
@@ -224,14 +247,14 @@ class Fence:
         elif self.works:
             self.complete()
         for observer in self._streams.observers:
-            observer.on_wait(self)
+            observer.on_wait(self, target)
 
     def complete(self) -> None:
         """Complete pending works without telling observers of a wait: the host is about to reuse their buffers."""
         works, self.works = self.works, ()
         if works:
             for observer in self._streams.observers:
-                observer.on_block(self, works)
+                observer.on_block(self, self.target, works)
             for work in works:
                 work.wait()
             for observer in self._streams.observers:
@@ -264,6 +287,7 @@ class Streams:
 
     Args:
         device: the device of the engine's buffers.
+        has_host: state lies in host memory, so there are streams for copies.
 
     Attributes:
         module: torch's module for the device, such as ``torch.cuda``; None on the CPU.
@@ -271,7 +295,7 @@ class Streams:
         observers: the current observers; see `observed_by`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_host: bool = False) -> None:
         self.device = device
         self.module: Any = module_of(device) if has_streams(device) else None
         self.has_streams = self.module is not None
@@ -282,9 +306,9 @@ class Streams:
         # High priority: communication kernels are small, and would be late behind the blocks of a large matmul.
         self._own: dict[StreamName, Any] = {}
         if self.module is not None:
-            self._own = {
-                name: self.module.Stream(device, priority=-1) for name in StreamName if name is not StreamName.COMPUTE
-            }
+            copies = (StreamName.FETCH, StreamName.STORE) if has_host else ()
+            names = (StreamName.COMM, StreamName.REPLICA, *copies)
+            self._own = {name: self.module.Stream(device, priority=-1) for name in names}
 
     def device_stream(self, name: StreamName) -> Any:
         """The device's stream of this name; for compute, the caller's current stream. None on the CPU."""

@@ -26,6 +26,7 @@ from streamshard.planning.program import Op, UnitOrder
 
 if TYPE_CHECKING:
     from streamshard.core.buffer_sync import BufferSync
+    from streamshard.core.host import HostState
 
 ROOT_UNIT = 0  # index of the root unit
 
@@ -122,6 +123,7 @@ class Engine:
         buffers: keeps the model's buffers equal on all ranks.
         precision: the dtypes.
         reductions: takes gradients.
+        host: copies state that lies in host memory; None: it lies on the device.
 
     Attributes:
         streams: the streams on which compute and communication run.
@@ -148,6 +150,7 @@ class Engine:
     buffers: BufferSync
     precision: Precision
     reductions: Reductions
+    host: HostState | None = None
 
     def __post_init__(self) -> None:
         self.streams = self.ranks.streams

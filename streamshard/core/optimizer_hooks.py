@@ -24,13 +24,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from streamshard.core.host import HostState, HostUnit
+from streamshard.core.late_step import NUMBERS, LateStep
+from streamshard.core.params import FlatParam, Param
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import look_at_step
+from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import OWN, ShardedParameter, refuse_unreduced
-from streamshard.guards.sharded_tensor import Piece, ShardedTensor, piece_of
+from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, get_grad, untraced
-
-NUMBERS = ("step", "mu_product", "eta", "mu")  # state with these names is a counter, even if the parameter is a scalar
 
 # -- optimizers that work element by element --------------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
 
 _HOOK: Any = "streamshard"  # the key of this module's hooks among an optimizer's hooks; torch's keys are numbers
 _PLAIN = "_streamshard_plain"  # attribute of a stand-in: its parameters, by the sharded parameter
+_LATE = "_streamshard_late"  # attribute of a stand-in: the late steps of models in host memory
 
 
 @functools.cache
@@ -126,7 +129,9 @@ def _adopt(optimizer: Optimizer) -> None:
     """An optimizer is about to step pieces for the first time."""
     _refuse_unknown(optimizer)
     take_over_state(optimizer)
-    optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
+    optimizer.register_state_dict_pre_hook(settle_state)
+    if any(map(piece_of, params_in(optimizer.param_groups))):
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
     optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
     after: Any = optimizer._optimizer_step_post_hooks
     after[_HOOK] = functools.partial(untraced, _after_step)
@@ -208,20 +213,26 @@ def _refuse_other_blocks(optimizer: Optimizer, name: str, least_numel: int) -> N
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins: let it run on a stand-in. See [Note: plain steps]."""
+    closure = _closure_of(args, kwargs)
+    hosts = {param: host for param in params_in(optimizer.param_groups) if (host := _host_of(param)) is not None}
+    if hosts and closure is not None:
+        with torch.enable_grad():
+            loss = closure()  # a late step needs the gradients now
+        args, kwargs, closure = (optimizer, lambda: loss), {}, None
     plain: dict[ShardedParameter, nn.Parameter] = {}
     groups = []
     for group in optimizer.param_groups:
-        params = group["params"]
+        params = [param for param in group["params"] if param not in hosts]
         for param in params:
             if isinstance(param, ShardedParameter):
                 plain[param] = param.plain
         groups.append({**group, "params": list(map(plain.get, params, params))})
-    if not plain:  # the stand-in, if its step calls the step of the base class
+    if not plain and not hosts:  # the stand-in, if its step calls the step of the base class
         return None
     state = defaultdict(dict, {plain.get(key, key): values for key, values in optimizer.state.items()})  # type: ignore[call-overload]  # keys may be names
     stand_in: Any = object.__new__(type(optimizer))
-    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state, _PLAIN: plain}
-    closure = _closure_of(args, kwargs)
+    late = _late_steps(optimizer, hosts)
+    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state, _PLAIN: plain, _LATE: late}
     _lend_grads(plain, are_made=closure is None)
     if closure is None:
         return (stand_in, *args[1:]), kwargs
@@ -233,6 +244,37 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         return loss
 
     return ((stand_in, called, *args[2:]), kwargs) if len(args) > 1 else ((stand_in,), {**kwargs, "closure": called})
+
+
+def _host_of(param: torch.Tensor) -> HostState | None:
+    """The host memory in which the state of `param` lies; None: it lies on the device."""
+    if not isinstance(param, ShardedParameter) or not param.piece.is_on_host:
+        return None
+    ledger = param.piece.ledger_of()
+    return None if ledger is None else ledger.host  # None: the model is gone, and the step runs on the CPU
+
+
+def _late_steps(
+    optimizer: Optimizer, hosts: Mapping[nn.Parameter, HostState]
+) -> list[tuple[HostState, LateStep, dict[HostUnit, list[Param]]]]:
+    """By model, the step of its parameters that have a gradient, and these by unit."""
+    refuse_unreduced(hosts, "an optimizer's step")
+    found: dict[HostState, list[tuple[HostUnit, FlatParam, Param, int]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            place = hosts[param].find(param) if param in hosts else None
+            with AsTensors():
+                if place is not None and get_grad(param) is not None:
+                    place[2].adopt_grad()
+                    found.setdefault(hosts[param], []).append((*place, number))
+    late = []
+    for host, places in found.items():
+        by_unit: dict[HostUnit, list[Param]] = defaultdict(list)
+        for unit, _, each, _ in places:
+            by_unit[unit].append(each)
+        indexed = [(unit.index, flat, each, group) for unit, flat, each, group in places]
+        late.append((host, LateStep(optimizer, indexed, host), by_unit))
+    return late
 
 
 def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: bool = True) -> None:
@@ -268,6 +310,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     stepped = dict(args[0].__dict__)
     plain: dict[ShardedParameter, nn.Parameter] = stepped.pop(_PLAIN)
+    for host, step, by_unit in stepped.pop(_LATE):
+        for unit, changed_here in by_unit.items():
+            unit.expire_stepped(changed_here)
+        host.add_step(step)
     for group, theirs in zip(optimizer.param_groups, stepped.pop("param_groups"), strict=True):
         group.update({**theirs, "params": group["params"]})
     sharded = dict(zip(plain.values(), plain, strict=True))
@@ -315,6 +361,13 @@ class PiecesOfState(dict[str, Any]):
         )
 
 
+def settle_state(optimizer: Optimizer) -> None:
+    """The optimizer's state is about to be read or written: late steps are carried out."""
+    for host in {_host_of(param) for param in params_in(optimizer.param_groups)}:
+        if host is not None:
+            host.settle()
+
+
 def take_over_state(optimizer: Optimizer) -> None:
     """Cut full moments, from before the model was sharded, into this rank's pieces, and move state to the parameters.
 
@@ -327,6 +380,7 @@ def take_over_state(optimizer: Optimizer) -> None:
         for inner in in_place():
             take_over_state(inner)
         return
+    settle_state(optimizer)
     for group in optimizer.param_groups:
         stay = () if group.get("fused") or group.get("capturable") else NUMBERS
         for param in group["params"]:
@@ -339,6 +393,7 @@ def take_over_state(optimizer: Optimizer) -> None:
 
 def _cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Before ``load_state_dict`` changes anything: cut full moments, and raise for other shapes."""
+    settle_state(optimizer)
     state = {number: dict(values) for number, values in state_dict["state"].items()}
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for number, param in zip(numbers, params_in(optimizer.param_groups), strict=False):  # torch compares their numbers

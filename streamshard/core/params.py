@@ -13,7 +13,7 @@ import enum
 import math
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -23,8 +23,9 @@ from streamshard.comm.communicator import Communicator
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
 from streamshard.forms import form_of
+from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import be_piece, put_grad
-from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor
+from streamshard.guards.sharded_tensor import Life, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard, classes_of
 from streamshard.planning.layout import ByteRange, FlatParamPlan, ParamLayout
 from streamshard.planning.memory import Category
@@ -95,12 +96,13 @@ class Param:
         is_kept: main grads hold ``.grad`` from before this backward, to which the reduction is added.
         is_small: the gradient is copied into the slot together with others.
         spilled: [full shape] grad_dtype, the copy in the state SPILLED.
+        main_grad: [local shape] fp32, the parameter's part of the main grads.
         given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made yet.
     """
 
     unsharded: UnshardedParameter
     in_slot: torch.Tensor
-    _main_grad: torch.Tensor  # [local shape] fp32
+    main_grad: torch.Tensor  # [local shape] fp32
     _grad_piece: Piece
 
     def __init__(self, piece: Piece, aliases: tuple[str, ...], param: nn.Parameter, main_weights: torch.Tensor) -> None:
@@ -117,7 +119,8 @@ class Param:
 
     @property
     def main(self) -> torch.Tensor:
-        """[local.numel]: this rank's main weights, wherever the user has put them since."""
+        """[local.numel]: this rank's main weights, wherever the user has put them since. To read or write at once."""
+        self.piece.settle()
         with AsTensors():
             return self.param.detach().view(-1)
 
@@ -133,16 +136,27 @@ class Param:
         Inside `AsTensors`.
 
         Returns:
-            Whether ``.grad`` is `given`, still in the main grads' memory (``grad.data = x`` gives it other memory).
+            Whether ``.grad`` was `given`, still in the main grads' memory (``grad.data = x`` gives it other memory).
+        """
+        is_same = self.adopt_grad()
+        self.is_kept = get_grad(self.param) is not None
+        if self.is_kept:
+            put_grad(self.param, None)
+        return is_same
+
+    def adopt_grad(self) -> bool:
+        """Copy ``.grad``, if the user has replaced it, into the main grads. Inside `AsTensors`.
+
+        Returns:
+            Whether ``.grad`` is `given`, still in the main grads' memory.
         """
         grad = get_grad(self.param)
-        self.is_kept = grad is not None
         is_same = grad is self.given
         if grad is not None:
-            is_same = is_same and (not grad.numel() or grad.data_ptr() == self._main_grad.data_ptr())
+            is_same = is_same and (not grad.numel() or grad.data_ptr() == self.main_grad.data_ptr())
             if not is_same:
-                self._main_grad.copy_(grad)
-            put_grad(self.param, None)
+                self.piece.settle()
+                self.main_grad.copy_(grad)
         return is_same
 
     def give_grad(self, life: Life) -> None:
@@ -151,8 +165,9 @@ class Param:
         Inside `AsTensors`.
         """
         if self.given is None:
-            self.given = ShardedTensor.wrap(self._main_grad.detach(), self._grad_piece, life)
+            self.given = ShardedTensor.wrap(self.main_grad.detach(), self._grad_piece, life)
         if (own := get_grad(self.param)) is not None:
+            self.piece.settle()
             self.given.add_(own)
         set_grad(self.param, self.given)
 
@@ -170,7 +185,8 @@ class Param:
 
     def clear_main_grad(self) -> None:
         """Zero the main grads of the parameter."""
-        self._main_grad.zero_()
+        self.piece.settle()
+        self.main_grad.zero_()
 
     def forget_grad(self) -> None:
         """The user has dropped the gradient that waited (``zero_grad()``)."""
@@ -187,6 +203,33 @@ class Param:
             self.param.grad = None
 
 
+def write_all(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:
+    """Copy gradients [full shape] into the slot, or add them to gradients of this backward in the slot.
+
+    Args:
+        params: of one unit, whose slot is open.
+        grads: one for each.
+        adds: to whatever is in the slot: main grads.
+    """
+    # Of mixed dtypes one call would launch a kernel for each tensor.
+    fresh: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for param, grad in zip(params, grads, strict=True):
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if adds or param.state is GradState.IN_SLOT:
+            param.in_slot.add_(grad)
+        else:
+            key = param.in_slot.dtype, grad.dtype
+            if key not in fresh:
+                fresh[key] = [], []
+            fresh[key][0].append(param.in_slot)
+            fresh[key][1].append(grad)
+        param.is_used = True
+    move_all(params, GradState.IN_SLOT)
+    for places, given in fresh.values():
+        torch._foreach_copy_(places, given)
+
+
 class FlatParam:
     """One flat parameter on this rank. Owns nothing: buffers are the ledger's.
 
@@ -197,6 +240,7 @@ class FlatParam:
         ranks: the shard group.
         ledger: allocates.
         keeps_slot: no other unit uses the slot: the all-gather input is this rank's range of it.
+        is_on_host: main weights, main grads and all-gather inputs lie in host memory (``offload``).
 
     Attributes:
         tag: of its messages.
@@ -204,6 +248,7 @@ class FlatParam:
         layout: of its parameters.
         main: [shard_numel] main_dtype. The user's Parameters are views of it.
         gather_input: [shard_numel] wire_dtype; `main` itself, if that is of the same dtype.
+        host_input: with ``offload``, the same in host memory, and `gather_input` is a range of the slot; else empty.
         gathered: [padded_numel] wire_dtype, written by all-gathers; `weights` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype. Layers compute with views of it.
         grads: [padded_numel] grad_dtype, its range of the gradient slot; empty if it is frozen.
@@ -222,7 +267,9 @@ class FlatParam:
         ledger: Ledger,
         *,
         keeps_slot: bool,
+        is_on_host: bool,
     ) -> None:
+        self.is_on_host, self.host_input = is_on_host, torch.empty(0)
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[Param] = []
         self.is_main_in_slot = False
@@ -234,12 +281,17 @@ class FlatParam:
         self.weights = self.gathered = slot.buffer.narrow(0, *plan.weights).view(kind.compute_dtype)
         if wire is not None and kind.wire_dtype is not kind.compute_dtype:
             self.gathered = wire.narrow(0, *plan.wire).view(kind.wire_dtype)
-        if keeps_slot and self.gathered is self.weights:
-            self.gather_input = self.weights.narrow(0, ranks.rank * numel, numel)
+        input_category = Category.ALL_GATHER_INPUTS if is_cast else kept_as
+        if is_on_host:
+            self.gather_input = self.gathered.narrow(0, ranks.rank * numel, numel)
+            self.host_input = kept_input = ledger.allocate(input_category, numel, kind.wire_dtype, is_on_host=True)
+        elif keeps_slot and self.gathered is self.weights:
+            self.gather_input = kept_input = self.weights.narrow(0, ranks.rank * numel, numel)
         else:
-            category = Category.ALL_GATHER_INPUTS if is_cast else kept_as
-            self.gather_input = ledger.allocate(category, numel, kind.wire_dtype, is_visible=True)
-        self.main = ledger.allocate(kept_as, numel, kind.main_dtype) if is_cast else self.gather_input
+            self.gather_input = kept_input = ledger.allocate(input_category, numel, kind.wire_dtype, is_visible=True)
+        self.main = kept_input
+        if is_cast:
+            self.main = ledger.allocate(kept_as, numel, kind.main_dtype, is_on_host=is_on_host)
         for found in plan.found:
             for tensor in form_of(found.param).beside(found.param).values():
                 ledger.hold(Category.QUANTIZATION, tensor)
@@ -264,7 +316,8 @@ class FlatParam:
     def _new_main_grads(self) -> torch.Tensor:
         if (ledger := self._ledger_of()) is None:
             raise StateError("a flat parameter", "without its model", "a model that is alive")
-        return ledger.allocate(Category.MAIN_GRADS, self.layout.shard_numel, torch.float32)
+        numel = self.layout.shard_numel
+        return ledger.allocate(Category.MAIN_GRADS, numel, torch.float32, is_on_host=self.is_on_host)
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None
@@ -287,7 +340,8 @@ class FlatParam:
         if self.layout.is_whole:  # a storage of its own, or accelerate and safetensors take parameters for tied
             main_weights = from_dlpack(main_weights)
         places = (local.start, local.stop, tuple(main_weights.shape))
-        piece = Piece(layout.name, layout.shape, *places, self._ranks, self.layout, layout, self._ledger_of)
+        facts = layout.name, layout.shape, *places, self._ranks, self.layout, layout, self._ledger_of
+        piece = Piece(*facts, is_on_host=self.is_on_host)
         added = Param(piece, aliases, param, main_weights)
         param.grad = None
         _put_under(param, main_weights)
@@ -316,7 +370,7 @@ class FlatParam:
         """Tell `param` where its gradient lies in the slot and in the main grads."""
         param.has_room = True
         param.in_slot = self.part_of(self.grads, param.layout)
-        param._main_grad, param._grad_piece = param.shaped(self.main_grads), param.piece.of_grad()
+        param.main_grad, param._grad_piece = param.shaped(self.main_grads), param.piece.of_grad()
 
     def leave_slot(self) -> None:
         """Give main grads memory of their own, because a reduction adds to them. Compute stream."""

@@ -27,26 +27,43 @@ class Ledger:
 
     Attributes:
         buffers: all of them, each with its category.
+        on_host: addresses of the buffers in host memory.
+        host: allocates host memory, and copies between it and the device, see `HostState`; None without ``offload``.
     """
 
     def __init__(self, streams: Streams, allocate_visible: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._streams = streams
         self._allocate_visible = allocate_visible
         self.buffers: list[tuple[Category, torch.Tensor]] = []
+        self.on_host: set[int] = set()
+        self.host: Any = None
 
-    def allocate(self, category: Category, numel: int, dtype: torch.dtype, *, is_visible: bool = False) -> torch.Tensor:
+    def allocate(
+        self,
+        category: Category,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        is_visible: bool = False,
+        is_on_host: bool = False,
+    ) -> torch.Tensor:
         """A new buffer [numel] of zeros, so that padding never holds a NaN.
 
         Args:
             category, numel, dtype: its use, length and type.
             is_visible: other ranks may read it (all-gather inputs, gradient slots).
+            is_on_host: it lies in pinned host memory.
         """
         with leave_inference_mode():
-            if is_visible:
+            if is_on_host:
+                buffer: torch.Tensor = self.host.allocate(numel, dtype)
+                self.on_host.add(buffer.data_ptr())
+            elif is_visible:
                 buffer = self._allocate_visible(numel, dtype)
             else:
                 buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
-            self._streams.keep(buffer)
+            if not is_on_host:
+                self._streams.keep(buffer)
         self.buffers.append((category, buffer))
         return buffer
 
@@ -61,7 +78,7 @@ class Ledger:
 
     def held_bytes(self, category: Category) -> int:
         """Bytes held under `category`, counted on the live tensors."""
-        return sum(buffer.untyped_storage().nbytes() for kind, buffer in self.buffers if kind is category)
+        return sum(buffer.nbytes for kind, buffer in self.buffers if kind is category)
 
 
 class _Slot:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work
 from streamshard.comm.transport import Reduction
-from streamshard.core.params import FlatParam, GradState, Param, move_all, use_of
+from streamshard.core.params import FlatParam, GradState, Param, move_all, use_of, write_all
 from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
@@ -30,10 +30,8 @@ from streamshard.guards.weights import WeightGuard
 from streamshard.planning.layout import UnitLayout
 from streamshard.torch_private import AsTensors, get_grad, set_grad
 
-_WHY_EARLIER = (
-    "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
-    "needed after zero_grad()"
-)
+if TYPE_CHECKING:
+    from streamshard.core.host import HostState
 
 # Upper limit for the small gradients of one unit. They need this memory in addition to the slot.
 _COLLECTED_BYTES = 1 << 20
@@ -44,8 +42,8 @@ _versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter(
 class Unit:
     """The parameters of a repeated layer, of several small layers, or of the root unit. Owns no buffers.
 
-    A unit is *bound* while one of its layers runs, and in backward from the first use of its weights until its
-    reduction: its modules hold unsharded parameters.
+    A unit is *bound* while its modules hold unsharded parameters: while one of its layers runs, and in backward from
+    the first use of its weights until its reduction.
 
     Args:
         index: position in the engine's list of units; index 0 is the root unit.
@@ -55,10 +53,12 @@ class Unit:
         grad_slot: backward writes the gradients there.
         ranks: the shard group.
         is_streamed: the unit shares the block slots; else it is resident and has a weight slot of its own.
+        host: the unit's state lies in host memory; None: it lies on the device.
 
     Attributes:
         name: fully qualified name of the module, for messages.
         params: this rank's part of each parameter, in the order of the flat parameters; filled by `make_unsharded`.
+        trained: the flat parameters that train.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
         is_trainable: a parameter requires a gradient, and has room for it; see `copy_trainability`.
         is_cast: the all-gather input has the weights as the user has left them.
@@ -81,8 +81,9 @@ class Unit:
         ranks: Communicator,
         *,
         is_streamed: bool,
+        host: HostState | None = None,
     ) -> None:
-        self.index, self.layout, self.flat_params = index, layout, tuple(flat_params)
+        self.index, self.layout, self.flat_params, self.host = index, layout, tuple(flat_params), host
         self.weight_slot, self.grad_slot, self.ranks, self.is_streamed = weight_slot, grad_slot, ranks, is_streamed
         self.name = layout.name or "the root unit"
         self.params: list[Param] = []
@@ -99,13 +100,11 @@ class Unit:
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
         self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
         self.read_done = Fence(streams, Rule.SHARDS_READ, ranks.stream, "gathered shards", at=weight_slot.arrived)
-        self._trained = [flat for flat in self.flat_params if flat.kind.trains]
+        self.trained = [flat for flat in self.flat_params if flat.kind.trains]
         self._with_room: list[Param] = []  # params whose gradient has memory
         self._life = Life()  # of the gradients that parameters have now
         self._adds = False  # the next reduction adds to the main grads
         self._adds_in_slot = False  # and the main grads are the whole slot, so gradients are added there
-
-    # -- construction ---------------------------------------------------------------------------------------------
 
     def make_unsharded(self) -> None:
         """Make the unsharded parameters, views of the slot, and choose the small ones."""
@@ -137,18 +136,31 @@ class Unit:
             unless_same: compare versions (inside ``no_sync()``). Else every pass casts, because some writes leave no
                 trace in versions: through ``.data`` on one rank, and by kernels that take an address.
         """
+        unless_same = unless_same or self.host is not None  # a cast on the host takes time
         if self.params and not (unless_same and self._cast_versions == self.versions()):
             self.is_cast = False
             self.weight_slot.move(WeightState.EMPTY, None)
+
+    def expire_stepped(self, params: Collection[Param]) -> None:
+        """A late step of `params` is due. It writes the all-gather input too, so no cast is due, if none was before."""
+        was_cast = self.is_cast and self._cast_versions == self.versions()
+        with AsTensors():
+            torch.autograd.graph.increment_version([param.param for param in params])
+        self.expire(unless_same=True)
+        if was_cast:
+            self.is_cast, self._cast_versions = True, self.versions()
 
     def cast(self, *, notes_versions: bool) -> None:
         """Cast the weights as the user has left them to the all-gather input, and note versions for `expire`."""
         self._streams.observe(StepEvent.CAST_BEGINS, self.index)
         self.read_done.wait()  # rule 6: the last all-gather, also of other ranks, has read the input
-        for flat in self.flat_params:
-            if flat.gather_input is not flat.main:
-                flat.gather_input.copy_(flat.main)
-        self._cast_versions = self.versions() if notes_versions else []
+        if self.host is not None:
+            self.host.cast(self)
+        else:
+            for flat in self.flat_params:
+                if flat.gather_input is not flat.main:
+                    flat.gather_input.copy_(flat.main)
+        self._cast_versions = self.versions() if notes_versions or self.host is not None else []
         self.is_cast = True
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
@@ -161,6 +173,8 @@ class Unit:
         slot.released.wait()  # rule 2
         slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
         slot.move(WeightState.ARRIVING, self.index)
+        if self.host is not None:
+            self.host.fetch(self)
         works: list[Work | None] = []
         for flat in self.flat_params:
             works.append(transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
@@ -207,7 +221,7 @@ class Unit:
                 for param, trains in zip(self.params, wanted, strict=True):
                     param.unsharded.requires_grad_(trains)
                 self._trains = wanted
-        self.is_trainable = bool(self._trained) and any(wanted)
+        self.is_trainable = bool(self.trained) and any(wanted)
 
     def end_use(self) -> None:
         """Layers have computed in a forward: take over changes of ``requires_grad``, and refuse writes to weights."""
@@ -242,7 +256,7 @@ class Unit:
         self.grad_slot.open(self.index)
         if self._adds:
             self._leave_slot()
-        self._adds_in_slot = self._adds and any(flat.is_main_in_slot for flat in self._trained)
+        self._adds_in_slot = self._adds and any(flat.is_main_in_slot for flat in self.trained)
         if self.has_spilled:
             self.has_spilled = False
             params = [param for param in self._with_room if param.state is GradState.SPILLED]
@@ -270,7 +284,7 @@ class Unit:
     def _leave_slot(self) -> None:
         """Main grads that lie in the slot are added to. Move them to memory of their own, unless they are all of it."""
         stays = self.ranks.grad_divisor == 1.0  # else the next reduction would divide earlier gradients again
-        moved = [flat for flat in self._trained if flat.is_main_in_slot and not (stays and flat.layout.is_whole)]
+        moved = [flat for flat in self.trained if flat.is_main_in_slot and not (stays and flat.layout.is_whole)]
         for flat in moved:
             flat.leave_slot()
             for param in flat.params:
@@ -280,7 +294,7 @@ class Unit:
 
     def _renew(self) -> None:
         """Gradients of the unit that the user still holds raise from now on."""
-        self._life.why_over = _WHY_EARLIER
+        self._life.end()
         self._life = Life()
         for param in self._with_room:
             param.given = None
@@ -318,25 +332,8 @@ class Unit:
             self._write(left, grads)
 
     def _write(self, params: Sequence[Param], grads: Sequence[torch.Tensor]) -> None:
-        """Copy gradients [full shape] into the slot, or add them to gradients of this backward in the slot."""
         self.grad_slot.join()
-        # Of mixed dtypes one call would launch a kernel for each tensor.
-        fresh: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for param, grad in zip(params, grads, strict=True):
-            if grad.is_sparse:
-                grad = grad.to_dense()
-            if self._adds_in_slot or param.state is GradState.IN_SLOT:
-                param.in_slot.add_(grad)
-            else:
-                key = param.in_slot.dtype, grad.dtype
-                if key not in fresh:
-                    fresh[key] = [], []
-                fresh[key][0].append(param.in_slot)
-                fresh[key][1].append(grad)
-            param.is_used = True
-        move_all(params, GradState.IN_SLOT)
-        for places, given in fresh.values():
-            torch._foreach_copy_(places, given)
+        write_all(params, grads, adds=self._adds_in_slot)
         self._streams.observe(StepEvent.GRAD_WRITTEN, self.index)
 
     def spill(self) -> None:
@@ -364,10 +361,15 @@ class Unit:
                 param.in_slot.zero_()
         move_all(written, GradState.REDUCED)
         slot.finish_writing()
+        outs = [flat.main_grads for flat in self.trained]
+        if self.host is not None:
+            outs = self.host.begin_reduction(self, adds=self._adds)
         works = []
-        for flat in self._trained:
-            given = flat.grads, flat.main_grads, flat.scratch, flat.kind.mode, self._adds, flat.tag
+        for flat, out in zip(self.trained, outs, strict=True):
+            given = flat.grads, out, flat.scratch, flat.kind.mode, self._adds, flat.tag
             works.append(self.ranks.transport.start_reduce(Reduction(*given, self.ranks.grad_divisor)))
+        if self.host is not None:
+            self.host.end_reduction(self, outs)
         self._adds = True
         slot.drain(works)
         self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)
@@ -414,8 +416,6 @@ class Unit:
         self.has_small_grads = self.has_taken = self.has_spilled = self.has_unreduced = False
         if self.is_open:
             self.grad_slot.move(SlotState.FREE, None)
-
-    # -- gradients that wait --------------------------------------------------------------------------------------
 
     def leave_unreduced(self) -> None:
         """End a backward with gradients left in the slot, or in main grads that replicas have not averaged."""

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from streamshard.errors import ShardingError
-from streamshard.guards.sharded_tensor import Life, Piece, ShardedTensor, piece_of
+from streamshard.guards.piece import Piece
+from streamshard.guards.sharded_tensor import Life, ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, set_grad, skip
 
 # Each attribute goes through __torch_function__ unless it is looked up here.
@@ -114,8 +115,11 @@ def _class_of(kind: type) -> type:
 
 
 def be_piece(param: nn.Parameter, piece: Piece) -> None:
-    """Make `param` a ShardedParameter; its data are `piece`. Does nothing if the piece is the whole parameter."""
-    if not piece.is_whole:
+    """Make `param` a ShardedParameter; its data are `piece`.
+
+    A whole parameter on the device stays an ordinary one. In host memory its readers have to wait for copies.
+    """
+    if piece.is_on_host or not piece.is_whole:
         with torch.inference_mode(mode=False):
             plain = nn.Parameter(param.detach(), param.requires_grad)
         kind = type(param)

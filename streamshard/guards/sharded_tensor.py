@@ -12,11 +12,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
-from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
 from streamshard.guards.global_ops import (
     NORMS,
@@ -32,8 +31,8 @@ from streamshard.guards.global_ops import (
     names,
     order_of,
 )
+from streamshard.guards.piece import Piece
 from streamshard.nested import tensors_in
-from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
 from streamshard.torch_private import AsTensors, skip, untraced
 
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
@@ -49,75 +48,12 @@ class Life:
 
     why_over: str = ""
 
-
-class Piece(NamedTuple):
-    """Describes a piece: its full tensor, and this rank's elements.
-
-    Attributes:
-        name: of the parameter.
-        shape: of the full parameter.
-        start, stop: which elements of the flattened parameter this rank has.
-        local_shape: of this rank's elements.
-        ranks: of the shard group. Each has other elements; norms and sums are collectives of these ranks.
-        flat_param, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
-        ledger_of: returns the model's `Ledger` (see `streamshard.core.slots`), None once the model is gone.
-        is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    local_shape: tuple[int, ...]
-    ranks: Communicator
-    flat_param: FlatParamLayout
-    place: ParamLayout
-    ledger_of: Callable[[], Any]
-    is_weight: bool = True
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank has all elements, so that the piece is the full tensor."""
-        return self.flat_param.is_whole
-
-    @property
-    def full(self) -> torch.Tensor:
-        """[full shape] fp32, meta: answers questions about the shape."""
-        return torch.empty(self.shape, device="meta")
-
-    @property
-    def what(self) -> str:
-        """The tensor's name in errors."""
-        return f"{'parameter' if self.is_weight else 'the gradient of parameter'} {self.name!r}"
-
-    def __str__(self) -> str:
-        return f"piece {self.start}:{self.stop} of {self.shape}, rank {self.ranks.rank} of {self.ranks.world_size}"
-
-    def of_grad(self) -> Piece:
-        """The same elements of the gradient."""
-        return self._replace(is_weight=False)
-
-    def range_of(self, rank: int) -> LocalRange:
-        """Which elements of the flattened parameter `rank` of the shard group has."""
-        return self.flat_param.local_range(self.place, rank)
-
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of `whole`, in new memory: [local_shape]."""
-        return whole.detach().reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
-
-    def is_like(self, other: Piece) -> bool:
-        """Whether both are cut at the same places. All ranks get the same answer."""
-        mine, theirs = ((each.shape, each.place.offset, each.flat_param.shard_numel) for each in (self, other))
-        return mine == theirs and self.ranks.world_size == other.ranks.world_size
-
-    def takes(self, local: torch.Tensor) -> bool:
-        """Whether `local`, a plain tensor, may be used as a piece. Optimizers keep plain tensors of the piece's shape.
-
-        No, if it is as long as a row: it may be a row, and torch would broadcast it.
-        """
-        row = self.shape[-1] if len(self.shape) > 1 else 0
-        is_row = self.stop - self.start == row and self.start % max(row, 1) != 0
-        return tuple(local.shape) == self.local_shape and not is_row
+    def end(self) -> None:
+        """The memory is about to hold gradients of a later backward."""
+        self.why_over = (
+            "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a "
+            "gradient is needed after zero_grad()"
+        )
 
 
 class ShardedTensor(torch.Tensor):
@@ -167,12 +103,14 @@ class ShardedTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents
         """The values on this rank, and the description of the piece."""
+        self.piece.settle()
         with AsTensors():
             values = repr(self.as_subclass(torch.Tensor))
         return values if self.piece.is_whole else f"{values}\n({self.piece.what}, {self.piece})"
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
         """A piece of the same elements. People copy averages of weights and optimizer state."""
+        self.piece.settle()
         with AsTensors():
             copied = self.as_subclass(torch.Tensor).detach().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = ShardedTensor.wrap(copied, self.piece)
@@ -180,6 +118,7 @@ class ShardedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """One rank's tensor is full, and is saved as a tensor. A piece raises."""
+        self.piece.settle()
         if self.piece.is_whole:
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
         _refuse_saving(torch.save, self, (), {})
@@ -202,9 +141,13 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
     tensors = [value for value in tensors_in((args, kwargs)) if isinstance(value, ShardedTensor)]
     for tensor in (each for each in tensors if each.why_unusable and answer is not _shape):
         raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
+    tensors[0].piece.settle()
     with AsTensors():
         if tensors[0].piece.is_whole:
             result = func(*args, **kwargs)
+            if tensors[0].piece.is_on_host and isinstance(result, torch.Tensor) and result is not tensors[0]:
+                is_same = result.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
+                return ShardedTensor.wrap(result, tensors[0].piece, tensors[0].life) if is_same else result
             is_alias = isinstance(result, torch.Tensor) and result.shape == tensors[0].shape
             is_on_grad = is_alias and _life_under(result, args) is not None
             return _wrapped(result, tensors[0].piece, args) if is_on_grad else result

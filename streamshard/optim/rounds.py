@@ -29,8 +29,8 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import AllToAll
 from streamshard.errors import RankMismatchError
+from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import data_of
-from streamshard.guards.sharded_tensor import Piece
 from streamshard.planning.memory import Category
 
 _ALIGNED_NUMEL = 128  # fp32 elements: 512 bytes, as of tensors that torch allocates, so kernels do the same

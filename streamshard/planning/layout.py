@@ -30,14 +30,16 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from streamshard.config import Precision, ReductionMode
 from streamshard.forms import form_of
-from streamshard.planning.discovery import FoundParam, FoundUnit
+
+if TYPE_CHECKING:
+    from streamshard.planning.discovery import FoundParam, FoundUnit
 
 ALIGNMENT_BYTES = 16  # vectorised loads of GPU kernels want 16-byte aligned starts
 

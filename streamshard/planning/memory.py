@@ -28,6 +28,8 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     grad slots          g times the elements of the largest unit that train, of each slot; g bytes of grad_dtype
     scratch             as the transport asks
     flags               N + 1 per parameter; R N + N + 1 with R replicas
+    staging             with ``offload``: 8 times the elements of the largest shard that trains
+    norms               with ``offload``: 4 per parameter that trains
 
 With "all" weight slots, all-gather inputs lie in the slots, and so do main or frozen weights of the compute dtype.
 """
@@ -105,6 +107,8 @@ class Category(enum.Enum):
     SCRATCH = "scratch"
     FLAGS = "flags"
     OPTIMIZER_ROUNDS = "optimizer rounds"
+    STAGING = "staging"
+    NORMS = "norms"
 
 
 def plan_scratch(unit: UnitLayout, numel_of: Callable[[int, ReductionMode], int]) -> list[ByteRange]:

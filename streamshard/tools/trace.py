@@ -185,9 +185,9 @@ class _Recorder(Observer):
 
     # -- waits ------------------------------------------------------------------------------------------------------
 
-    def on_block(self, fence: Fence, works: Sequence[Work]) -> None:
+    def on_block(self, fence: Fence, target: StreamName, works: Sequence[Work]) -> None:
         """See `Observer`."""
-        if works or fence.target is StreamName.COMPUTE:
+        if works or target is StreamName.COMPUTE:
             self._blocked = self._now(StreamName.COMPUTE)
 
     def on_done(self, fence: Fence, works: Sequence[Work]) -> None:
@@ -197,9 +197,9 @@ class _Recorder(Observer):
                 self._end(self._under_way.pop(work))
         self._end_wait(fence)
 
-    def on_wait(self, fence: Fence) -> None:
+    def on_wait(self, fence: Fence, target: StreamName) -> None:
         """See `Observer`. On the CPU `on_done` comes first."""
-        if self.streams.has_streams and fence.target is StreamName.COMPUTE:
+        if self.streams.has_streams and target is StreamName.COMPUTE:
             self._end_wait(fence)
 
     def _end_wait(self, fence: Fence) -> None:

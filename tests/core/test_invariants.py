@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from streamshard.comm.streams import Collective, Fence, Observer, StepEvent
+from streamshard.comm.streams import Collective, Fence, Observer, StepEvent, StreamName
 from streamshard.core.engine import Engine
 from streamshard.core.params import GradState
 from streamshard.core.slots import SlotState, WeightSlot
@@ -78,7 +78,7 @@ class _Checks(Observer):
             assert fence is not self._recomputed.released, f"{fence.what} is released before the backward"
         self._check(f"a point for rule {fence.rule} of {fence.what}")
 
-    def on_wait(self, fence: Fence) -> None:
+    def on_wait(self, fence: Fence, target: StreamName) -> None:
         self._check(f"a wait for rule {fence.rule} of {fence.what}")
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:

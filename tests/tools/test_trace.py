@@ -230,7 +230,7 @@ class _Waits(Observer):
         self.clock = clock
         self.found = Counter[str]()
 
-    def on_block(self, fence: Fence, works: Sequence[Work]) -> None:
+    def on_block(self, fence: Fence, target: StreamName, works: Sequence[Work]) -> None:
         """See `Observer`."""
         self.clock.clock_ms += 1.0 if "weight slot" in fence.what else 100.0
         self.found[fence.what] += 1

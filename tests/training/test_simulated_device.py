@@ -247,7 +247,7 @@ class _Order(Observer):
     def __init__(self) -> None:
         self.lines: list[object] = []
 
-    def on_wait(self, fence: Fence) -> None:
+    def on_wait(self, fence: Fence, target: StreamName) -> None:
         """See `Observer.on_wait`."""
         if fence.rule is Rule.SHARDS_WRITTEN and fence.what == "all-gather inputs":
             self.lines.append("the cast")

@@ -1,0 +1,329 @@
+"""State in host memory (``offload="state"``): copies between it and the device, on two streams of their own.
+
+    host: all-gather input -fetch-> this rank's range of the weight slot -all-gather-> weight slot
+    gradient slot -reduction-> staging -store-> host: main grads
+    host: main weights, main grads, optimizer state -fetch-> chunk -step-> chunk -store-> host
+
+Slots, program, reductions and the meaning of ``.grad`` are those of a model without `offload`. FETCH copies to the
+device, STORE to the host. An optimizer's step is late: the next forward carries it out, unit by unit, right before it
+fetches the unit (`streamshard.core.late_step`). So whoever reads or writes host memory calls `HostState.settle` first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.streams import Collective, Fence, Rule, StreamName
+from streamshard.core.params import FlatParam, Param
+from streamshard.core.slots import Ledger, WeightSlot
+from streamshard.pinned import PinnedMemory
+from streamshard.planning.layout import UnitLayout
+from streamshard.planning.memory import Category
+from streamshard.torch_private import AsTensors
+
+_COPY_BYTES = 1 << 27  # the device's copy engines take one copy after the other, so no copy may be long
+_Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class HostUnit(Protocol):
+    """A unit whose state lies in host memory: a `streamshard.core.unit.Unit`."""
+
+    index: int
+    weight_slot: WeightSlot
+    flat_params: tuple[FlatParam, ...]
+    trained: list[FlatParam]
+    params: list[Param]
+
+    def expire_stepped(self, params: Collection[Param]) -> None:
+        """A late step of `params` is due."""
+
+
+class Late(Protocol):
+    """A step that is carried out later: a `streamshard.core.late_step.LateStep`."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all units are stepped."""
+
+    def params_of(self, unit: int) -> Sequence[Param]:
+        """The parameters of the unit with this index that are still to be stepped."""
+
+    def run(self, host: HostState, unit: int, *, fills_slot: bool) -> None:
+        """Step the unit with this index."""
+
+
+class HostState:
+    """The copies of one model. Owns their fences and buffers.
+
+    Args:
+        layouts: of all units.
+        ranks: the shard group.
+        ledger: allocates.
+
+    Attributes:
+        device: the accelerator.
+        allocate: allocates pinned memory, see `PinnedMemory.allocate`.
+    """
+
+    def __init__(self, layouts: Sequence[UnitLayout], ranks: Communicator, ledger: Ledger) -> None:
+        self.device = ranks.streams.device
+        self._streams = streams = ranks.streams
+        self.allocate = PinnedMemory(self.device).allocate
+        # Weak: units own this object.
+        self._places: dict[nn.Parameter, tuple[weakref.ref[HostUnit], FlatParam, Param]] = {}
+        trained = [[flat.layout for flat in each.flat_params if flat.kind.trains] for each in layouts]
+        numel = max(sum(flat.shard_numel for flat in unit) for unit in trained)
+        self._staging = [ledger.allocate(Category.STAGING, numel, torch.float32) for _ in range(2)]
+        counts = [sum(len(flat.params) for flat in unit) for unit in trained]
+        norms = ledger.allocate(Category.NORMS, sum(counts), torch.float32)
+        self._norms = norms.split(counts)  # by unit
+        self._norm_of: dict[Param, torch.Tensor] = {}  # [] fp32, of main grads as the last reduction has left them
+        self._versions: dict[Param, int] = {}  # of main grads then
+        copied = Rule.HOST_COPIED
+        self._staging_stored = [
+            Fence(streams, copied, StreamName.STORE, f"staging {n}", StreamName.COMM) for n in (0, 1)
+        ]
+        self._stored = [Fence(streams, copied, StreamName.STORE, "stored state", StreamName.FETCH) for _ in layouts]
+        # Two chunks take turns, so that copies in both directions and steps overlap: the fence behind a chunk's copies
+        # to the host, and its tensors. FETCH has allocated these, and may reuse their memory behind the fence.
+        chunks = [Fence(streams, copied, StreamName.STORE, f"chunk {n}", StreamName.FETCH) for n in (0, 1)]
+        self._chunks: list[tuple[Fence, list[torch.Tensor]]] = [(fence, []) for fence in chunks]
+        self._fetched = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.FETCH, "fetched shards", StreamName.COMM)
+        self._reduced = Fence(streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "reduced main grads", StreamName.STORE)
+        self._stepped = Fence(streams, copied, StreamName.FETCH, "stepped chunks", StreamName.STORE)
+        self._written = Fence(
+            streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "what compute has written", StreamName.FETCH
+        )
+        self._copied = [
+            Fence(streams, copied, name, f"host memory, {name.value}", StreamName.HOST)
+            for name in (StreamName.FETCH, StreamName.STORE)
+        ]
+        self._is_busy = False  # copies may be under way, or steps late
+        self._turn = 0  # of staging
+        self._late: list[Late] = []
+        self._factors: dict[Param, list[torch.Tensor]] = {}  # factors of main grads that nobody has applied
+
+    def begin(self, units: Sequence[HostUnit]) -> None:
+        """The units are complete, and buffers are filled. Their parameters do not change."""
+        self._written.record()
+        self._written.wait()  # rule 5
+        for unit in units:
+            norms = iter(self._norms[unit.index])
+            for flat in unit.flat_params:
+                for param in flat.params:
+                    self._places[param.param] = weakref.ref(unit), flat, param
+                    if flat.kind.trains:
+                        self._norm_of[param] = next(norms)
+
+    def launch(
+        self, stream: StreamName, what: Collective, action: Callable[[], None], reads: Any = (), writes: Any = ()
+    ) -> None:
+        """Run `action` on `stream`. Every use of host memory by the device comes through here.
+
+        Args:
+            stream: FETCH, STORE, or COMM for norms.
+            what: COPY, STEP or NORMS.
+            action: issues the copies or kernels.
+            reads, writes: for observers, the tensors that it reads and writes.
+        """
+        self._is_busy = True
+        for observer in self._streams.observers:
+            observer.on_collective(stream, what, None, reads, writes)
+        with self._streams.on(stream), torch.no_grad():
+            action()
+
+    def copy(self, stream: StreamName, pairs: _Pairs) -> None:
+        """Copy the second tensor of each pair to the first, on `stream`."""
+
+        def action() -> None:
+            for pair in pairs:
+                to, source = (each.view(-1).split(max(_COPY_BYTES // each.itemsize, 1)) for each in pair)
+                for part, read in zip(to, source, strict=True):
+                    part.copy_(read, non_blocking=True)
+
+        self.launch(stream, Collective.COPY, action, [source for _, source in pairs], [to for to, _ in pairs])
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def cast(self, unit: HostUnit) -> None:
+        """Cast weights that the user has changed to the all-gather input, on the host."""
+        self.settle()
+        with torch.no_grad():
+            for flat in unit.flat_params:
+                if flat.host_input is not flat.main:
+                    flat.host_input.copy_(flat.main)
+
+    def fetch(self, unit: HostUnit) -> None:
+        """Put this rank's part of the weights into the unit's slot, stepped if a step is late. Comm waits for it."""
+        slot = unit.weight_slot
+        slot.released.wait(StreamName.FETCH)  # rule 2
+        slot.arrived.wait(StreamName.FETCH)  # rule 1, of an all-gather that compute has not waited for
+        self._stored[unit.index].wait()  # rule 8
+        stepped = self._late_params(unit.index)
+        pairs = [
+            (flat.gather_input, flat.host_input)
+            for flat in unit.flat_params
+            if not stepped.issuperset(param for param in flat.params if param.local.numel)
+        ]
+        self.copy(StreamName.FETCH, pairs)
+        self._step(unit.index, fills_slot=True)
+        self._fetched.record()
+        self._fetched.wait()  # rule 5
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def begin_reduction(self, unit: HostUnit, *, adds: bool) -> list[torch.Tensor]:
+        """Buffers [shard_numel] for the unit's reductions, one per flat parameter that trains.
+
+        Args:
+            unit: its gradients are written.
+            adds: the reduction adds to main grads, so the buffers hold them.
+        """
+        if self._late_params(unit.index):  # its gradients are about to be overwritten
+            self._stored[unit.index].wait()  # rule 8
+            self._step(unit.index, fills_slot=False)
+        self._turn = 1 - self._turn
+        free, trained = self._staging_stored[self._turn], unit.trained
+        sizes = [flat.layout.shard_numel for flat in trained]
+        buffers = list(self._staging[self._turn].narrow(0, 0, sum(sizes)).split(sizes))
+        if adds:
+            if not self._factors.keys().isdisjoint(unit.params):
+                self.settle()
+            free.wait(StreamName.FETCH)  # rule 8
+            self._stored[unit.index].wait()  # rule 8
+            self.copy(StreamName.FETCH, [(to, flat.main_grads) for to, flat in zip(buffers, trained, strict=True)])
+            self._fetched.record()
+            self._fetched.wait()  # rule 5
+        else:
+            free.wait()  # rule 8
+        return buffers
+
+    def end_reduction(self, unit: HostUnit, buffers: Sequence[torch.Tensor]) -> None:
+        """The reductions into `buffers` have started: store them in the main grads, and take norms on the way."""
+        flats = list(zip(unit.trained, buffers, strict=True))
+
+        def take_norms() -> None:
+            pieces = [(param, param.shaped(each)) for flat, each in flats for param in flat.params if param.local.numel]
+            if pieces:
+                norms = torch._foreach_norm([piece for _, piece in pieces])
+                torch._foreach_copy_([self._norm_of[param] for param, _ in pieces], norms)
+
+        self.launch(StreamName.COMM, Collective.NORMS, take_norms, buffers, (self._norms[unit.index],))
+        self._reduced.record()
+        self._reduced.wait()  # rule 7
+        for param in unit.params:
+            self._factors.pop(param, None)  # of earlier gradients
+            if param.has_room:
+                self._versions[param] = param.main_grad._version
+        # Aliases: their version counters are not those of gradients that the user holds.
+        self.copy(StreamName.STORE, [(flat.main_grads.data, each) for flat, each in flats])
+        self._staging_stored[self._turn].record()
+        self._stored[unit.index].record()
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def find(self, param: nn.Parameter) -> tuple[HostUnit, FlatParam, Param] | None:
+        """Where `param` is; None: not in this model."""
+        unit_of, flat, found = self._places.get(param, (lambda: None, None, None))
+        unit = unit_of()
+        return None if unit is None or flat is None or found is None else (unit, flat, found)
+
+    def add_step(self, step: Late) -> None:
+        """Carry out `step` later, unit by unit. For everybody who looks at versions, its weights have changed."""
+        self._written.record()
+        self._is_busy = True
+        self._late.append(step)
+
+    def _late_params(self, unit: int) -> set[Param]:
+        return {param for step in self._late for param in step.params_of(unit)}
+
+    def _step(self, unit: int, *, fills_slot: bool) -> None:
+        """Carry out the late steps of the unit with this index."""
+        self._written.wait()  # rule 5
+        for step in self._late:
+            step.run(self, unit, fills_slot=fills_slot)
+        self._late = [step for step in self._late if not step.is_done]
+
+    @contextlib.contextmanager
+    def chunk(self) -> Iterator[list[torch.Tensor]]:
+        """The body fetches and steps a chunk, calls `stepped`, and stores it. Yields where to keep its tensors."""
+        stored, tensors = self._chunks[0]
+        self._chunks.reverse()
+        stored.wait()  # rule 8
+        tensors.clear()
+        yield tensors
+        stored.record()
+
+    def stepped(self) -> None:
+        """A chunk is stepped: STORE waits (rule 8)."""
+        self._stepped.record()
+        self._stepped.wait()  # rule 8
+
+    def stored(self, unit: int) -> None:
+        """The last chunk of the unit with this index is on its way to the host."""
+        self._stored[unit].record()
+
+    def home_of(self, value: torch.Tensor | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory [numel] for one entry of an optimizer's state: that of `value`, if it has some."""
+        is_pinned = value is not None and (self.device.type == "cpu" or value.is_pinned())
+        return value if value is not None and is_pinned else self.allocate(numel, dtype)
+
+    # -- readers --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Carry out late steps and factors, and let the host wait for all copies. The caller is about to use memory."""
+        if not self._is_busy:
+            return
+        for unit, stored in enumerate(self._stored):
+            if self._late_params(unit):
+                stored.wait()  # rule 8
+                self._step(unit, fills_slot=False)
+        for fence in self._copied:
+            fence.record()
+            fence.wait()  # rule 8
+        self._is_busy = False
+        self._multiply_now(list(self._factors))
+
+    # -- clipping -------------------------------------------------------------------------------------------------
+
+    def norms(self, params: Sequence[nn.Parameter], order: float) -> list[torch.Tensor]:
+        """[] fp32 on the device, the norm of this rank's part of each gradient.
+
+        Norms of order 2 were taken on the device, before the gradients were stored. Others need copies.
+        """
+        norms = []
+        for param in params:
+            found = self._places[param][2]
+            with AsTensors():
+                is_known = found.adopt_grad() and self._versions.get(found) == found.main_grad._version
+            if is_known and order == 2.0 and found not in self._factors:
+                norms.append(self._norm_of[found])
+            else:
+                self.settle()
+                norms += torch._foreach_norm([found.main_grad.detach().to(self.device)], order)
+        return norms
+
+    def multiply_grads(self, params: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+        """Multiply gradients by `factor` [] on the device, when they are read or used next."""
+        for param in params:
+            found = self._places[param][2]
+            with AsTensors():
+                found.adopt_grad()
+            self._factors.setdefault(found, []).append(factor)
+        self._is_busy = True
+
+    def factors_of(self, param: Param) -> Sequence[torch.Tensor]:
+        """The factors by which the main grads in memory are still to be multiplied."""
+        return tuple(self._factors.get(param, ()))
+
+    def _multiply_now(self, params: Sequence[Param]) -> None:
+        for param in params:
+            for factor in self._factors.pop(param, ()):
+                param.main_grad.mul_(factor.to(param.main_grad.device))

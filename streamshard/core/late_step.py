@@ -1,0 +1,232 @@
+"""An optimizer's step that is carried out later, unit by unit, on state that lies in host memory.
+
+`optimizer.step()` copies the options of its groups and returns. The next forward steps each unit right before it
+fetches the unit's weights: main weights, main grads and state of a chunk are copied to the device, the optimizer's own
+class steps them there, and weights and state are copied back. So an update has the same bits as without `offload`, and
+nearly all of it overlaps with compute.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard.comm.streams import Collective, StreamName
+from streamshard.core.host import HostState
+from streamshard.core.params import FlatParam, Param
+
+# Elements of a chunk, over which an optimizer's kernels run at once. Adam moves 16 bytes of each to the device.
+CHUNK_NUMEL = 1 << 24
+
+NUMBERS = ("step", "mu_product", "eta", "mu")  # state with these names is a counter, even if the parameter is a scalar
+
+
+class _Entry(NamedTuple):
+    """A parameter of a step: its group, and factors of its gradient that clipping has left."""
+
+    flat: FlatParam
+    param: Param
+    group: int
+    counts_on_device: bool
+    factors: Sequence[torch.Tensor]
+
+
+class _Part(NamedTuple):
+    """Some of a parameter's elements on this rank."""
+
+    entry: _Entry
+    start: int
+    stop: int
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """These elements of `shard` [shard_numel], an alias with a version counter of its own."""
+        offset = self.entry.param.local.shard_offset
+        return shard.data[offset + self.start : offset + self.stop]
+
+
+class LateStep:
+    """One ``optimizer.step()`` for the parameters of one model in host memory.
+
+    Args:
+        optimizer: works element by element. Its state gets host tensors.
+        params: its parameters with a gradient, each with its unit's index, flat parameter and group.
+        host: of the model. It keeps this object, which must not keep it.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, params: Sequence[tuple[int, FlatParam, Param, int]], host: HostState
+    ) -> None:
+        self._optimizer = optimizer
+        self._options = [
+            {key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        # Kernels of such groups read counters on the device.
+        counts_there = [bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups]
+        self._entries: dict[int, list[_Entry]] = defaultdict(list)
+        for unit, flat, param, group in params:
+            if param.local.numel:
+                self._entries[unit].append(_Entry(flat, param, group, counts_there[group], host.factors_of(param)))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all units are stepped."""
+        return not self._entries
+
+    def params_of(self, unit: int) -> list[Param]:
+        """The parameters of the unit with this index that are still to be stepped."""
+        return [entry.param for entry in self._entries.get(unit, ())]
+
+    def run(self, host: HostState, unit: int, *, fills_slot: bool) -> None:
+        """Step one unit.
+
+        Args:
+            host: of the model.
+            unit: its index. FETCH has waited for its memory.
+            fills_slot: copy the new weights to the weight slot too. Else only to the all-gather input on the host.
+        """
+        entries = self._entries.pop(unit, ())
+        before = {entry.param: dict(self._optimizer.state.get(entry.param.param, {})) for entry in entries}
+        after: dict[Param, dict[str, Any]] = {entry.param: {} for entry in entries}
+        for parts in _chunks(entries):
+            with host.chunk() as tensors:
+                chunk = _Chunk(host, tensors, parts, before, after)
+                step = functools.partial(chunk.step, self._stand_in, fills_slot=fills_slot)
+                host.launch(StreamName.FETCH, Collective.STEP, step, *chunk.touched(fills_slot=fills_slot))
+                host.stepped()
+                host.launch(StreamName.STORE, Collective.COPY, chunk.store, (), chunk.stored())
+        host.stored(unit)
+        for entry in entries:
+            self._optimizer.state[entry.param.param] = after[entry.param]
+
+    def _stand_in(self, groups: Mapping[int, list[nn.Parameter]], state: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """Step plain parameters on the device, as an optimizer of the same class with the same options."""
+        kind: Any = type(self._optimizer)
+        stand_in = object.__new__(kind)
+        stand_in.__dict__ = {
+            **self._optimizer.__dict__,
+            "param_groups": [{**options, "params": groups.get(i, [])} for i, options in enumerate(self._options)],
+            "state": defaultdict(dict, state),
+        }
+        kind.step.__wrapped__(stand_in)  # without hooks, which have run around `step()`
+        state.update(stand_in.state)
+
+
+class _Chunk:
+    """One part of a step: copied to the device, stepped, copied back.
+
+    Args:
+        host: of the model.
+        tensors: keeps the chunk's memory.
+        parts: of parameters.
+        before: by parameter, the optimizer's state before the step.
+        after: by parameter, its state after the step; filled here.
+    """
+
+    def __init__(
+        self,
+        host: HostState,
+        tensors: list[torch.Tensor],
+        parts: Sequence[_Part],
+        before: Mapping[Param, dict[str, Any]],
+        after: Mapping[Param, dict[str, Any]],
+    ) -> None:
+        self._host, self._tensors, self._parts, self._before, self._after = host, tensors, parts, before, after
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host, on the device
+
+    def touched(self, *, fills_slot: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What `step` reads and writes outside of the chunk."""
+        flats = [(part, part.entry.flat) for part in self._parts]
+        read = [part.of(shard) for part, flat in flats for shard in (flat.main, flat.main_grads)]
+        return read, [part.of(flat.gather_input) for part, flat in flats] if fills_slot else []
+
+    def stored(self) -> list[torch.Tensor]:
+        """What `store` writes."""
+        return [part.of(shard) for part in self._parts for shard in (part.entry.flat.main, part.entry.flat.host_input)]
+
+    def step(self, run: Callable[..., None], *, fills_slot: bool) -> None:
+        """Copy the parts to the device, and step them. FETCH."""
+        groups: dict[int, list[nn.Parameter]] = defaultdict(list)
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        params = []
+        for part in self._parts:
+            param = nn.Parameter(self._fetch(part.of(part.entry.flat.main)))
+            param.grad = self._fetch(part.of(part.entry.flat.main_grads))
+            for factor in part.entry.factors:
+                param.grad.mul_(factor)
+            state[param] = {key: self._fetch_state(key, part, value) for key, value in self._state_of(part).items()}
+            groups[part.entry.group].append(param)
+            params.append(param)
+        run(groups, state)
+        for part, param in zip(self._parts, params, strict=True):
+            flat, weights = part.entry.flat, param.detach()
+            sent = weights.to(flat.kind.wire_dtype)
+            if fills_slot:
+                part.of(flat.gather_input).copy_(sent)
+            self._pairs.append((part.of(flat.main), weights))
+            if flat.host_input is not flat.main:
+                self._pairs.append((part.of(flat.host_input), sent))
+            for key, value in state[param].items():
+                self._after[part.entry.param][key] = self._keep_state(key, part, value)
+        self._tensors += [source for _, source in self._pairs]
+
+    def store(self) -> None:
+        """Copy weights and state back. STORE."""
+        for to, source in self._pairs:
+            to.copy_(source, non_blocking=True)
+
+    def _fetch(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy on the device."""
+        copy = torch.empty_like(source, device=self._host.device).copy_(source, non_blocking=True)
+        self._tensors.append(copy)
+        return copy
+
+    def _state_of(self, part: _Part) -> dict[str, Any]:
+        return self._before[part.entry.param]
+
+    def _fetch_state(self, key: str, part: _Part, value: Any) -> Any:
+        """The part's elements of one entry of state, on the device; a copy of a counter."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if key in NUMBERS:
+            return value.to(self._host.device, copy=True) if part.entry.counts_on_device else value.clone()
+        return self._fetch(value.view(-1)[part.start : part.stop])
+
+    def _keep_state(self, key: str, part: _Part, value: Any) -> Any:
+        """The entry of state that the parameter has after the step: host memory, to which `value` will be copied."""
+        if not isinstance(value, torch.Tensor) or key in NUMBERS:
+            return value
+        param = part.entry.param
+        kept = self._after[param].get(key)
+        if kept is None:
+            kept = self._host.home_of(self._state_of(part).get(key), param.local.numel, value.dtype)
+            kept = kept.view(param.piece.local_shape)
+        self._pairs.append((kept.view(-1)[part.start : part.stop], value))
+        return kept
+
+
+def _chunks(entries: Sequence[_Entry]) -> Iterator[list[_Part]]:
+    """Cut parameters into chunks."""
+    parts: list[_Part] = []
+    room = CHUNK_NUMEL
+    for entry in entries:
+        start = 0
+        while start < entry.param.local.numel:
+            stop = min(entry.param.local.numel, start + room)
+            parts.append(_Part(entry, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield parts
+                parts, room = [], CHUNK_NUMEL
+    if parts:
+        yield parts
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

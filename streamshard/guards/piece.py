@@ -1,0 +1,88 @@
+"""`Piece` describes the elements of a parameter, or of its gradient, that a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from streamshard.comm.communicator import Communicator
+from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
+
+
+class Piece(NamedTuple):
+    """Describes a piece: its full tensor, and this rank's elements.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the full parameter.
+        start, stop: which elements of the flattened parameter this rank has.
+        local_shape: of this rank's elements.
+        ranks: of the shard group. Each has other elements; norms and sums are collectives of these ranks.
+        flat_param, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
+        ledger_of: returns the model's `Ledger` (see `streamshard.core.slots`), None once the model is gone.
+        is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
+        is_on_host: the parameter's state lies in host memory (``offload``).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    local_shape: tuple[int, ...]
+    ranks: Communicator
+    flat_param: FlatParamLayout
+    place: ParamLayout
+    ledger_of: Callable[[], Any]
+    is_weight: bool = True
+    is_on_host: bool = False
+
+    def settle(self) -> None:
+        """The values are about to be read or written: copies of host memory are complete afterwards."""
+        if self.is_on_host and (ledger := self.ledger_of()) is not None and ledger.host is not None:
+            ledger.host.settle()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all elements, so that the piece is the full tensor."""
+        return self.flat_param.is_whole
+
+    @property
+    def full(self) -> torch.Tensor:
+        """[full shape] fp32, meta: answers questions about the shape."""
+        return torch.empty(self.shape, device="meta")
+
+    @property
+    def what(self) -> str:
+        """The tensor's name in errors."""
+        return f"{'parameter' if self.is_weight else 'the gradient of parameter'} {self.name!r}"
+
+    def __str__(self) -> str:
+        return f"piece {self.start}:{self.stop} of {self.shape}, rank {self.ranks.rank} of {self.ranks.world_size}"
+
+    def of_grad(self) -> Piece:
+        """The same elements of the gradient."""
+        return self._replace(is_weight=False)
+
+    def range_of(self, rank: int) -> LocalRange:
+        """Which elements of the flattened parameter `rank` of the shard group has."""
+        return self.flat_param.local_range(self.place, rank)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of `whole`, in new memory: [local_shape]."""
+        return whole.detach().reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
+
+    def is_like(self, other: Piece) -> bool:
+        """Whether both are cut at the same places. All ranks get the same answer."""
+        mine, theirs = ((each.shape, each.place.offset, each.flat_param.shard_numel) for each in (self, other))
+        return mine == theirs and self.ranks.world_size == other.ranks.world_size
+
+    def takes(self, local: torch.Tensor) -> bool:
+        """Whether `local`, a plain tensor, may be used as a piece. Optimizers keep plain tensors of the piece's shape.
+
+        No, if it is as long as a row: it may be a row, and torch would broadcast it.
+        """
+        row = self.shape[-1] if len(self.shape) > 1 else 0
+        is_row = self.stop - self.start == row and self.start % max(row, 1) != 0
+        return tuple(local.shape) == self.local_shape and not is_row

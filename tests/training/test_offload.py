@@ -1,0 +1,125 @@
+"""State in host memory (``offload="state"``): the same bits as without it, on a simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from streamshard.core import late_step
+from tests.models import vector_batch
+from tests.races import detect_races
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, Call, adamw, assert_same, engine_inside, full_weights, stack_step
+from tests.scenarios import BF16, PRECISIONS, SCENARIOS, sharded, train, without_waits
+from tests.simulated import backward_elsewhere, checking_streams, late, simulated_device
+
+OFFLOAD: dict[str, Any] = {"offload": "state"}
+NAMES = list(PRECISIONS)
+
+
+def _cells() -> Iterator[tuple[int, str, str]]:
+    for number, scenario in enumerate(SCENARIOS):
+        yield 1 + number % 3, scenario, NAMES[number % len(NAMES)]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "scenario", "precision"), list(_cells()))
+def test_offload_changes_no_bit(context: RankContext, scenario: str, precision: str) -> None:
+    """Copies and collectives are late; parameters are cut into several chunks.
+
+    The resident model has as many slots, because their number changes the order of sums.
+    """
+    with simulated_device(), backward_elsewhere(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
+        resident = sharded(scenario, PRECISIONS[precision], weight_slots=2, grad_slots=2)
+        train(resident, scenario, context)
+        model = sharded(scenario, PRECISIONS[precision], **OFFLOAD)
+        with late(model):
+            train(model, scenario, context)
+        assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "scenario", "precision"), list(_cells()))
+def test_fences_order_all_uses_of_each_buffer(context: RankContext, scenario: str, precision: str) -> None:
+    """The host's own uses of host memory too."""
+    with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
+        model = sharded(scenario, PRECISIONS[precision], **OFFLOAD)
+        with detect_races(model) as races:
+            train(model, scenario, context)
+        assert races.accesses > 100
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "scenario"), [(2, "clipping"), (1, "plain"), (2, "micro-batches")])
+def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, scenario: str) -> None:
+    """Chunks live in memory that FETCH allocates and STORE reads; clipping leaves factors on the compute stream."""
+    with (
+        simulated_device() as device,
+        mock.patch.object(late_step, "CHUNK_NUMEL", 100),
+        checking_streams(device) as checker,
+    ):
+        model = sharded(scenario, BF16, **OFFLOAD)
+        with checker.of(model):
+            train(model, scenario, context)
+
+
+def _clip(model: Any, call: Call) -> None:
+    """A late step with a factor, which a reader carries out."""
+    optimizer = adamw(model)
+    for step in range(2):  # the first one waits for everything
+        stack_step(model, call._replace(step=step))
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+    optimizer.state_dict()
+
+
+def _read_grads(model: Any, call: Call) -> None:
+    stack_step(model, call)
+    next(model.parameters()).grad.norm()
+
+
+def _change_weights(model: Any, call: Call) -> None:
+    """The cast on the host writes the input that a forward has fetched."""
+    with torch.no_grad():
+        model(vector_batch(call.step, call.rank))
+        next(model.parameters()).zero_()
+        model(vector_batch(call.step, call.rank))
+
+
+# By what a wait guards, a scenario that needs it, or steps that do.
+_WAITS: dict[str, Any] = {
+    "weight slot 0": "plain",
+    "stored state": "micro-batches",
+    "staging 0": "plain",
+    "chunk 0": "plain",
+    "fetched shards": "plain",
+    "reduced main grads": "plain",
+    "stepped chunks": "plain",
+    "what compute has written": _clip,
+    "host memory, store": _read_grads,
+    "host memory, fetch": _change_weights,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", list(_WAITS))
+def test_each_wait_is_needed(context: RankContext, what: str) -> None:
+    """Without it two streams, or a stream and the host, use the same bytes in any order."""
+    needs = _WAITS[what]
+    with (
+        pytest.raises(AssertionError, match="on another stream|was freed"),
+        simulated_device() as device,
+        mock.patch.object(late_step, "CHUNK_NUMEL", 100),
+        checking_streams(device) as checker,
+    ):
+        model = sharded(needs if isinstance(needs, str) else "micro-batches", BF16, **OFFLOAD)
+        with checker.of(model), without_waits(engine_inside(model).streams, what):
+            if isinstance(needs, str):
+                train(model, needs, context)
+            else:
+                for step in range(2):
+                    needs(model, Call(step, context.rank, 2, 1.0))
