@@ -69,7 +69,7 @@ def gather_whole(unit: Unit, pieces: Sequence[torch.Tensor | None]) -> list[torc
         if all(piece is None for piece in own):
             wholes += own
             continue
-        flat = torch.zeros_like(flat_param.main)
+        flat = torch.zeros_like(flat_param.main, device=unit.ranks.streams.device)
         for param, piece in zip(flat_param.params, own, strict=True):
             if piece is not None:
                 flat.narrow(0, param.local.shard_offset, param.local.numel).copy_(piece)

@@ -101,14 +101,17 @@ class Communicator(RankGroup):
         """Replace `tensor` by the sum (or maximum) over ranks. The compute stream can use it afterwards.
 
         Args:
-            tensor: any shape.
+            tensor: any shape; it may be in host memory.
             maximum: take the maximum instead of the sum.
             with_replicas: reduce over all replicas too.
         """
         if (self.total_size if with_replicas else self.world_size) > 1:
             with self.talk("a sum over all ranks", RecordKind.SUM), self._blocking("a sum"):
                 group = self.all_ranks if with_replicas else self.group
-                dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
+                on_device = tensor.to(self.streams.device)
+                dist.all_reduce(on_device, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
+                if on_device is not tensor:
+                    tensor.copy_(on_device)
 
     @contextlib.contextmanager
     def _beside_compute(self, what: str) -> Iterator[list[Work | None]]:

@@ -233,8 +233,10 @@ class Engine:
             self.are_weights_current = False
 
     def expire_weights(self) -> None:
-        """Weights may have changed: the next pass casts them, inside ``no_sync()`` too."""
+        """Weights may have changed: the next pass casts them, inside ``no_sync()`` and in host memory too."""
         self.are_weights_current = False
+        for unit in self.units if self.host is not None else ():
+            unit.cast_versions = []
 
     def check_structure(self) -> None:
         """Raise if modules or parameters were exchanged since sharding."""

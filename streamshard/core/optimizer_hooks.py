@@ -114,6 +114,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     params = params_in(optimizer.param_groups)
     look_at_step(optimizer, params, has_closure=_closure_of(args, kwargs) is not None)
+    _refuse_on_host(optimizer, params)
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
         return
     hooks: Any = optimizer._optimizer_step_pre_hooks
@@ -125,9 +126,23 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     hooks.move_to_end(_HOOK)  # the last hook before the step itself: hooks of the user's may replace gradients
 
 
+def _refuse_on_host(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    """Raise if the optimizer cannot step state that lies in host memory."""
+    is_in_blocks, is_whole_step = works_in_blocks(type(optimizer)), hasattr(optimizer, "owner_of")
+    names = [p.piece.name for p in params if isinstance(p, ShardedParameter) and p.piece.is_on_host]
+    if (is_in_blocks or is_whole_step) and names:
+        why = "keeps state in blocks of elements" if is_in_blocks else "steps whole parameters"
+        raise ShardingError(
+            f"{full_name(type(optimizer))} {why}, and the state of {names[0]!r} lies in host memory, whose parts are "
+            "stepped one after the other: take an elementwise optimizer such as torch.optim.AdamW, or leave "
+            'offload="state" away'
+        )
+
+
 def _adopt(optimizer: Optimizer) -> None:
     """An optimizer is about to step pieces for the first time."""
-    _refuse_unknown(optimizer)
+    if any(map(piece_of, params_in(optimizer.param_groups))):  # other ranks have the rest
+        _refuse_unknown(optimizer)
     take_over_state(optimizer)
     optimizer.register_state_dict_pre_hook(settle_state)
     if any(map(piece_of, params_in(optimizer.param_groups))):
@@ -215,6 +230,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     """The step itself begins: let it run on a stand-in. See [Note: plain steps]."""
     closure = _closure_of(args, kwargs)
     hosts = {param: host for param in params_in(optimizer.param_groups) if (host := _host_of(param)) is not None}
+    if hosts and not is_elementwise_class(type(optimizer)):  # one rank: it steps whole parameters, on the host
+        settle_state(optimizer)
+        hosts = {}
     if hosts and closure is not None:
         with torch.enable_grad():
             loss = closure()  # a late step needs the gradients now

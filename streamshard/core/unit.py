@@ -95,7 +95,7 @@ class Unit:
         self._streams = streams = ranks.streams
         self._sharded: list[nn.Parameter] = []  # the user's parameters, in the order of `params`
         self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters
-        self._cast_versions: list[int] = []  # of the parameters, at the last cast
+        self.cast_versions: list[int] = []  # of the parameters, at the last cast; empty: unknown
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Weak: models own units.
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
         self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
@@ -137,18 +137,18 @@ class Unit:
                 trace in versions: through ``.data`` on one rank, and by kernels that take an address.
         """
         unless_same = unless_same or self.host is not None  # a cast on the host takes time
-        if self.params and not (unless_same and self._cast_versions == self.versions()):
+        if self.params and not (unless_same and self.cast_versions == self.versions()):
             self.is_cast = False
             self.weight_slot.move(WeightState.EMPTY, None)
 
     def expire_stepped(self, params: Collection[Param]) -> None:
         """A late step of `params` is due. It writes the all-gather input too, so no cast is due, if none was before."""
-        was_cast = self.is_cast and self._cast_versions == self.versions()
+        was_cast = self.is_cast and self.cast_versions == self.versions()
         with AsTensors():
             torch.autograd.graph.increment_version([param.param for param in params])
         self.expire(unless_same=True)
         if was_cast:
-            self.is_cast, self._cast_versions = True, self.versions()
+            self.is_cast, self.cast_versions = True, self.versions()
 
     def cast(self, *, notes_versions: bool) -> None:
         """Cast the weights as the user has left them to the all-gather input, and note versions for `expire`."""
@@ -160,7 +160,7 @@ class Unit:
             for flat in self.flat_params:
                 if flat.gather_input is not flat.main:
                     flat.gather_input.copy_(flat.main)
-        self._cast_versions = self.versions() if notes_versions or self.host is not None else []
+        self.cast_versions = self.versions() if notes_versions or self.host is not None else []
         self.is_cast = True
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
