@@ -276,7 +276,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
-        ("Unit.expire", Swap(" and self._cast_versions == self.versions()", ""), "graphs"),
+        ("Unit.expire", Swap(" and self.cast_versions == self.versions()", ""), "graphs"),
         ("Unit.expire", Drop("self.weight_slot.move(WeightState.EMPTY, None)"), "graphs"),
         ("Unit.cast", Drop("self.read_done.wait()"), "invariants matrix"),
         ("Unit.cast", Drop("self._cast_done.wait()"), "matrix races"),
