@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from streamshard.comm.streams import Fence, Observer, StreamName
 from streamshard.core import late_step
 from tests.models import vector_batch
 from tests.races import detect_races
@@ -123,3 +124,38 @@ def test_each_wait_is_needed(context: RankContext, what: str) -> None:
             else:
                 for step in range(2):
                     needs(model, Call(step, context.rank, 2, 1.0))
+
+
+class _HostWaits(Observer):
+    """Counts the waits of the host for copies."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_wait(self, fence: Fence, target: StreamName) -> None:
+        """See `Observer`."""
+        self.count += target is StreamName.HOST
+
+
+@on_ranks()
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_host_never_waits_in_a_steady_step(context: RankContext) -> None:
+    """Micro-batches, clipping, the step and clearing of gradients included."""
+    with simulated_device():
+        model: Any = sharded("micro-batches", BF16, **OFFLOAD)
+        optimizer, waits, streams = adamw(model), _HostWaits(), engine_inside(model).streams
+
+        def step(number: int) -> None:
+            for part in range(2):
+                stack_step(model, Call(2 * number + part, context.rank, context.world_size, 1.0))
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(0)
+        with streams.observed_by(waits):
+            step(1)
+            step(2)
+            assert waits.count == 0
+            next(model.parameters()).norm()
+            assert waits.count == 2
