@@ -66,6 +66,8 @@ class StreamShard(WatchedRoot):
         offload: ``"state"``: main weights, main grads, optimizer state and all-gather inputs lie in pinned host memory.
             Layers stream from there, and each forward carries out the last optimizer step beside its layers. The
             results are the same. None: the device holds them.
+        device_budget: with ``offload``, so many bytes of state, such as ``"20GiB"``, stay on the device: those of the
+            first units, which have no earlier forward to hide behind.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -98,6 +100,7 @@ class StreamShard(WatchedRoot):
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
         offload: Offload = None,
+        device_budget: int | str = 0,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass

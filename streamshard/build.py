@@ -35,7 +35,7 @@ from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
 from streamshard.planning.layout import UnitLayout, plan_units
-from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scratch, plan_slots
+from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_host, plan_scratch, plan_slots
 from streamshard.planning.structure import (
     InFp32,
     check_params,
@@ -155,13 +155,15 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
     ranks.recorder.names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
-    host = ledger.host = HostState(layouts, ranks, ledger) if settings.offload else None
+    budget = parse_bytes("device_budget", settings.device_budget, at_least=0)
+    on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
+    host = ledger.host = HostState(layouts, on_host, ranks, ledger) if any(on_host) else None
     ranks.transport.check_precision(settings.precision)
 
     weight_slots, grad_slots = settings.slots_on(ranks.world_size)
     plan = plan_slots([not unit.is_resident for unit in found], weight_slots, grad_slots)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
-    units = _allocate(layouts, plan, ranks, ledger, take, host)
+    units = _allocate(layouts, plan, ranks, ledger, take, [host if each else None for each in on_host])
     reductions = Reductions(units, ranks, ledger, replicas)
     return Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
 
@@ -319,7 +321,7 @@ def _allocate(
     ranks: Communicator,
     ledger: Ledger,
     take: TakeWeights,
-    host: HostState | None,
+    hosts: Sequence[HostState | None],
 ) -> list[Unit]:
     """Allocate slots, each as large as its largest unit, and make the units.
 
@@ -329,7 +331,7 @@ def _allocate(
     Args:
         layouts, plan, ranks, ledger: the model's.
         take: see `TakeWeights`.
-        host: copies the units' state; None: it lies on the device.
+        hosts: by unit, what copies its state; None: it lies on the device.
     """
     streams = ranks.streams
     ends = [layout.flat_params[-1] for layout in layouts]
@@ -342,7 +344,7 @@ def _allocate(
     wire_bytes = largest_of(plan.weights, [end.wire.stop for end in ends])
     wires = {slot: ledger.allocate(Category.WIRE_BUFFERS, size, torch.uint8) for slot, size in wire_bytes.items()}
     flat_params: list[list[FlatParam]] = []
-    for layout, slot in zip(layouts, plan.weights, strict=True):
+    for layout, slot, host in zip(layouts, plan.weights, hosts, strict=True):
         places = weight_slots[slot], wires[slot], ranks, ledger
         keeps, is_on_host = plan.keeps_weights, host is not None
         flat_params.append(
@@ -363,8 +365,8 @@ def _allocate(
         for flat_param, part in zip(flat_params[index], parts[index], strict=True):
             if flat_param.kind.trains:
                 flat_param.allocate_grads(slots[1], part, keeps_slot=plan.keeps_grads)
-        unit = Unit(index, layout, flat_params[index], *slots, ranks, is_streamed=plan.is_streamed[index], host=host)
-        units.append(unit)
+        given = layout, flat_params[index], *slots, ranks
+        units.append(Unit(index, *given, is_streamed=plan.is_streamed[index], host=hosts[index]))
     return units
 
 

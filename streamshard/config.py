@@ -165,6 +165,7 @@ class Settings:
     min_unit_size: int | str = 0
     align_pieces_to: int = 1
     offload: Offload = None
+    device_budget: int | str = 0
 
     def __post_init__(self) -> None:
         for name in ("weight_slots", "grad_slots"):
@@ -175,6 +176,11 @@ class Settings:
             raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
         _want("offload", self.offload, (None, "state"))
+        if parse_bytes("device_budget", self.device_budget, at_least=0) and not self.offload:
+            raise ConfigError(
+                f'device_budget={self.device_budget!r}: without offload="state" all state is on the device. Leave '
+                "device_budget away"
+            )
         if self.offload and "all" in (self.weight_slots, self.grad_slots):
             raise ConfigError(
                 'offload="state" streams layers from host memory through a few slots, and slots for "all" layers hold '

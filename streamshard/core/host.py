@@ -26,7 +26,7 @@ from streamshard.core.slots import Ledger, WeightSlot
 from streamshard.pinned import PinnedMemory
 from streamshard.planning.layout import UnitLayout
 from streamshard.planning.memory import Category
-from streamshard.torch_private import AsTensors
+from streamshard.torch_private import AsTensors, get_grad
 
 _COPY_BYTES = 1 << 27  # the device's copy engines take one copy after the other, so no copy may be long
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -40,6 +40,7 @@ class HostUnit(Protocol):
     flat_params: tuple[FlatParam, ...]
     trained: list[FlatParam]
     params: list[Param]
+    host: HostState | None
 
     def expire_stepped(self, params: Collection[Param]) -> None:
         """A late step of `params` is due."""
@@ -64,6 +65,7 @@ class HostState:
 
     Args:
         layouts: of all units.
+        on_host: by unit, whether its state lies in host memory.
         ranks: the shard group.
         ledger: allocates.
 
@@ -72,13 +74,18 @@ class HostState:
         allocate: allocates pinned memory, see `PinnedMemory.allocate`.
     """
 
-    def __init__(self, layouts: Sequence[UnitLayout], ranks: Communicator, ledger: Ledger) -> None:
+    def __init__(
+        self, layouts: Sequence[UnitLayout], on_host: Sequence[bool], ranks: Communicator, ledger: Ledger
+    ) -> None:
         self.device = ranks.streams.device
         self._streams = streams = ranks.streams
         self.allocate = PinnedMemory(self.device).allocate
         # Weak: units own this object.
         self._places: dict[nn.Parameter, tuple[weakref.ref[HostUnit], FlatParam, Param]] = {}
-        trained = [[flat.layout for flat in each.flat_params if flat.kind.trains] for each in layouts]
+        trained = [
+            [flat.layout for flat in each.flat_params if flat.kind.trains and is_here]
+            for each, is_here in zip(layouts, on_host, strict=True)
+        ]
         numel = max(sum(flat.shard_numel for flat in unit) for unit in trained)
         self._staging = [ledger.allocate(Category.STAGING, numel, torch.float32) for _ in range(2)]
         counts = [sum(len(flat.params) for flat in unit) for unit in trained]
@@ -114,7 +121,7 @@ class HostState:
         """The units are complete, and buffers are filled. Their parameters do not change."""
         self._written.record()
         self._written.wait()  # rule 5
-        for unit in units:
+        for unit in (each for each in units if each.host is self):
             norms = iter(self._norms[unit.index])
             for flat in unit.flat_params:
                 for param in flat.params:
@@ -294,12 +301,15 @@ class HostState:
     # -- clipping -------------------------------------------------------------------------------------------------
 
     def norms(self, params: Sequence[nn.Parameter], order: float) -> list[torch.Tensor]:
-        """[] fp32 on the device, the norm of this rank's part of each gradient.
+        """[] fp32 on the device, the norm of this rank's part of each gradient, here or on the device.
 
         Norms of order 2 were taken on the device, before the gradients were stored. Others need copies.
         """
-        norms = []
+        norms: list[torch.Tensor] = []
         for param in params:
+            if param not in self._places:
+                norms += torch._foreach_norm([grad_of(param)], order)
+                continue
             found = self._places[param][2]
             with AsTensors():
                 is_known = found.adopt_grad() and self._versions.get(found) == found.main_grad._version
@@ -311,8 +321,10 @@ class HostState:
         return norms
 
     def multiply_grads(self, params: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
-        """Multiply gradients by `factor` [] on the device, when they are read or used next."""
-        for param in params:
+        """Multiply gradients by `factor` [] on the device; those in host memory when they are read or used next."""
+        if on_device := [grad_of(param) for param in params if param not in self._places]:
+            torch._foreach_mul_(on_device, factor)
+        for param in filter(self._places.__contains__, params):
             found = self._places[param][2]
             with AsTensors():
                 found.adopt_grad()
@@ -327,3 +339,11 @@ class HostState:
         for param in params:
             for factor in self._factors.pop(param, ()):
                 param.main_grad.mul_(factor.to(param.main_grad.device))
+
+
+def grad_of(param: nn.Parameter) -> torch.Tensor:
+    """The gradient of `param`, which has one, as a plain tensor."""
+    with AsTensors():
+        grad: Any = get_grad(param)
+        plain: torch.Tensor = grad.as_subclass(torch.Tensor)
+        return plain

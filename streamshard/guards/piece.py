@@ -38,6 +38,15 @@ class Piece(NamedTuple):
     is_weight: bool = True
     is_on_host: bool = False
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether its parameter stays an ordinary one: it is whole, and no parameter of the model is in host memory.
+
+        Readers of host memory have to wait for copies. An optimizer steps parameters of one class.
+        """
+        ledger = self.ledger_of()
+        return self.is_whole and (ledger is None or ledger.host is None)
+
     def settle(self) -> None:
         """The values are about to be read or written: copies of host memory are complete afterwards."""
         if self.is_on_host and (ledger := self.ledger_of()) is not None and ledger.host is not None:

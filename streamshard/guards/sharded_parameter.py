@@ -115,11 +115,8 @@ def _class_of(kind: type) -> type:
 
 
 def be_piece(param: nn.Parameter, piece: Piece) -> None:
-    """Make `param` a ShardedParameter; its data are `piece`.
-
-    A whole parameter on the device stays an ordinary one. In host memory its readers have to wait for copies.
-    """
-    if piece.is_on_host or not piece.is_whole:
+    """Make `param` a ShardedParameter; its data are `piece`. Does nothing if it stays an ordinary one."""
+    if not piece.is_ordinary:
         with torch.inference_mode(mode=False):
             plain = nn.Parameter(param.detach(), param.requires_grad)
         kind = type(param)

@@ -125,6 +125,24 @@ def plan_scratch(unit: UnitLayout, numel_of: Callable[[int, ReductionMode], int]
     return ranges[1:]
 
 
+def plan_host(layouts: Sequence[UnitLayout], device_bytes: int) -> list[bool]:
+    """By unit, whether its state lies in host memory: of the first units it stays on the device while there is room.
+
+    Args:
+        layouts: of all units, in the order of the first forward.
+        device_bytes: for main weights, main grads, Adam's moments and all-gather inputs on the device.
+    """
+    on_host: list[bool] = []
+    for unit in layouts:
+        for flat in unit.flat_params:
+            kind = flat.kind
+            per_element = kind.main_dtype.itemsize + 12 * kind.trains  # an fp32 gradient and two moments
+            per_element += kind.wire_dtype.itemsize * (kind.wire_dtype is not kind.main_dtype)
+            device_bytes -= flat.layout.shard_numel * per_element
+        on_host.append(device_bytes < 0)
+    return on_host
+
+
 def largest_of(slot_of: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
     """By slot, the largest of the `sizes` of its units."""
     largest: dict[int, int] = {}
