@@ -10,7 +10,7 @@ until its all-gather is waited for. A grad slot is read only when its reduction 
 reads and writes that come too early give NaN.
 
 On the CPU, computation runs in the calling thread, so waits for the compute stream (rules 2 and 4) cannot be missed.
-`tests.races` checks those. On CUDA, collectives are delayed on their stream.
+`tests.races` checks those. On CUDA, collectives are delayed on their stream, and with ``offload`` copies too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Collective, Streams, Work
+from streamshard.comm.streams import Collective, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import ReductionMode
 from streamshard.core.module_state import engine_of
@@ -59,12 +59,31 @@ def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
     transports = [AdversarialTransport(ranks, pending) for ranks in all_ranks]
     for ranks, transport in zip(all_ranks, transports, strict=True):
         ranks.transport = transport
+    if (host := engine.host) is not None:
+        launch = host.launch
+
+        def launch_late(stream: StreamName, what: Collective, action: Callable[[], None], *touched: Any) -> None:
+            def run() -> None:
+                delay(engine.streams)
+                action()
+
+            launch(stream, what, run, *touched)
+
+        host.launch = launch_late  # type: ignore[assignment, method-assign]
     try:
         yield transports[0]
         transports[0].complete()  # after an error the others may not be there to complete anything with
     finally:
         for ranks, transport in zip(all_ranks, transports, strict=True):
             ranks.transport = transport.inner
+        if host is not None:
+            del host.launch
+
+
+def delay(streams: Streams) -> None:
+    """Let the device's current stream be busy for a while."""
+    if sleep := getattr(streams.module, "_sleep", None):
+        sleep(_DELAY_CYCLES)
 
 
 class AdversarialTransport(Transport):
@@ -171,8 +190,7 @@ class AdversarialTransport(Transport):
         if self.streams.has_streams:
             # Waits are events there, of which the host knows nothing: the device has to be slow.
             with self.streams.on(self.stream):
-                if sleep := getattr(self.streams.module, "_sleep", None):
-                    sleep(_DELAY_CYCLES)
+                delay(self.streams)
             late.complete(self.streams)
             return None
         self._pending.append(late)

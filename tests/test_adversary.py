@@ -55,6 +55,18 @@ def test_it_keeps_a_device_busy_before_each_collective(context: RankContext) -> 
     assert set(slept) == {comm}
 
 
+@on_ranks(1)
+def test_it_keeps_a_device_busy_before_each_copy(context: RankContext) -> None:
+    """Copies between host memory and the device, and steps between them, are late too."""
+    with simulated_device() as device:
+        model = sharded("plain", FP32, offload="state")
+        streams, slept = engine_inside(model).streams, []
+        device._sleep = lambda cycles: slept.append(device.current_stream(CPU))  # type: ignore[attr-defined]
+        with make_adversarial(model):
+            train(model, "plain", context, steps=2)
+    assert {streams.device_stream(name) for name in (StreamName.FETCH, StreamName.STORE)} <= set(slept)
+
+
 # -- what it does -------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,18 @@ import streamshard
 from streamshard import CheckpointError, ShardingError, StreamShard, load_checkpoint, save_checkpoint
 from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains_like_plain, built, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    assert_trains_like_plain,
+    built,
+    full_weights,
+    stack_step,
+)
+from tests.simulated import backward_elsewhere, late, simulated_device
 
 _WIDTH = 64  # bitsandbytes quantizes blocks of 64 elements
 
@@ -167,3 +178,25 @@ def test_packed_weights_that_cannot_be_sharded_are_refused_by_name() -> None:
     eight_bit[0].weight.data = torch.zeros(_WIDTH, _WIDTH, dtype=torch.int8)
     with pytest.raises(ShardingError, match=r"'0\.weight' is a Int8Params"):
         StreamShard(eight_bit)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("form", ["uint8", "integers"])
+def test_a_packed_base_streams_from_host_memory(context: RankContext, form: str) -> None:
+    """Its bytes are fetched twice in a step, late, and stay the same. Adapters train as without ``offload``."""
+
+    def trained(**settings: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model: Any = StreamShard(built(FORMS[form]), precision=FP32, **settings)
+        with late(model):
+            optimizer = adamw(model)
+            for step in range(3):
+                stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+            return full_weights(model), _packed(model)
+
+    with simulated_device(), backward_elsewhere():
+        weights, packed = trained(weight_slots=2, grad_slots=2)
+        found = trained(offload="state")
+    assert_same(found[0], weights, "weights", EXACT)
+    assert_same(found[1], packed, "bytes", EXACT)
