@@ -18,8 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.comm.streams import Collective, StreamName
-from streamshard.core.host import HostState
+from streamshard.core.host import HostState, HostUnit
 from streamshard.core.params import FlatParam, Param
+from streamshard.guards.sharded_parameter import ShardedParameter, refuse_unreduced
+from streamshard.torch_private import AsTensors, get_grad
 
 # Elements of a chunk, over which an optimizer's kernels run at once. Adam moves 16 bytes of each to the device.
 CHUNK_NUMEL = 1 << 24
@@ -230,3 +232,35 @@ def _chunks(entries: Sequence[_Entry]) -> Iterator[list[_Part]]:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def late_steps(
+    optimizer: Optimizer, on_host: Sequence[ShardedParameter]
+) -> list[tuple[HostState, LateStep, dict[HostUnit, list[Param]]]]:
+    """By model, the step of its parameters that have a gradient, and these by unit."""
+    refuse_unreduced(on_host, "an optimizer's step")
+    hosts = {param: host for param in on_host if (host := host_of(param)) is not None}
+    found: dict[HostState, list[tuple[HostUnit, FlatParam, Param, int]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            place = hosts[param].find(param) if param in hosts else None
+            with AsTensors():
+                if place is not None and get_grad(param) is not None:
+                    place[2].adopt_grad()
+                    found.setdefault(hosts[param], []).append((*place, number))
+    late = []
+    for host, places in found.items():
+        by_unit: dict[HostUnit, list[Param]] = defaultdict(list)
+        for unit, _, each, _ in places:
+            by_unit[unit].append(each)
+        indexed = [(unit.index, flat, each, group) for unit, flat, each, group in places]
+        late.append((host, LateStep(optimizer, indexed, host), by_unit))
+    return late
+
+
+def host_of(param: torch.Tensor) -> HostState | None:
+    """The host memory in which the state of `param` lies; None: it lies on the device."""
+    if not isinstance(param, ShardedParameter) or not param.piece.is_on_host:
+        return None
+    ledger = param.piece.ledger_of()
+    return None if ledger is None else ledger.host  # None: the model is gone, and the step runs on the CPU

@@ -24,9 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.core.host import HostState, HostUnit
-from streamshard.core.late_step import NUMBERS, LateStep
-from streamshard.core.params import FlatParam, Param
+from streamshard.core.late_step import NUMBERS, host_of, late_steps
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import look_at_step
 from streamshard.guards.piece import Piece
@@ -114,8 +112,8 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     params = params_in(optimizer.param_groups)
     look_at_step(optimizer, params, has_closure=_closure_of(args, kwargs) is not None)
-    _refuse_on_host(optimizer, params)
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
+        _refuse_on_host(optimizer, params, "steps whole parameters")
         return
     hooks: Any = optimizer._optimizer_step_pre_hooks
     if _HOOK not in hooks:
@@ -126,23 +124,20 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     hooks.move_to_end(_HOOK)  # the last hook before the step itself: hooks of the user's may replace gradients
 
 
-def _refuse_on_host(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Raise if the optimizer cannot step state that lies in host memory."""
-    is_in_blocks, is_whole_step = works_in_blocks(type(optimizer)), hasattr(optimizer, "owner_of")
-    names = [p.piece.name for p in params if isinstance(p, ShardedParameter) and p.piece.is_on_host]
-    if (is_in_blocks or is_whole_step) and names:
-        why = "keeps state in blocks of elements" if is_in_blocks else "steps whole parameters"
-        raise ShardingError(
-            f"{full_name(type(optimizer))} {why}, and the state of {names[0]!r} lies in host memory, whose parts are "
-            "stepped one after the other: take an elementwise optimizer such as torch.optim.AdamW, or leave "
-            'offload="state" away'
-        )
+def _refuse_on_host(optimizer: Optimizer, params: Sequence[nn.Parameter], why: str) -> None:
+    """Raise if state in host memory would be stepped by `optimizer`, which cannot do so because of `why`."""
+    for param in params:
+        if isinstance(param, ShardedParameter) and param.piece.is_on_host:
+            raise ShardingError(
+                f"{full_name(type(optimizer))} {why}, and the state of {param.piece.name!r} lies in host memory, whose "
+                "parts are stepped one after the other: take an elementwise optimizer such as torch.optim.AdamW, or "
+                'leave offload="state" away'
+            )
 
 
 def _adopt(optimizer: Optimizer) -> None:
     """An optimizer is about to step pieces for the first time."""
-    if any(map(piece_of, params_in(optimizer.param_groups))):  # other ranks have the rest
-        _refuse_unknown(optimizer)
+    _refuse_unknown(optimizer)
     take_over_state(optimizer)
     optimizer.register_state_dict_pre_hook(settle_state)
     if any(map(piece_of, params_in(optimizer.param_groups))):
@@ -183,7 +178,8 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
     """Raise unless every element's update is known to depend on that element alone, or on its block."""
     kind, name = type(optimizer), full_name(type(optimizer))
     run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
-    if not is_elementwise_class(kind):
+    has_pieces = any(map(piece_of, params_in(optimizer.param_groups)))  # one rank has whole parameters
+    if has_pieces and not is_elementwise_class(kind):
         raise ShardingError(
             f"{name} is not known to work element by element, and each rank has pieces of parameters. To step whole "
             f"parameters, each on one rank, write optimizer = {run}. If the update of each element depends on that "
@@ -198,6 +194,7 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
             "its kernels, of this rank's pieces alone: leave these options away, and use model.clip_grad_norm_"
         )
     if works_in_blocks(kind):
+        _refuse_on_host(optimizer, params_in(optimizer.param_groups), "keeps state in blocks of elements")
         _refuse_other_blocks(optimizer, name, getattr(asked, "min_8bit_size", BLOCK_NUMEL))
 
 
@@ -229,27 +226,30 @@ def _refuse_other_blocks(optimizer: Optimizer, name: str, least_numel: int) -> N
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins: let it run on a stand-in. See [Note: plain steps]."""
     closure = _closure_of(args, kwargs)
-    hosts = {param: host for param in params_in(optimizer.param_groups) if (host := _host_of(param)) is not None}
-    if hosts and not is_elementwise_class(type(optimizer)):  # one rank: it steps whole parameters, on the host
-        settle_state(optimizer)
-        hosts = {}
-    if hosts and closure is not None:
+    plain: dict[ShardedParameter, nn.Parameter] = {}
+    groups, on_host = [], []
+    for group in optimizer.param_groups:
+        params = []
+        for param in group["params"]:
+            if not isinstance(param, ShardedParameter):
+                params.append(param)
+            elif param.piece.is_on_host and _steps_late(optimizer, param):
+                on_host.append(param)
+            else:
+                plain[param] = param.plain
+                params.append(param.plain)
+        groups.append({**group, "params": params})
+    if not plain and not on_host:  # the stand-in, if its step calls the step of the base class
+        return None
+    if on_host and closure is not None:
         with torch.enable_grad():
             loss = closure()  # a late step needs the gradients now
         args, kwargs, closure = (optimizer, lambda: loss), {}, None
-    plain: dict[ShardedParameter, nn.Parameter] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        params = [param for param in group["params"] if param not in hosts]
-        for param in params:
-            if isinstance(param, ShardedParameter):
-                plain[param] = param.plain
-        groups.append({**group, "params": list(map(plain.get, params, params))})
-    if not plain and not hosts:  # the stand-in, if its step calls the step of the base class
-        return None
-    state = defaultdict(dict, {plain.get(key, key): values for key, values in optimizer.state.items()})  # type: ignore[call-overload]  # keys may be names
+    late = late_steps(optimizer, on_host) if on_host else []
+    state = defaultdict(
+        dict, zip(map(plain.get, optimizer.state, optimizer.state), optimizer.state.values(), strict=True)
+    )
     stand_in: Any = object.__new__(type(optimizer))
-    late = _late_steps(optimizer, hosts)
     stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state, _PLAIN: plain, _LATE: late}
     _lend_grads(plain, are_made=closure is None)
     if closure is None:
@@ -264,35 +264,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     return ((stand_in, called, *args[2:]), kwargs) if len(args) > 1 else ((stand_in,), {**kwargs, "closure": called})
 
 
-def _host_of(param: torch.Tensor) -> HostState | None:
-    """The host memory in which the state of `param` lies; None: it lies on the device."""
-    if not isinstance(param, ShardedParameter) or not param.piece.is_on_host:
-        return None
-    ledger = param.piece.ledger_of()
-    return None if ledger is None else ledger.host  # None: the model is gone, and the step runs on the CPU
-
-
-def _late_steps(
-    optimizer: Optimizer, hosts: Mapping[nn.Parameter, HostState]
-) -> list[tuple[HostState, LateStep, dict[HostUnit, list[Param]]]]:
-    """By model, the step of its parameters that have a gradient, and these by unit."""
-    refuse_unreduced(hosts, "an optimizer's step")
-    found: dict[HostState, list[tuple[HostUnit, FlatParam, Param, int]]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            place = hosts[param].find(param) if param in hosts else None
-            with AsTensors():
-                if place is not None and get_grad(param) is not None:
-                    place[2].adopt_grad()
-                    found.setdefault(hosts[param], []).append((*place, number))
-    late = []
-    for host, places in found.items():
-        by_unit: dict[HostUnit, list[Param]] = defaultdict(list)
-        for unit, _, each, _ in places:
-            by_unit[unit].append(each)
-        indexed = [(unit.index, flat, each, group) for unit, flat, each, group in places]
-        late.append((host, LateStep(optimizer, indexed, host), by_unit))
-    return late
+def _steps_late(optimizer: Optimizer, param: ShardedParameter) -> bool:
+    """Whether the next forward steps `param`, whose state lies in host memory. Else it is stepped there, at once."""
+    if is_elementwise_class(type(optimizer)) and host_of(param) is not None:
+        return True
+    param.piece.settle()
+    return False
 
 
 def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: bool = True) -> None:
@@ -336,7 +313,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         group.update({**theirs, "params": group["params"]})
     sharded = dict(zip(plain.values(), plain, strict=True))
     optimizer.state.clear()
-    optimizer.state.update({sharded.get(key, key): values for key, values in stepped.pop("state").items()})
+    state = stepped.pop("state")
+    optimizer.state.update(zip(map(sharded.get, state, state), state.values(), strict=True))
     optimizer.__dict__.update(stepped)
     if _DECLARED in vars(type(optimizer)):
         _refuse_kept_grads(optimizer, plain)
@@ -381,7 +359,7 @@ class PiecesOfState(dict[str, Any]):
 
 def settle_state(optimizer: Optimizer) -> None:
     """The optimizer's state is about to be read or written: late steps are carried out."""
-    for host in {_host_of(param) for param in params_in(optimizer.param_groups)}:
+    for host in {host_of(param) for param in params_in(optimizer.param_groups)}:
         if host is not None:
             host.settle()
 

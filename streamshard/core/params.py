@@ -138,9 +138,13 @@ class Param:
         Returns:
             Whether ``.grad`` was `given`, still in the main grads' memory (``grad.data = x`` gives it other memory).
         """
-        is_same = self.adopt_grad()
-        self.is_kept = get_grad(self.param) is not None
-        if self.is_kept:
+        grad = get_grad(self.param)
+        self.is_kept = grad is not None
+        is_same = grad is self.given
+        if grad is not None:
+            is_same = is_same and (not grad.numel() or grad.data_ptr() == self.main_grad.data_ptr())
+            if not is_same:
+                self._adopt(grad)
             put_grad(self.param, None)
         return is_same
 
@@ -151,13 +155,14 @@ class Param:
             Whether ``.grad`` is `given`, still in the main grads' memory.
         """
         grad = get_grad(self.param)
-        is_same = grad is self.given
-        if grad is not None:
-            is_same = is_same and (not grad.numel() or grad.data_ptr() == self.main_grad.data_ptr())
-            if not is_same:
-                self.piece.settle()
-                self.main_grad.copy_(grad)
+        is_same = grad is self.given and (grad is None or grad.data_ptr() == self.main_grad.data_ptr())
+        if grad is not None and not is_same:
+            self._adopt(grad)
         return is_same
+
+    def _adopt(self, grad: torch.Tensor) -> None:
+        self.piece.settle()
+        self.main_grad.copy_(grad)
 
     def give_grad(self, life: Life) -> None:
         """Make the main grads ``.grad``. A gradient that autograd has put there meanwhile (of a penalty) is added.

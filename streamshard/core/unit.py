@@ -25,7 +25,7 @@ from streamshard.core.params import FlatParam, GradState, Param, move_all, use_o
 from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
-from streamshard.guards.sharded_tensor import Life
+from streamshard.guards.sharded_tensor import WHY_EARLIER, Life
 from streamshard.guards.weights import WeightGuard
 from streamshard.planning.layout import UnitLayout
 from streamshard.torch_private import AsTensors, get_grad, set_grad
@@ -294,7 +294,7 @@ class Unit:
 
     def _renew(self) -> None:
         """Gradients of the unit that the user still holds raise from now on."""
-        self._life.end()
+        self._life.why_over = WHY_EARLIER
         self._life = Life()
         for param in self._with_room:
             param.given = None
@@ -339,7 +339,7 @@ class Unit:
     def spill(self) -> None:
         """Copy gradients out of the slot, which another unit needs, until this unit opens it again. Compute stream.
 
-        Happens only if a unit's layers run before and after another unit's layers in the same slot.
+        Happens if a unit's layers run before and after another unit's layers in the same slot.
         """
         self.grad_slot.join_writers()
         self.grad_slot.move(SlotState.FREE, None)
@@ -361,15 +361,14 @@ class Unit:
                 param.in_slot.zero_()
         move_all(written, GradState.REDUCED)
         slot.finish_writing()
-        outs = [flat.main_grads for flat in self.trained]
-        if self.host is not None:
-            outs = self.host.begin_reduction(self, adds=self._adds)
+        staging = () if self.host is None else self.host.begin_reduction(self, adds=self._adds)
         works = []
-        for flat, out in zip(self.trained, outs, strict=True):
+        for place, flat in enumerate(self.trained):
+            out = staging[place] if staging else flat.main_grads
             given = flat.grads, out, flat.scratch, flat.kind.mode, self._adds, flat.tag
             works.append(self.ranks.transport.start_reduce(Reduction(*given, self.ranks.grad_divisor)))
         if self.host is not None:
-            self.host.end_reduction(self, outs)
+            self.host.end_reduction(self, staging)
         self._adds = True
         slot.drain(works)
         self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)

@@ -48,12 +48,11 @@ class Life:
 
     why_over: str = ""
 
-    def end(self) -> None:
-        """The memory is about to hold gradients of a later backward."""
-        self.why_over = (
-            "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a "
-            "gradient is needed after zero_grad()"
-        )
+
+WHY_EARLIER = (
+    "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
+    "needed after zero_grad()"
+)
 
 
 class ShardedTensor(torch.Tensor):
