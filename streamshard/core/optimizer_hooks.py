@@ -246,9 +246,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
             loss = closure()  # a late step needs the gradients now
         args, kwargs, closure = (optimizer, lambda: loss), {}, None
     late = late_steps(optimizer, on_host) if on_host else []
-    state = defaultdict(
-        dict, zip(map(plain.get, optimizer.state, optimizer.state), optimizer.state.values(), strict=True)
-    )
+    kept: Any = optimizer.state  # keys may be names
+    keys: Any = map(plain.get, kept, kept)
+    state = defaultdict(dict, zip(keys, kept.values(), strict=True))
     stand_in: Any = object.__new__(type(optimizer))
     stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state, _PLAIN: plain, _LATE: late}
     _lend_grads(plain, are_made=closure is None)
