@@ -18,7 +18,7 @@ from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.guards.global_ops import global_norm
-from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, refuse_unreduced
+from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, grad_of, refuse_unreduced
 from streamshard.torch_private import swap_tensor
 
 _Take = Callable[[Param, torch.Tensor], torch.Tensor]
@@ -257,15 +257,14 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     order = float(norm_type)  # "inf" is a way to say it
     engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")
-    with_grad = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
-    filled = [param.grad.as_subclass(torch.Tensor) for param in with_grad if param.grad is not None]
-    host = engine.host
-    norms = torch._foreach_norm(filled, order) if host is None else host.norms(with_grad, order)
-    norms = norms or [torch.zeros((), device=engine.streams.device)]
+    filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
+    host, norms = engine.host, [torch.zeros((), device=engine.streams.device)]
+    if filled:
+        norms = torch._foreach_norm([*map(grad_of, filled)], order) if host is None else host.norms(filled, order)
     total = global_norm(torch.linalg.vector_norm(torch.stack(norms), order), order, engine.ranks)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    if host is not None:
-        host.multiply_grads(with_grad, factor)
+    if filled and host is not None:
+        host.multiply_grads(filled, factor)
     elif filled:
-        torch._foreach_mul_(filled, factor)
+        torch._foreach_mul_([*map(grad_of, filled)], factor)
     return total

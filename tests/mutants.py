@@ -248,7 +248,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("FlatParam.allocate_grads", Swap("keeps_slot and dtype", "dtype"), "matrix dial"),
         ("Param.forget_grad", Drop("self.clear_main_grad()"), "invariants dial graphs"),
         ("Param.give_grad", Drop("self.given.add_(own)"), "graphs"),
-        ("Param.take_grad", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
+        ("Param._adopt", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
+        (
+            "write_all",
+            Swap("adds or param.state is GradState.IN_SLOT", "False"),
+            "passes loops",
+        ),
     ],
     "core/reductions": [
         ("UsedParams.start", Drop("self._arrived[0].wait()"), "simulated_device:flags"),
@@ -287,11 +292,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.open", Drop("self._leave_slot()"), "dial"),
         ("Unit._leave_slot", Swap("stays and ", ""), "divide_factor:one_rank"),
         ("Unit.open", Drop("self._write("), "unit_size"),
-        (
-            "write_all",
-            Swap("adds or param.state is GradState.IN_SLOT", "False"),
-            "passes loops",
-        ),
         ("Unit.start_reduce", Drop("self._adds = True"), "passes"),
         ("Unit.start_reduce", Drop("slot.join()"), "simulated_device:zeros_of"),
         (

@@ -23,10 +23,11 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import Ledger, WeightSlot
+from streamshard.guards.sharded_parameter import grad_of
 from streamshard.pinned import PinnedMemory
 from streamshard.planning.layout import UnitLayout
 from streamshard.planning.memory import Category
-from streamshard.torch_private import AsTensors, get_grad
+from streamshard.torch_private import AsTensors
 
 _COPY_BYTES = 1 << 27  # the device's copy engines take one copy after the other, so no copy may be long
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -339,11 +340,3 @@ class HostState:
         for param in params:
             for factor in self._factors.pop(param, ()):
                 param.main_grad.mul_(factor.to(param.main_grad.device))
-
-
-def grad_of(param: nn.Parameter) -> torch.Tensor:
-    """The gradient of `param`, which has one, as a plain tensor."""
-    with AsTensors():
-        grad: Any = get_grad(param)
-        plain: torch.Tensor = grad.as_subclass(torch.Tensor)
-        return plain

@@ -78,7 +78,9 @@ class Ledger:
 
     def held_bytes(self, category: Category) -> int:
         """Bytes held under `category`, counted on the live tensors."""
-        return sum(buffer.nbytes for kind, buffer in self.buffers if kind is category)
+        held = [buffer for kind, buffer in self.buffers if kind is category]
+        on_host = sum(buffer.nbytes for buffer in held if buffer.data_ptr() in self.on_host)  # in common blocks
+        return on_host + sum(b.untyped_storage().nbytes() for b in held if b.data_ptr() not in self.on_host)
 
 
 class _Slot:

@@ -140,6 +140,14 @@ def data_of(param: torch.Tensor) -> torch.Tensor:
         return data
 
 
+def grad_of(param: nn.Parameter) -> torch.Tensor:
+    """The gradient of `param`, which has one, as a plain tensor."""
+    with AsTensors():
+        grad: Any = get_grad(param)
+        plain: torch.Tensor = grad.as_subclass(torch.Tensor)
+        return plain
+
+
 def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     """``param.grad = grad``, unchecked. A waiting gradient is dropped."""
     drop_unreduced(param)
