@@ -258,10 +258,11 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")
     filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
-    host, norms = engine.host, [torch.zeros((), device=engine.streams.device)]
+    host = engine.host
+    norms: Sequence[torch.Tensor] = [torch.zeros((), device=engine.streams.device)]
     if filled:
         norms = torch._foreach_norm([*map(grad_of, filled)], order) if host is None else host.norms(filled, order)
-    total = global_norm(torch.linalg.vector_norm(torch.stack(norms), order), order, engine.ranks)
+    total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if filled and host is not None:
         host.multiply_grads(filled, factor)

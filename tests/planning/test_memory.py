@@ -66,6 +66,8 @@ def _formula(
         "scratch": grad_bytes * sum(scratch),
         "flags": flags,
         "optimizer rounds": 0,
+        "staging": 0,
+        "norms": 0,
     }
     if world_size == 1:  # a slot for each unit, which is the unit's shard
         held |= {"weight slots": param_bytes * shards, "grad slots": 4 * shards, "main grads": 0, "flags": 0}
