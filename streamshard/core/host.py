@@ -27,7 +27,6 @@ from streamshard.guards.sharded_parameter import grad_of
 from streamshard.pinned import PinnedMemory
 from streamshard.planning.layout import UnitLayout
 from streamshard.planning.memory import Category
-from streamshard.torch_private import AsTensors
 
 _COPY_BYTES = 1 << 27  # the device's copy engines take one copy after the other, so no copy may be long
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -92,6 +91,7 @@ class HostState:
         counts = [sum(len(flat.params) for flat in unit) for unit in trained]
         norms = ledger.allocate(Category.NORMS, sum(counts), torch.float32)
         self._norms = norms.split(counts)  # by unit
+        self._by_name: dict[str, Param] = {}
         self._norm_of: dict[Param, torch.Tensor] = {}  # [] fp32, of main grads as the last reduction has left them
         self._versions: dict[Param, int] = {}  # of main grads then
         copied = Rule.HOST_COPIED
@@ -127,6 +127,7 @@ class HostState:
             for flat in unit.flat_params:
                 for param in flat.params:
                     self._places[param.param] = weakref.ref(unit), flat, param
+                    self._by_name[param.name] = param
                     if flat.kind.trains:
                         self._norm_of[param] = next(norms)
 
@@ -301,36 +302,53 @@ class HostState:
 
     # -- clipping -------------------------------------------------------------------------------------------------
 
-    def norms(self, params: Sequence[nn.Parameter], order: float) -> list[torch.Tensor]:
-        """[] fp32 on the device, the norm of this rank's part of each gradient, here or on the device.
+    def is_given(self, grad: Any) -> bool:
+        """Whether `grad`, a gradient of this model, lies in the main grads."""
+        return self._owner_of(grad) is not None
 
-        Norms of order 2 were taken on the device, before the gradients were stored. Others need copies.
+    def _owner_of(self, grad: Any) -> Param | None:
+        param = self._by_name.get(grad.piece.name)
+        return param if param is not None and param.given is grad else None
+
+    def norm_of(self, grad: Any) -> torch.Tensor | None:
+        """[] fp32 on the device, the norm of this rank's part of `grad`, without a wait for copies; None: unknown.
+
+        It was taken on the device, before the gradient was stored.
         """
+        param = self._owner_of(grad)
+        if param is None or param in self._factors or self._versions.get(param) != grad._version:
+            return None
+        return self._norm_of[param].clone()
+
+    def multiply(self, grads: Sequence[Any], factor: torch.Tensor) -> None:
+        """Multiply gradients, which lie in the main grads, by `factor` [] when they are read or used next."""
+        factor = factor.clone()  # the user may change it
+        for param in filter(None, map(self._owner_of, grads)):
+            self._factors.setdefault(param, []).append(factor)
+        self._is_busy = True
+
+    def norms(self, params: Sequence[nn.Parameter], order: float) -> list[torch.Tensor]:
+        """[] fp32 on the device, the norm of this rank's part of each gradient, wherever it lies."""
         norms: list[torch.Tensor] = []
         for param in params:
-            if param not in self._places:
-                norms += torch._foreach_norm([grad_of(param)], order)
-                continue
-            found = self._places[param][2]
-            with AsTensors():
-                is_known = found.adopt_grad() and self._versions.get(found) == found.main_grad._version
-            if is_known and order == 2.0 and found not in self._factors:
-                norms.append(self._norm_of[found])
+            grad: Any = param.grad
+            norm = self.norm_of(grad) if order == 2.0 and param in self._places else None
+            if norm is None:
+                grad.piece.settle()
+                norms += torch._foreach_norm([grad_of(param).to(self.device)], order)
             else:
-                self.settle()
-                norms += torch._foreach_norm([found.main_grad.detach().to(self.device)], order)
+                norms.append(norm)
         return norms
 
     def multiply_grads(self, params: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
-        """Multiply gradients by `factor` [] on the device; those in host memory when they are read or used next."""
-        if on_device := [grad_of(param) for param in params if param not in self._places]:
-            torch._foreach_mul_(on_device, factor)
-        for param in filter(self._places.__contains__, params):
-            found = self._places[param][2]
-            with AsTensors():
-                found.adopt_grad()
-            self._factors.setdefault(found, []).append(factor)
-        self._is_busy = True
+        """Multiply gradients by `factor` [] on the device: now, or, of main grads in host memory, see `multiply`."""
+        for param in params:
+            grad: Any = param.grad
+            if param in self._places and self.is_given(grad):
+                self.multiply([grad], factor)
+            else:
+                grad.piece.settle()
+                grad_of(param).mul_(factor.to(grad.device))
 
     def factors_of(self, param: Param) -> Sequence[torch.Tensor]:
         """The factors by which the main grads in memory are still to be multiplied."""

@@ -155,9 +155,14 @@ class PartialNorm(torch.Tensor):
     _full: torch.Tensor | None
 
     @classmethod
-    def wrap(cls, local: torch.Tensor, order: float, ranks: Communicator) -> PartialNorm:
-        """`local`, of order `order` over this rank's elements, still to be reduced over ranks."""
-        partial = _nan(local.dtype, local.device).expand(local.shape).as_subclass(cls)
+    def wrap(
+        cls, local: torch.Tensor, order: float, ranks: Communicator, device: torch.device | None = None
+    ) -> PartialNorm:
+        """`local`, of order `order` over this rank's elements, still to be reduced over ranks.
+
+        The norm of a gradient in host memory says that it is there too (`device`), and stays on the device.
+        """
+        partial = _nan(local.dtype, device or local.device).expand(local.shape).as_subclass(cls)
         partial.local, partial.order, partial.ranks, partial._full = local, order, ranks, None
         return partial
 
@@ -177,9 +182,12 @@ class PartialNorm(torch.Tensor):
             parts = list(args[0]) if func is torch.stack else args[:1]
             first = parts[0] if parts else None
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
+                if func is torch.Tensor.to and func(*args, **kwargs) is first:
+                    return first
                 if func in (torch.stack, torch.Tensor.to):
+                    device = first.device if func is torch.stack else None
                     args = map_tensors(args, lambda t: t.local if isinstance(t, cls) else t)
-                    return cls.wrap(func(*args, **kwargs), first.order, first.ranks)
+                    return cls.wrap(func(*args, **kwargs), first.order, first.ranks, device)
                 if func in NORMS and order_of(func, args, kwargs) == first.order:
                     return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
             args, kwargs = full_norms(args), full_norms(kwargs)

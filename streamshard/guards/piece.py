@@ -47,10 +47,16 @@ class Piece(NamedTuple):
         ledger = self.ledger_of()
         return self.is_whole and (ledger is None or ledger.host is None)
 
+    @property
+    def host(self) -> Any:
+        """The `HostState` that copies the parameter's state; None: no such copies are under way."""
+        ledger = self.ledger_of() if self.is_on_host else None
+        return None if ledger is None else ledger.host
+
     def settle(self) -> None:
         """The values are about to be read or written: copies of host memory are complete afterwards."""
-        if self.is_on_host and (ledger := self.ledger_of()) is not None and ledger.host is not None:
-            ledger.host.settle()
+        if (host := self.host) is not None:
+            host.settle()
 
     @property
     def is_whole(self) -> bool:

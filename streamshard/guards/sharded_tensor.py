@@ -140,7 +140,10 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
     tensors = [value for value in tensors_in((args, kwargs)) if isinstance(value, ShardedTensor)]
     for tensor in (each for each in tensors if each.why_unusable and answer is not _shape):
         raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
-    tensors[0].piece.settle()
+    if (host := tensors[0].piece.host) is not None:
+        if (clipped := _clip_late(host, func, args, kwargs)) is not NotImplemented:
+            return clipped
+        host.settle()
     with AsTensors():
         if tensors[0].piece.is_whole:
             result = func(*args, **kwargs)
@@ -151,6 +154,32 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
             is_on_grad = is_alias and _life_under(result, args) is not None
             return _wrapped(result, tensors[0].piece, args) if is_on_grad else result
         return answer(func, tensors[0], full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
+
+
+def _clip_late(host: Any, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The norm of a gradient in host memory, or a multiplication by one number: clipping does not wait for copies.
+
+    Returns:
+        NotImplemented: `func` is something else, or the norm is not known.
+    """
+    name, first = func.__name__, args[0] if args else None
+    grads: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
+    if any(type(grad) is not ShardedTensor for grad in grads):
+        return NotImplemented
+    if name == "_foreach_norm" or func in NORMS:
+        order = order_of(torch.linalg.vector_norm if name == "_foreach_norm" else func, args, kwargs)
+        norms: list[Any] = [host.norm_of(grad) for grad in grads] if order == 2.0 else [None]
+        if any(norm is None for norm in norms):
+            return NotImplemented
+        pairs = zip(norms, grads, strict=True)
+        partial = [PartialNorm.wrap(norm, 2.0, grad.piece.ranks, grad.device) for norm, grad in pairs]
+        return partial if name == "_foreach_norm" else partial[0]
+    factor = args[1] if name in ("mul_", "_foreach_mul_") and len(args) == 2 else None
+    is_number = type(factor) is torch.Tensor and not factor.ndim
+    if not is_number or not all(map(host.is_given, grads)):
+        return NotImplemented
+    host.multiply(grads, factor)
+    return None if name == "_foreach_mul_" else first
 
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
