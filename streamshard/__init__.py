@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from streamshard.optim.wrappers import DistributedOptimizer as DistributedOptimizer
     from streamshard.optim.wrappers import LocalSGD as LocalSGD
     from streamshard.tools.plan import plan as plan
-    from streamshard.tools.trace import step_statistics as step_statistics
     from streamshard.tools.trace import trace as trace
 else:
     import importlib
@@ -54,7 +53,7 @@ else:
         " load_safetensors",
         "optim.wrappers": "DistributedOptimizer LocalSGD",
         "tools.plan": "plan",
-        "tools.trace": "step_statistics trace",
+        "tools.trace": "trace",
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
     __all__ = sorted(_MODULE_OF)

@@ -1,7 +1,4 @@
-"""A recorded stretch of training on one rank: its spans, and what they say.
-
-`streamshard.tools.trace` records it.
-"""
+"""Recorded steps of one rank: spans, and a summary of them. `streamshard.tools.trace` records."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ class Span(NamedTuple):
     """A stretch of time of one stream.
 
     Attributes:
-        stream: whose time.
-        activity: what takes it: "cast", "forward", "loss", "backward", "optimizer", one of the waits (`FOR_WEIGHTS`,
-            ..), a collective ("all_gather", ..), or "flags", the exchange of which gradients there are.
+        stream: the stream.
+        activity: "cast", "forward", "loss", "backward", "optimizer", a wait (`FOR_WEIGHTS`, `FOR_GRADS`, `FOR_OWNERS`),
+            a collective ("all_gather", ..), or "flags": ranks exchange which parameters have gradients.
         unit: index of the unit; None if the activity belongs to no unit.
         start_us, stop_us: microseconds since the trace began; stamps (see `_Recorder`) while the trace is recorded.
-        n_bytes: of a collective: what it reads and writes on this rank.
+        n_bytes: bytes that a collective reads and writes on this rank.
     """
 
     stream: StreamName
@@ -36,7 +33,7 @@ class Span(NamedTuple):
 
     @property
     def length_us(self) -> float:
-        """How long it takes."""
+        """The span's length in microseconds."""
         return self.stop_us - self.start_us
 
 
@@ -47,9 +44,9 @@ class Trace:
     Attributes:
         about: the rank and its device, in words.
         units: names of the units, by index.
-        spans: in order of their start.
-        total_us: how long all steps took.
-        host_us: the sum over all steps of ``host_s``, see `summary`; None on the CPU.
+        spans: all spans, in order of their start.
+        total_us: microseconds of all steps.
+        host_us: microseconds of the host in all steps (``host_s`` of `summary`); None on the CPU.
     """
 
     about: str
@@ -60,7 +57,7 @@ class Trace:
 
     @property
     def steps(self) -> int:
-        """How many there are, at least 1. The first optimizer step behind a backward ends a step."""
+        """The number of steps, at least 1. The first optimizer step after a backward ends a step."""
         ends = sorted(
             (span.stop_us, span.activity) for span in self.spans if span.activity in ("backward", "optimizer")
         )
@@ -68,21 +65,20 @@ class Trace:
         return max(count, 1)
 
     def summary(self) -> dict[str, float]:
-        """Where the time goes: seconds per step, means over the traced steps.
+        """Seconds per step by kind of activity, means over the traced steps.
 
         ``step_s`` is the sum of ``compute_s``, both exposed times, ``optimizer_s`` and ``other_s``.
 
         - ``step_s``: a step.
         - ``compute_s``: cast of weights, forward, loss and backward, without waits.
         - ``exposed_all_gather_s``: the compute stream (on the CPU: the host) waits for weights.
-        - ``exposed_reduction_s``: it waits for reductions of gradients.
+        - ``exposed_reduction_s``: the compute stream waits for reductions of gradients.
         - ``optimizer_s``: steps of all optimizers, with the exchanges of a `WholeParameterOptimizer`.
-        - ``other_s``: everything else: data, ``zero_grad``, clipping, logging.
-        - ``host_s``, on accelerators only: the host is inside forwards, backwards and optimizer steps. If this is about
-          ``step_s``, the device waits for the host. On the CPU the host computes.
-        - ``communication_s``, on accelerators only: what the step's collectives would take one after another, if each
-          had the highest bandwidth of its kind in the trace. On the CPU nobody knows when a collective ends before it
-          is needed.
+        - ``other_s``: data, ``zero_grad``, clipping, logging and all other time.
+        - ``host_s``, on accelerators only: the host is inside forwards, backwards and optimizer steps. If ``host_s`` is
+          about ``step_s``, the device waits for the host.
+        - ``communication_s``, on accelerators only: the time of the step's collectives, one after another, if each had
+          the highest bandwidth of its kind in the trace. (On the CPU the end of a collective is not known.)
         - ``lower_bound_s``: the larger of ``compute_s + optimizer_s`` and ``communication_s``.
         """
         own, steps = self._own_us(), self.steps
@@ -107,7 +103,7 @@ class Trace:
         return "\n".join(lines)
 
     def _own_us(self) -> dict[str, float]:
-        """By activity of the compute stream, its time without that of the activities inside it."""
+        """By activity of the compute stream: its microseconds, without those of activities inside it."""
         own: dict[str, float] = defaultdict(float)
         around: list[Span] = []
         for span in self.spans:
@@ -121,7 +117,7 @@ class Trace:
         return own
 
     def _communication_us(self) -> float:
-        """See `summary`. Streams run side by side."""
+        """Microseconds of all steps; see `summary`. Streams run side by side, so the busiest one counts."""
         kinds: dict[tuple[StreamName, str], list[Span]] = defaultdict(list)
         for span in self.spans:
             if span.n_bytes:

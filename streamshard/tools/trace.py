@@ -1,20 +1,20 @@
 """Where the time of a training step goes: spans of compute, communication and waits on one rank.
 
-    with streamshard.trace(model) as found:      # enter it between steps; one or several steps
+    with streamshard.trace(model) as found:      # enter it between steps, for one step or several
         model(batch).loss.backward()
         optimizer.step()
-    print(found)                                 # a summary, per step; found.summary() is for trackers
+    print(found)                                 # means per step; found.summary() returns them for a tracker
 
 On an accelerator, times are the device's, from events on its streams. On the CPU, times are the host's: the span of a
-collective ends with the wait that needed it. A wait is a span of its own, of the compute stream: it is the exposed part
-of communication. Nothing is measured outside of `trace` and `step_statistics`. torch.profiler shows the units by name
-(`streamshard.core.profiler`), and knows nothing of waits.
+collective ends when the host has waited for the collective. A wait is a span of the compute stream: it is the exposed
+part of communication. Nothing is measured outside of `trace`. torch.profiler shows units by name
+(`streamshard.core.profiler`), but no waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -28,20 +28,18 @@ from streamshard.core.module_state import engine_of
 from streamshard.tools.timeline import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace
 from streamshard.torch_private import skip
 
-# -- what users call --------------------------------------------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
-    """Record what the model and optimizers do inside the context, on this rank. Enter it between steps.
+    """Record how the model and all optimizers spend time inside the context, on this rank. Enter it between steps.
 
-    Not collective: one rank may do it, or several. On an accelerator the host waits for the device at the end.
+    Not collective: one rank may trace alone. On an accelerator the host waits for the device at the end.
 
     Args:
         model: made by `StreamShard`.
 
     Yields:
-        A `Trace`, which is complete when the body has ended without an error.
+        A `Trace`, which is filled when the body ends without an error.
 
     Raises:
         ShardingError: `model` is not sharded.
@@ -60,73 +58,22 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     recorder.finish()
 
 
-@contextlib.contextmanager
-def step_statistics(model: nn.Module, scaler: Any = None) -> Iterator[Callable[..., dict[str, float]]]:
-    """Measure each training step inside the context, on this rank.
-
-        with streamshard.step_statistics(model) as read:
-            for batch in loader:
-                model(batch).backward()
-                norm = model.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                tracker.log(read(grad_norm=norm))
-
-    Args:
-        model: made by `StreamShard`.
-        scaler: a ``torch.amp.GradScaler``, if there is one.
-
-    Yields:
-        A function that returns the figures since its last call: the seconds of `Trace.summary`, ``step``, the number of
-        the call, and the numbers that are given to it. With a scaler also ``loss_scale``, that of the next step, and
-        ``skipped_steps``: how many steps the scaler has skipped so far, because gradients had overflowed. Call it once
-        per step, behind ``optimizer.step()`` and ``scaler.update()``. Not collective. On an accelerator the host waits
-        for the device.
-
-    Raises:
-        ShardingError: `model` is not sharded.
-    """
-    step = skipped = 0
-    scale = None if scaler is None else scaler.get_scale()
-    with contextlib.ExitStack() as running:
-        found = running.enter_context(trace(model))
-
-        def read(**given: torch.Tensor | float) -> dict[str, float]:
-            nonlocal found, scale, skipped, step
-            running.close()
-            step += 1
-            figures = {"step": step, **found.summary(), **{name: float(value) for name, value in given.items()}}
-            if scaler is not None:
-                before, scale = scale, scaler.get_scale()
-                skipped += scale < before  # only an overflow makes the scale smaller
-                figures |= {"loss_scale": scale, "skipped_steps": skipped}
-            found = running.enter_context(trace(model))
-            return figures
-
-        yield read
-
-
-# -- recording --------------------------------------------------------------------------------------------------------
-
-_BEGINS = {
-    StepEvent.CAST_BEGINS: "cast",
-    StepEvent.FORWARD_BEGINS: "forward",
-    StepEvent.RECOMPUTATION_BEGINS: "forward",
-    StepEvent.BACKWARD_BEGINS: "backward",
-    StepEvent.OPTIMIZER_BEGINS: "optimizer",
-}
-_ENDS = {
-    StepEvent.CAST_ENDS: "cast",
-    StepEvent.FORWARD_ENDS: "forward",
-    StepEvent.RECOMPUTATION_ENDS: "forward",
-    StepEvent.BACKWARD_BEGINS: "backward",
-    StepEvent.BACKWARD_ENDS: "backward",
-    StepEvent.OPTIMIZER_ENDS: "optimizer",
+_CHANGES: dict[StepEvent, tuple[str | None, str | None]] = {  # the activity that ends, and the one that begins
+    StepEvent.CAST_BEGINS: (None, "cast"),
+    StepEvent.CAST_ENDS: ("cast", None),
+    StepEvent.FORWARD_BEGINS: (None, "forward"),
+    StepEvent.FORWARD_ENDS: ("forward", None),
+    StepEvent.RECOMPUTATION_BEGINS: (None, "forward"),
+    StepEvent.RECOMPUTATION_ENDS: ("forward", None),
+    StepEvent.BACKWARD_BEGINS: ("backward", "backward"),  # of the unit before, and of this one
+    StepEvent.BACKWARD_ENDS: ("backward", None),
+    StepEvent.OPTIMIZER_BEGINS: (None, "optimizer"),
+    StepEvent.OPTIMIZER_ENDS: ("optimizer", None),
 }
 
 
 class _Recorder(Observer):
-    """Stamps the beginning and the end of what it observes: seconds of the host, or events of the device, its own.
+    """Stamps beginnings and ends: with seconds of the host's clock, or on an accelerator with events of its own.
 
     The trace begins now. Events after `finish` change nothing.
 
@@ -146,9 +93,9 @@ class _Recorder(Observer):
         self._unit_of = [unit.index for unit in engine.units for _ in unit.flat_params]  # by tag
         self._spans: list[Span] = []
         self._issued: Span | None = None  # a collective that no fence has recorded yet
-        self._under_way: dict[Work, Span] = {}  # by last work: collectives that the host has not waited for
-        self._blocked: Any = None  # when the compute stream began to wait
-        self._computing: list[Span] = []  # a layer inside a layer comes last
+        self._under_way: dict[Work, Span] = {}  # by last work: collectives that the host has not waited for yet
+        self._blocked: Any = None  # stamp: the compute stream began to wait
+        self._computing: list[Span] = []  # activities that have begun; the innermost is last
         self._loss: Span | None = None  # between a forward and its backward
         self._host_s = self._host_began = 0.0
         self._start = self._now(StreamName.COMPUTE)
@@ -212,15 +159,16 @@ class _Recorder(Observer):
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """See `Observer`."""
-        if moment in _ENDS:
-            self._close(_ENDS[moment])
+        ends, begins = _CHANGES.get(moment, (None, None))
+        if ends is not None:
+            self._close(ends)
         if unit == ROOT_UNIT:
             self._between(moment)
-        if moment in _BEGINS:
-            self._open(_BEGINS[moment], unit)
+        if begins is not None:
+            self._open(begins, unit)
 
     def _between(self, moment: StepEvent) -> None:
-        """The model's forward or backward begins or ends. The time between the two is the loss."""
+        """The model's forward or backward begins or ends. The time between forward and backward is the loss."""
         if moment is StepEvent.FORWARD_BEGINS:  # an exception may have ended the last pass
             self._computing = [span for span in self._computing if span.activity == "optimizer"]
         if moment is StepEvent.BACKWARD_BEGINS and self._loss is not None:
@@ -234,7 +182,7 @@ class _Recorder(Observer):
         self._computing.append(self._begin(StreamName.COMPUTE, activity, unit))
 
     def _close(self, activity: str) -> None:
-        """The innermost activity ends, if it is this one."""
+        """End the innermost activity, if it is `activity`."""
         if self._computing and self._computing[-1].activity == activity:
             self._end(self._computing.pop())
             if not self._computing:
@@ -260,7 +208,7 @@ class _Recorder(Observer):
         self._spans.append(begun._replace(stop_us=self._now(begun.stream)))
 
     def finish(self) -> None:
-        """Fill the trace. Collectives without a wait, and an optimizer's step, end with it."""
+        """Fill the trace. Collectives without a wait, and a step that an error has ended, end now."""
         for begun in self._under_way.values():
             self._end(begun)
         while self._computing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,14 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
-from streamshard import StreamShard, step_statistics
+from streamshard import StreamShard
 from streamshard import trace as record
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
 from streamshard.errors import ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.tools.timeline import Span, Trace
-from tests.models import DIM, Stack, TinyConfig, TinyLM, vector_batch
+from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.races import detect_races
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, Call, adamw, assert_same, engine_inside, full_weights, lm_step, stack_step
@@ -310,39 +309,3 @@ def test_exchanges_with_owners_belong_to_the_optimizer(context: RankContext) -> 
 
 def _holds(outer: Span, inner: Span) -> bool:
     return outer.start_us <= inner.start_us and inner.stop_us <= outer.stop_us
-
-
-# -- figures for a tracker --------------------------------------------------------------------------------------------
-
-
-@on_ranks(1, 2)
-def test_each_step_has_its_norm_scale_times_and_skipped_steps(context: RankContext) -> None:
-    """With a loss scaler: the second and the third step overflow. Nothing is observed after the context."""
-    model: Any = StreamShard(Stack(), precision="fp16")
-    optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    found, norms = [], []
-    with step_statistics(model, scaler) as read:
-        for overflows in (False, True, True, False):
-            loss = model(vector_batch(0, context.rank)).float().square().mean()
-            scaler.scale(loss * (torch.inf if overflows else 1.0)).backward()  # type: ignore[no-untyped-call]
-            scaler.unscale_(optimizer)
-            norms.append(float(model.clip_grad_norm_(1.0)))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            found.append(read(grad_norm=norms[-1]))
-    assert engine_inside(model).streams.observers == ()
-    assert [each["step"] for each in found] == [1, 2, 3, 4]
-    assert [each["skipped_steps"] for each in found] == [0, 1, 2, 2]
-    assert [each["loss_scale"] for each in found] == [1024.0, 512.0, 256.0, 256.0]
-    assert [each["grad_norm"] for each in found] == pytest.approx(norms, nan_ok=True)
-    for each in found:
-        parts = [each[name] for name in ("compute_s", "exposed_all_gather_s", "exposed_reduction_s")]
-        assert each["compute_s"] > 0.0 and min(parts) >= 0.0 and sum(parts) <= each["step_s"] * 1.0001
-        assert (each["exposed_all_gather_s"] > 0.0) == (context.world_size > 1)
-        json.dumps(each)
-    with step_statistics(model) as read:  # without a scaler and a norm
-        model(vector_batch(0, context.rank)).float().square().mean().backward()
-        last = read()
-    assert last["step"] == 1 and not {"grad_norm", "loss_scale", "skipped_steps"} & last.keys()
