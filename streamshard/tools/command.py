@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -20,7 +20,6 @@ from streamshard.errors import CheckpointError, ConfigError, StreamShardError, U
 if TYPE_CHECKING:
     from streamshard.checkpoint.directory import Entry
     from streamshard.checkpoint.manifest import Manifest
-    from streamshard.config import Precision
 
 _ABOUT = "Plan the memory of a training run, measure the machine, inspect and convert checkpoints. Needs no GPU."
 _SHOWN_CHARACTERS = 72
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: object, stream: TextIO | None = None) -> None:
-    """Print one line. Control characters are escaped: names from an untrusted checkpoint may contain some."""
+    """Print one line. Control characters are escaped: names in an untrusted checkpoint may contain some."""
     print(printable(str(text)), file=stream)
 
 
@@ -61,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
     of_model = argparse.ArgumentParser(add_help=False)
-    about = "bf16, fp16, fp32, or fields of Precision, such as param_dtype=float32,wire_dtype=bfloat16"
-    of_model.add_argument("--precision", default="bf16", help=about)
+    about = "precision of StreamShard: %(choices)s (%(default)s)"
+    of_model.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help=about)
     for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
         of_model.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}, of MODEL's forward")
     of_model.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes, times in milliseconds")
@@ -107,22 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _precision(text: str) -> Precision:
-    """The `Precision` of ``--precision``."""
-    import torch
-
-    from streamshard.config import Precision, parse_precision, refuse_unknown
-
-    if "=" not in text:
-        return parse_precision(text)
-    chosen = dict(field.partition("=")[::2] for field in text.split(","))
-    refuse_unknown(chosen, [field.name for field in dataclasses.fields(Precision)], "field of Precision")
-    try:
-        return Precision(**{name: getattr(torch, dtype) for name, dtype in chosen.items()})
-    except (AttributeError, TypeError) as error:
-        raise ConfigError(f"--precision: {error}") from error
-
-
 def _plan(arguments: argparse.Namespace) -> None:
     from streamshard.tools.plan import builder_of, plan
 
@@ -132,7 +115,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         arguments.units,
         resident=arguments.resident,
         min_unit_size=arguments.min_unit_size,
-        precision=_precision(arguments.precision),
+        precision=arguments.precision,
         transport=arguments.transport,
         weight_slots=arguments.slots,
         budget=arguments.budget,
@@ -145,13 +128,14 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
+    from streamshard.config import parse_precision
     from streamshard.tools.doctor import Finding, advise, examine
     from streamshard.tools.plan import builder_of, plan
 
-    precision = _precision(arguments.precision)
+    precision = parse_precision(arguments.precision)
     build = None if arguments.model is None else builder_of(arguments.model)
     report = examine(build, precision, arguments.batch, arguments.seq)
-    if report is None:  # the first rank says it for all
+    if report is None:  # the first rank prints for all
         return
     if build is not None and report.transport is not None:
         ranks, memory, batch = report.world_size, report.memory_bytes, arguments.batch
@@ -182,8 +166,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
     root = parse_path("DIR", arguments.directory)
     if not is_checkpoint(root):
-        found = survey(root)
-        if not found:
+        if not (found := survey(root)):
             raise no_checkpoint(root, {})
         _list(found)
         return
@@ -200,7 +183,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _list(found: Sequence[Entry]) -> None:
-    """Print a line for each checkpoint, without reading its tensors. The error at the end says what is damaged."""
+    """Print a line for each checkpoint, without reading its tensors. Raises at the end if one is damaged."""
     latest = max((entry for entry in found if not entry.wrong), key=lambda entry: entry.order, default=None)
     for entry in sorted(found, key=lambda entry: (len(entry.path.name), entry.path.name)):  # 9 before 10
         if entry.wrong or entry.manifest is None:
@@ -214,25 +197,22 @@ def _list(found: Sequence[Entry]) -> None:
         raise CheckpointError("; ".join(wrong))
 
 
-def _describe(manifest: Manifest) -> list[tuple[str, str]]:
+def _describe(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Rows (name, content), one for each part of a checkpoint."""
-    rows = [
-        ("number", str(manifest.number)),
-        ("saved", f"{_saved_at(manifest)} by streamshard {manifest.versions['streamshard']}"),
-        ("ranks", str(manifest.world_size)),
-        ("size", f"{_total_bytes(manifest)} in {len(manifest.files)} file(s)"),
-    ]
+    yield "number", str(manifest.number)
+    yield "saved", f"{_saved_at(manifest)} by streamshard {manifest.versions['streamshard']}"
+    yield "ranks", str(manifest.world_size)
+    yield "size", f"{_total_bytes(manifest)} in {len(manifest.files)} file(s)"
     for name, saved in (*manifest.state["models"].items(), *manifest.state["optimizers"].items()):
-        rows.append((name, saved["class"] or "of unknown class"))
+        yield name, saved["class"] or "of unknown class"
     for name, trees in manifest.state["trees"].items():
         differs = "" if len(trees) == 1 else f"differs between {len(trees)} ranks; "
         shown = differs + json.dumps(trees[0], ensure_ascii=False)
-        rows.append((name, shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."))
-    return rows
+        yield name, shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 def _saved_at(manifest: Manifest) -> str:
-    """When the checkpoint was saved, to the second, in UTC."""
+    """The time of the save, to the second, in UTC."""
     return manifest.versions["saved_at"][: len("2000-01-01T00:00:00")].replace("T", " ") + " UTC"
 
 
