@@ -1,8 +1,8 @@
 """An estimate of the memory that activations take, from one forward with tensors that have no memory.
 
-Counted is what autograd keeps for backward. Left out are dropout, attention masks (on GPUs causal attention needs none
-in memory), and peaks inside of operations. With checkpointing, layers keep only their inputs, except one layer at a
-time, which keeps everything.
+The estimate counts tensors that autograd keeps for backward. It leaves out dropout, attention masks (on GPUs causal
+attention needs none in memory), and peaks inside of operations. With checkpointing, layers keep only their inputs,
+except one layer at a time, which keeps everything.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def estimate_activations(
     batch: int | None,
     seq: int | None,
 ) -> tuple[int, int]:
-    """Run a forward, and add up what autograd keeps.
+    """Run a forward, and add up the tensors that autograd keeps.
 
     Args:
-        build: makes the model; a model itself is refused. Its forward takes tokens: ``input_ids`` (and ``labels``), or
-            as the only argument.
-        units: as for `StreamShard`. Names or None: the estimate builds another model.
-        dtype: the layers compute in it.
+        build: makes the model; a model itself is refused. The model's forward takes tokens: as ``input_ids`` (and
+            ``labels``), or as its only argument.
+        units: as for `StreamShard`, by name: the estimate builds another model.
+        dtype: the dtype in which layers compute.
         batch, seq: shape of the tokens.
 
     Returns:
-        Bytes without checkpointing, and if each streamed layer is checkpointed.
+        Bytes without checkpointing, and bytes if each streamed layer is checkpointed.
 
     Raises:
         ConfigError: an argument is missing, or the model cannot be built, or its forward cannot run with fake tensors.
@@ -51,8 +51,8 @@ def estimate_activations(
         raise ConfigError("batch and seq estimate activations together: one is missing")
     if isinstance(build, nn.Module):
         raise ConfigError("batch and seq need a function that builds the model: its forward runs on fake tensors")
-    kept: dict[int, tuple[int, int]] = {}  # by storage, its bytes and the first layer that keeps it; 0: none
-    inputs: dict[int, int] = {}  # of layers: by storage, its bytes
+    kept: dict[int, tuple[int, int]] = {}  # by storage: its bytes, and the first layer that keeps it (0: no layer)
+    inputs: dict[int, int] = {}  # of layers: bytes by storage
     alive: list[torch.UntypedStorage] = []  # so that no two storages have the same address
     running = [0]
 
@@ -90,7 +90,7 @@ def estimate_activations(
 def model_without_memory(
     build: Callable[[], nn.Module], units: UnitsArgument, dtype: torch.dtype, seq: int
 ) -> Iterator[tuple[nn.Module, list[FoundUnit]]]:
-    """Inside, tensors are fake. Enters with the model, whose parameters have `dtype`, and its streamed units.
+    """Inside, tensors are fake. Yields the model, with parameters of `dtype`, and its streamed units.
 
     Raises:
         ConfigError: the model cannot be built, or the body raised: a model's forward may not run with fake tensors.

@@ -1,8 +1,8 @@
-"""What ``streamshard doctor`` says: what slows training down here, how fast the machine is, and which settings suit it.
+"""``streamshard doctor``: finds causes of slow training, measures the machine, and advises settings.
 
-One rank of each machine looks for what costs time without an error. If a launcher has started several ranks, they
-measure their collectives and, of a given model, one layer (`streamshard.tools.speed`). `advise` turns these numbers
-into settings.
+One rank of each machine looks for settings that cost time and raise no error. If a launcher has started several ranks,
+they measure their collectives and, if a model is given, one layer (`streamshard.tools.speed`). `advise` turns these
+numbers into settings.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from streamshard.device import module_of, training_device
 from streamshard.errors import ConfigError, StreamShardError
 from streamshard.tools.speed import CollectiveSpeed, Layer, LayerSpeed, matmul_tflops, measure
 
-_UNIT_NUMELS = tuple(mib << 19 for mib in (1, 16, 128))  # of units that take so many MiB in bf16
-_HIDDEN = 0.1  # communication hides if it makes compute longer by at most so much
+_UNIT_NUMELS = tuple(mib << 19 for mib in (1, 16, 128))  # elements of units of so many MiB in bf16
+_HIDDEN = 0.1  # communication hides if it makes compute longer by at most this share
 _DRIVER = Path("/proc/driver/nvidia/version")
-_TRAPS = {  # of GPUs, by variable: values that are bad, and why
+_TRAPS = {  # environment variables for GPUs: bad values, and the effect
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "all streams of a GPU share one queue, so nothing overlaps: unset it"),
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for each kernel, so nothing overlaps: unset it"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1 TRUE", "the host waits for each collective, so nothing overlaps: unset it"),
@@ -46,7 +46,7 @@ _TRAPS = {  # of GPUs, by variable: values that are bad, and why
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: a level ("ok", "note" or "problem"), what was found, and what to do."""
+    """One line: a level ("ok", "note" or "problem"), the finding, and the advice."""
 
     level: str
     what: str
@@ -58,15 +58,14 @@ class Finding:
 
 @dataclass
 class Report:
-    """What `examine` has found.
+    """The result of `examine`.
 
     Attributes:
-        world_size, machines: how many ranks on how many machines.
-        memory_bytes: of a rank: free memory of its device, or its part of the machine's memory.
+        world_size, machines: the numbers of ranks and machines.
+        memory_bytes: a rank's memory: free memory of its device, or its part of the machine's memory.
         findings: in the order of printing.
-        transport: what connects the ranks, as `streamshard.plan` names it; None: there is one rank, or ranks failed.
-        collectives: all-gather and reduction of each unit: units of a few sizes, or the layer and, if it is small, four
-            such layers in one unit.
+        transport: the transport, by its name in `streamshard.plan`; None: there is one rank, or a rank failed.
+        collectives: all-gather and reduction of each unit: units of a few sizes, or those of `Layer.sizes`.
         layer: None: not measured.
     """
 
@@ -82,15 +81,15 @@ class Report:
 def examine(
     build: Callable[[], nn.Module] | None, precision: Precision, batch: int | None, seq: int | None
 ) -> Report | None:
-    """Check this machine and, with several ranks, measure them. All ranks have to call it.
+    """Check this machine and, if there are several ranks, measure them. Call it on all ranks.
 
     Args:
-        build: makes the model of which one layer is measured; None: measure units of a few sizes.
+        build: makes the model; its largest layer is measured. None: measure units of a few sizes.
         precision: the dtypes.
-        batch, seq: shape of a rank's tokens, with `build`.
+        batch, seq: shape of a rank's tokens, if `build` is given.
 
     Returns:
-        The report; None on all ranks but the first. If ranks fail, the error is a finding.
+        The report; None on all ranks but the first. If a rank fails, its error is a finding.
 
     Raises:
         ConfigError: a model needs several ranks, `batch` and `seq`.
@@ -125,11 +124,11 @@ def examine(
 
 
 def check_machine(device: torch.device, local_size: int) -> Iterator[Finding]:
-    """What slows training down on this machine: its devices, bf16 against fp32, variables.
+    """Check this machine's devices, the speed of bf16 and fp32, and environment variables.
 
     Args:
-        device: of this rank.
-        local_size: ranks on this machine.
+        device: this rank's device.
+        local_size: the number of ranks on this machine.
     """
     yield from _check_cpu(local_size) if device.type == "cpu" else _check_gpus(device)
     bf16, fp32 = (matmul_tflops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
@@ -174,7 +173,7 @@ def _size(n_bytes: int) -> str:
 
 
 def _measure(report: Report, device: torch.device, make: Callable[[], Layer] | None, precision: Precision) -> None:
-    """Connect the ranks, exchange findings and measure. Fills `report`. Collective."""
+    """Connect the ranks, exchange findings, and measure. Fills `report`. Collective."""
     ranks = Communicator(resolve_group(device), Streams(device))
     first, *others = ranks.gather_objects(report.findings)
     for rank, theirs in enumerate(others, 1):
@@ -202,10 +201,10 @@ def advise(report: Report, precision: Precision, batch: int, weight_slots: SlotC
     """Whether a layer's communication hides behind its compute, and which settings help. A pure function.
 
     Args:
-        report: with a layer, and its collectives.
-        precision: the dtypes that were measured.
-        batch: sequences per rank that were measured.
-        weight_slots: the most that fit the memory; None: not even two.
+        report: of a measurement with a layer.
+        precision: the dtypes of the measurement.
+        batch: sequences per rank in the measurement.
+        weight_slots: the largest number that fits the memory; None: not even two fit.
     """
     layer = report.layer
     if layer is None:
@@ -215,13 +214,13 @@ def advise(report: Report, precision: Precision, batch: int, weight_slots: SlotC
         return [Finding("problem", what, "streamshard plan MODEL --budget says how many ranks it takes")]
     gather, reduce, *of_four = report.collectives
     both_ms = gather.median_ms + reduce.median_ms
-    found, exposed = list[Finding](), dict[str, float]()  # by phase, time of communication / time of compute
+    found, exposed = list[Finding](), dict[str, float]()  # by phase: time of communication / time of compute
     for phase, what, comm_ms, alone_ms, beside_ms in (
         ("forward", "all-gather", gather.median_ms, layer.forward_ms, layer.forward_beside_ms),
         ("backward", "all-gather and reduction", both_ms, layer.backward_ms, layer.backward_beside_ms),
     ):
         times = f"{what} {comm_ms:.2f} ms, {phase} {alone_ms:.2f} ms, both at once {beside_ms:.2f} ms"
-        exposed_ms = min(beside_ms - alone_ms, comm_ms)  # what is more than communication is noise
+        exposed_ms = min(beside_ms - alone_ms, comm_ms)  # more than the communication is noise
         if exposed_ms <= _HIDDEN * alone_ms:
             found.append(Finding("ok", f"communication hides behind {phase}: {times}"))
             continue
@@ -246,7 +245,7 @@ def advise(report: Report, precision: Precision, batch: int, weight_slots: SlotC
 
 
 def _narrower_gradients(report: Report, precision: Precision) -> list[str]:
-    """The setting that sends fewer bytes of gradients, as docs/guide/dial.md says; none if there is none."""
+    """The setting that sends fewer bytes of gradients (docs/guide/dial.md); empty if there is none."""
     dtype = precision.param_dtype
     if precision.reduction_mode is not ReductionMode.FP32 or dtype in (None, torch.float32):
         return []

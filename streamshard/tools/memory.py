@@ -1,4 +1,4 @@
-"""What ``model.memory_report()``, ``print(model)`` and runs without memory say: bytes by category, units, dtypes."""
+"""``model.memory_report()``, the summary in ``print(model)``, and the report of a run that is out of memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class MemoryReport:
     """Bytes that the engine holds on this rank, by category.
 
     Attributes:
-        held_bytes: counted on the live tensors.
-        numel: parameters of the whole model.
-        padded_numel: elements of all flat parameters, alignment and padding included.
+        held_bytes: counted on the live tensors, by category.
+        numel: elements of all parameters of the model.
+        padded_numel: elements of all flat parameters, with alignment and padding.
         world_size: N.
-        adam_bytes: Adam's two moments on this rank; the optimizer holds them, not the engine.
-        slots: how many slots there are, and why.
+        adam_bytes: Adam's two moments on this rank, which an optimizer holds, not the engine.
+        slots: the numbers of slots, and the reason for them.
     """
 
     held_bytes: Mapping[str, int]
@@ -44,7 +44,7 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """All categories."""
+        """The sum over all categories."""
         return sum(self.held_bytes.values())
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class MemoryReport:
 
 
 def report_memory(engine: Engine) -> MemoryReport:
-    """What `engine` holds. See [Note: memory] in `streamshard.planning.memory`."""
+    """The bytes that `engine` holds. See [Note: memory] in `streamshard.planning.memory`."""
     layouts, ledger = [unit.layout for unit in engine.units], engine.ledger
     held_bytes = {category.value: ledger.held_bytes(category) for category in Category}
     trained_numel = sum(flat.main_grads.numel() for unit in engine.units for flat in unit.flat_params)
@@ -75,7 +75,7 @@ def report_memory(engine: Engine) -> MemoryReport:
 
 
 def summarise(engine: Engine, root: nn.Module) -> list[str]:
-    """Units, ranks, slots and dtypes, in two lines."""
+    """Units, ranks, slots and dtypes of the model `root`, in two lines."""
     handles = {module: handle_of(module) for module in modules_inside(root)}
     layers = Counter(type(module).__name__ for module, handle in handles.items() if handle and handle.unit)
     units = [f"{count} x {layer}" if count > 1 else layer for layer, count in layers.items()]
@@ -98,7 +98,7 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
 
 
 def log_summary(engine: Engine, root: nn.Module) -> None:
-    """Log what was sharded, in one line."""
+    """Log units, ranks, slots, dtypes and memory of the sharded model, in one line."""
     held = report_memory(engine).total_bytes / 2**30
     backend = dist.get_backend_config(engine.ranks.users_group)
     log.info("%s; %s; %.2f GiB per rank; %s", *summarise(engine, root), held, backend)
@@ -109,7 +109,7 @@ def log_summary(engine: Engine, root: nn.Module) -> None:
 
 @contextlib.contextmanager
 def explaining_out_of_memory(accepted: Accepted) -> Iterator[None]:
-    """Log what the model would hold if the body, which shards it, is out of memory."""
+    """If the body, which shards the model, is out of memory, log the bytes that the engine would hold."""
     try:
         yield
     except BaseException as error:
@@ -122,24 +122,24 @@ def explaining_out_of_memory(accepted: Accepted) -> Iterator[None]:
 
 @atexit.register
 def _report_at_exit() -> None:
-    """Log what each engine holds if the process ends because it is out of memory."""
+    """If the process ends because it is out of memory, log the bytes that each engine holds."""
     if _is_out_of_memory(uncaught()):
         for engine in [each for each in gc.get_objects() if type(each) is Engine]:
             log.error("%s", explain_out_of_memory(engine, "holds"))
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error` says that this rank could not allocate memory, on its device or its host."""
-    is_own = not isinstance(error, StreamShardError)  # these may quote another rank's error
+    """Whether this rank could not allocate memory, on its device or its host."""
+    is_own = not isinstance(error, StreamShardError)  # a StreamShardError may quote another rank's error
     return is_own and (isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error))
 
 
 def explain_out_of_memory(engine: Engine, holds: str) -> str:
-    """What `engine` holds by category, what torch has allocated on its device, and what makes room.
+    """The engine's bytes by category, torch's allocations on the device, and settings that make room.
 
     Args:
-        engine: alive, or planned: on the meta device.
-        holds: "holds", or what else `engine` does with its memory.
+        engine: alive, or planned on the meta device.
+        holds: the verb of the message: "holds", or "would hold" for a planned engine.
     """
     streams, plan = engine.streams, engine.plan
     least = plan_slots(plan.is_streamed, 2, 2)

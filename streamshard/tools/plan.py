@@ -1,7 +1,7 @@
-"""What training needs, before it runs: the memory of each rank, its communication, and activations.
+"""The memory and communication of a training run, before it starts, and an estimate of its activations.
 
-`plan` lets the engine allocate the model for ranks that do not exist, with buffers on the meta device. So the bytes of
-a plan are those of ``model.memory_report()``.
+`plan` lets the engine allocate the model for ranks that do not exist, with buffers on the meta device. So a plan has
+the bytes of ``model.memory_report()``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from streamshard.planning.structure import list_of
 from streamshard.tools.activations import estimate_activations
 from streamshard.tools.memory import report_memory
 
-_DOUBLINGS = 10  # so often the number of ranks is doubled at most, until the model fits
+_DOUBLINGS = 9  # of the number of ranks, at most, in search of a number that fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +37,11 @@ class PlannedUnit:
     """A unit, or several equal units.
 
     Attributes:
-        name: of its module. Of several streamed units the class of their layers, of several resident ones their list.
-        count: how many units.
-        numel: parameters of each.
-        weight_bytes: of each in a weight slot.
-        is_resident: it has a slot of its own, and stays unsharded until backward is over.
+        name: the name of the module. For several units: the class of streamed layers, or the list of resident ones.
+        count: the number of units.
+        numel: elements of each unit's parameters.
+        weight_bytes: bytes of each unit in a weight slot.
+        is_resident: the unit has a slot of its own, and stays unsharded until backward is over.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Stage:
     Attributes:
         name: such as "ZeRO-3".
         weight_slots, grad_slots: the arguments of `StreamShard`.
-        held_bytes: what the engine holds, by category, as ``memory_report()`` says.
-        adam_bytes: Adam's two moments.
-        total_bytes: both.
-        all_gathers, reductions: collectives in one step: one forward, one backward.
-        sent_bytes: what the rank sends for these.
+        held_bytes: bytes that the engine holds, by category, as in ``memory_report()``.
+        adam_bytes: bytes of Adam's two moments.
+        total_bytes: the sum of `held_bytes` and `adam_bytes`.
+        all_gathers, reductions: the number of collectives in one step: one forward, one backward.
+        sent_bytes: bytes that the rank sends for these collectives.
     """
 
     name: str
@@ -78,19 +78,20 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `plan` returns. Printable; `dataclasses.asdict` makes a dict for JSON.
+    """The result of `plan`. Printable; `dataclasses.asdict` makes a dict for JSON.
 
     Attributes:
-        model: the model's class.
-        numel: parameters of the whole model.
-        world_size: number of ranks.
-        transport: what connects the ranks.
-        units: root unit first.
+        model: the name of the model's class.
+        numel: elements of all parameters.
+        world_size: the number of ranks.
+        transport: the transport between the ranks.
+        units: the units, root unit first.
         stages: from ZeRO-3 to ZeRO-1.
         activation_bytes: without checkpointing, and with layers checkpointed; None without batch and seq.
         budget_bytes: the memory of a rank; None: not given.
-        fitting: names of the stages that fit the budget, with the activations of checkpointing if these are known.
-        fits_on_ranks: if none fits, a number of ranks on which ZeRO-3 does; None: on no number of ranks.
+        fitting: names of the stages that fit the budget, with the activations of checkpointed layers if these are
+            known.
+        fits_on_ranks: if no stage fits, a number of ranks on which ZeRO-3 fits; None: on no number of ranks.
     """
 
     model: str
@@ -167,21 +168,22 @@ def plan(
     seq: int | None = None,
     **given: Any,
 ) -> Plan:
-    """What training the model with AdamW will need, from ZeRO-3 to ZeRO-1. Needs no process group and no memory.
+    """Plan training with AdamW, from ZeRO-3 to ZeRO-1. Needs no process group and no memory.
 
     Args:
-        model: not sharded, on any device; or a function that builds it, which is called on the meta device.
-        world_size: number of ranks that share the model.
+        model: not sharded, on any device; or a function that builds the model, which is called on the meta device.
+        world_size: the number of ranks that share the model.
         units, resident: as for `StreamShard`.
-        transport: will connect the ranks: "nccl", "sockets" (CPUs of several machines), "shared-memory" (of one).
-        weight_slots: plan this number of weight slots too. None: the most that fit, if ZeRO-3 fits and ZeRO-2 does not.
+        transport: "nccl" (GPUs), "sockets" (CPUs of several machines) or "shared-memory" (CPUs of one machine).
+        weight_slots: add a stage with this number of weight slots. None: with a budget that ZeRO-3 fits and ZeRO-2 does
+            not, the largest number that fits.
         budget: memory of a rank: bytes, or text such as "80GiB".
-        batch, seq: shape of a rank's tokens, to estimate the activations of; `model` has to be a function.
+        batch, seq: shape of a rank's tokens, for the estimate of activations; `model` has to be a function.
         **given: other arguments of `StreamShard`: precision, min_unit_size, align_pieces_to.
 
     Raises:
         ConfigError: an argument cannot be used, or the model's forward cannot be run for the estimate.
-        ShardingError, UnitError: as `StreamShard` does.
+        ShardingError, UnitError: as from `StreamShard`.
     """
     if "mesh" in given:
         raise ConfigError("mesh: a plan is of the ranks that share one replica of the model, world_size says how many")
@@ -217,14 +219,14 @@ def plan(
 
 
 def _most_slots(units: int, total_bytes: Callable[[int], int], room: int) -> int:
-    """The most weight slots, from 2 on, with which a rank's bytes fit into `room`."""
+    """The largest number of weight slots, at least 2, with which a rank's bytes fit into `room`."""
     return 2 + bisect.bisect_right(range(3, units), room, key=total_bytes)
 
 
 def _first_that_fits(world_size: int, fits: Callable[[int], bool]) -> int | None:
     """The first of 2, 4, 8, .. times `world_size` ranks for which `fits` holds; None if there is none."""
     with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
-        return next(filter(fits, (world_size << doublings for doublings in range(1, _DOUBLINGS))), None)
+        return next(filter(fits, (world_size << doublings for doublings in range(1, _DOUBLINGS + 1))), None)
     return None
 
 
@@ -232,7 +234,7 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
     settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
     engine = plan_engine(checked._replace(settings=settings), ranks)
     report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
-    at_turn = {slot: unit for unit, slot in enumerate(engine.plan.weights)}.values()  # what forward leaves in each slot
+    at_turn = {slot: unit for unit, slot in enumerate(engine.plan.weights)}.values()  # in slots after forward
     backward = [unit for number, unit in enumerate(units) if number not in at_turn]
     gathered = [flat for unit in (*units, *backward) for flat in unit if flat.layout.params]
     reduced = [flat for unit in units for flat in unit if flat.kind.trains]
@@ -240,7 +242,7 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
         gathered = reduced = []
     shards = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in gathered)
     shards += sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in reduced)
-    others = ranks.world_size - 1  # each receives this rank's shards, and its parts of this rank's gradients
+    others = ranks.world_size - 1  # each receives this rank's shards, and chunks of this rank's gradients
     return Stage(
         *(name, weights, grads, report.held_bytes, report.adam_bytes, report.total_bytes + report.adam_bytes),
         *(len(gathered), len(reduced), others * shards),
@@ -248,7 +250,7 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
 
 
 def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
-    """The units, root unit first. Equal streamed units of a class, or equal resident ones of a list, are one entry."""
+    """The units, root unit first. Equal streamed units of a class, or equal resident units of a list, are one entry."""
     alike: dict[tuple[object, ...], list[Unit]] = {}
     for unit, found in zip(plan_engine(checked, ranks).units, checked.found, strict=True):
         name = type(found.modules[0]).__name__ if unit.is_streamed else list_of(unit.name)

@@ -1,9 +1,9 @@
-"""How fast a device computes and ranks communicate, and what of a layer's communication its compute does not hide.
+"""The speed of a device and of collectives, and the part of a layer's communication that compute does not hide.
 
-Collectives are those of training: the transport that `Communicator` chooses moves buffers of a unit's size. The layer
-has random weights, and the rest of the model has no memory: a forward with fake tensors says how the layer is called.
-It is measured alone and beside its collectives. The difference is what compute does not hide. It includes what both
-take from each other: memory bandwidth, cores, and through shared memory the rank's own copying.
+Training's own transport moves buffers of a unit's size. The layer has random weights, and the rest of the model has no
+memory: a forward with fake tensors shows with which arguments the model calls the layer. The layer is measured alone
+and beside its collectives. The difference is the communication that compute does not hide. Compute and communication
+also slow each other: they share memory bandwidth and cores, and through shared memory the rank itself copies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from streamshard.nested import map_tensors, tensors_in
 from streamshard.planning.layout import kind_of
 from streamshard.tools.activations import cast_params, model_without_memory, run_tokens
 
-_SMALL_NUMEL = 1 << 22  # starting the collectives of a smaller layer may take longer than sending its bytes
+_SMALL_NUMEL = 1 << 22  # of a smaller layer, the start of a collective may take longer than sending its bytes
 _SECONDS = 1.0  # for each measurement, if one repeat does not take longer
 _MOST_REPEATS = 30
 
@@ -40,7 +40,8 @@ class CollectiveSpeed:
 
     Attributes:
         name: "all-gather" or "reduction".
-        unit_bytes: of the whole unit: in the wire dtype, or in that of grad slots. A rank sends (N - 1)/N of it.
+        unit_bytes: bytes of the whole unit: weights in the wire dtype, or gradients in the dtype of grad slots. A rank
+            sends (N - 1)/N of them.
         median_ms: from start to end.
         gb_s: 1e9 bytes of the unit per second.
     """
@@ -56,8 +57,8 @@ class LayerSpeed:
     """The model's largest layer; median times.
 
     Attributes:
-        name: of the layer.
-        count: layers of its class.
+        name: the layer's name.
+        count: the number of layers of its class.
         forward_ms, backward_ms: compute alone.
         forward_beside_ms: a forward and an all-gather at the same time.
         backward_beside_ms: a backward, an all-gather and a reduction at the same time.
@@ -74,12 +75,12 @@ class LayerSpeed:
 def measure(
     ranks: Communicator, sizes: Sequence[tuple[int, int]], layer: Layer | None, precision: Precision
 ) -> tuple[list[CollectiveSpeed], LayerSpeed | None]:
-    """Time each unit's all-gather and reduction, and a layer alone and beside those of the first unit. Collective.
+    """Time each unit's collectives, and a layer alone and beside the collectives of the first unit. Collective.
 
     Args:
         ranks: connected, on the layer's device.
-        sizes: of each unit the elements that are all-gathered, and those that are reduced.
-        layer: None: only the units.
+        sizes: by unit, the number of elements to all-gather, and of elements to reduce.
+        layer: None: time only the units.
         precision: the dtypes.
 
     Raises:
@@ -103,13 +104,13 @@ def measure(
 
 
 class _Unit:
-    """Buffers of one unit, as the engine has them, and its collectives.
+    """Buffers of one unit, as in the engine, and its collectives.
 
     Args:
-        ranks: all-gather and reduce it.
-        tag: separates its messages from those of other units.
-        numel: elements that are all-gathered.
-        trained: elements that are reduced.
+        ranks: the ranks.
+        tag: the unit's number; messages of different units must not be mixed up.
+        numel: elements to all-gather.
+        trained: elements to reduce.
         precision: the dtypes.
     """
 
@@ -129,7 +130,7 @@ class _Unit:
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "a measured unit")
 
     def run(self, compute: Callable[[], object] = int, *, gather: bool = False, reduce: bool = False) -> None:
-        """Start collectives, `compute`, and let the compute stream wait for the collectives."""
+        """Start the collectives, call `compute`, and let the compute stream wait for the collectives."""
         transport, works = self._ranks.transport, list[Work | None]()
         self._ready.record()
         self._ready.wait()
@@ -143,18 +144,18 @@ class _Unit:
 
 
 class Layer:
-    """The model's largest layer on this rank's device, with random weights and inputs. It has run once.
+    """The model's largest layer on this rank's device, with random weights and inputs. The constructor runs it once.
 
     Args:
         build: makes the model.
-        dtype: of the layer's parameters.
-        shape: of the model's tokens.
-        device: of the layer.
+        dtype: the dtype of the layer's parameters.
+        shape: [batch, seq] of the model's tokens.
+        device: the layer's device.
 
     Attributes:
-        name: of the layer.
-        count: how many layers there are of its class.
-        sizes: for `measure`: the layer, and if it is small four such layers in one unit.
+        name: the layer's name.
+        count: the number of layers of its class.
+        sizes: for `measure`: one layer in a unit; if the layer is small, also four in a unit.
 
     Raises:
         ConfigError: the model has no layers, or its forward cannot run with fake tensors.
@@ -205,7 +206,7 @@ def _real(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """1e12 operations per second of a square matmul."""
+    """The speed of a square matmul, in 1e12 operations per second."""
     width = 1024 if device.type == "cpu" else 4096
     matrix = torch.randn(width, width, device=device).to(dtype)
     (ms,) = medians_ms(RankGroup(), device, lambda: matrix @ matrix)
@@ -213,7 +214,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def medians_ms(ranks: RankGroup, device: torch.device, *parts: Callable[[], object]) -> list[float]:
-    """Run `parts` one after the other, several times. Returns the median time of each. All ranks repeat as often."""
+    """Run `parts` one after the other, several times, as often on all ranks. Returns each part's median time."""
 
     def once() -> list[float]:
         times = []
