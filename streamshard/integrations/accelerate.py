@@ -37,36 +37,36 @@ _LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N scri
 class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
     """`accelerate.Accelerator` whose `prepare` shards models with `StreamShard`, at any number of processes.
 
-    `prepare` shards models in place, so you may make optimizers before or after. Everything else works as with
+    `prepare` shards models in place, so you may make optimizers before or after. All other methods work as in
     accelerate's own class.
 
     Args:
-        *args: accelerate's own arguments.
-        **kwargs: the same, and options of `StreamShard` (``units``, ``precision``, ``weight_slots``, ...), which hold
-            for all models.
+        *args: accelerate's arguments.
+        **kwargs: accelerate's arguments, and options of `StreamShard` for all models (``units``, ``precision``,
+            ``weight_slots``, ...).
 
     ``mixed_precision`` decides the dtype in which layers compute: ``"bf16"`` or ``"fp16"``. With ``"no"`` layers
     compute with each parameter in its own dtype. The ``param_dtype`` of `precision` must be this dtype, or fp32.
 
     Raises:
-        ConfigError: FSDP, DeepSpeed, Megatron-LM or tensor parallelism is configured too, or accelerate sees fewer
-            processes than were launched. The message says what to run. `prepare` raises for an invalid option, and for
-            a `precision` that contradicts ``mixed_precision``.
+        ConfigError: FSDP, DeepSpeed, Megatron-LM or tensor parallelism is configured too, or accelerate knows of fewer
+            processes than were launched. The message gives the right command. `prepare` raises for an invalid option,
+            and for a `precision` that contradicts ``mixed_precision``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         if "LOCAL_RANK" in os.environ and accelerator_kind() in (None, "cpu"):
-            kwargs.setdefault("cpu", True)  # else accelerate leaves each process alone
+            kwargs.setdefault("cpu", True)  # else accelerate trains each process by itself
         super().__init__(*args, **kwargs)
         self._begin(options)
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, **options: Any) -> StreamShardAccelerator:
-        """Make one of an `Accelerator`, such as Trainer's, that has prepared nothing.
+        """Make a `StreamShardAccelerator` of an `Accelerator`, such as Trainer's, that has prepared nothing.
 
         Args:
-            accelerator: shares all its attributes with the result, so methods that somebody keeps of it still work.
+            accelerator: shares its attributes with the result, so bound methods of `accelerator` still work.
             **options: options of `StreamShard`.
 
         Raises:
@@ -78,11 +78,11 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return made
 
     def _begin(self, options: dict[str, Any]) -> None:
-        """Set this class's own state, after accelerate's constructor."""
+        """Check the launch, and set this class's own state, after accelerate's constructor."""
         _check_launch(self)
         self._options = options
         if self.mixed_precision == "fp16":
-            # accelerate has neither autocast nor a scaler for fp16 on the CPU, where gradients underflow as well.
+            # On the CPU accelerate has neither autocast nor a scaler for fp16, but gradients underflow there too.
             self.native_amp = True
             handler = self.scaler_handler
             self.scaler = torch.amp.GradScaler(self.device.type, **({} if handler is None else handler.to_kwargs()))
@@ -99,7 +99,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
         Args:
             model: a model that `StreamShard` accepts, or a sharded one. A model without parameters is only moved.
-            device_placement: ignored for models with parameters, which stay on the device of their shards.
+            device_placement: ignored for models with parameters: they stay on the device of their shards.
             evaluation_mode: the model gets no memory for gradients, and cannot be trained.
 
         Returns:
@@ -109,16 +109,13 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         plugin = self.state.dynamo_plugin
         if plugin.use_regional_compilation and plugin.backend != DynamoBackend.NO:
-            raise ConfigError(
-                "use_regional_compilation makes another module around the layers, which would not be sharded: leave it "
-                "out, and call layer.compile() for each layer before prepare"
-            )
+            raise ConfigError("use_regional_compilation: leave it out, and call layer.compile() before prepare")
         if _sharded_in(model) is None:
             self.shard(model, evaluation_mode=evaluation_mode)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def shard(self, model: nn.Module, *, evaluation_mode: bool = False) -> None:
-        """Shard `model`, as `prepare_model` does first. `prepare` accepts the model afterwards."""
+        """Shard `model`, without the rest of `prepare_model`. `prepare` accepts the model afterwards."""
         model = _uncompiled(model)
         options = {**self._options, "precision": self._precision()}
         trained = [param for param in model.parameters() if param.requires_grad and evaluation_mode]
@@ -130,7 +127,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             for param in trained:
                 param.requires_grad_(True)
         for module in modules_inside(model):
-            if "hf_device_map" in vars(module):  # accelerate refuses quantized models that are elsewhere
+            if "hf_device_map" in vars(module):  # accelerate refuses quantized models on other devices
                 vars(module)["hf_device_map"] = {"": device}
 
     def _precision(self) -> Precision:
@@ -141,10 +138,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             return Precision(param_dtype=wanted)
         given = parse_precision(self._options["precision"])
         if given.param_dtype not in (wanted, torch.float32, None):
-            raise ConfigError(
-                f"precision has param_dtype={given.param_dtype}, and mixed_precision is {self.mixed_precision!r}: give "
-                "the Accelerator the mixed_precision of that dtype, or leave precision out"
-            )
+            what = f"precision has param_dtype={given.param_dtype}, and mixed_precision is {self.mixed_precision!r}"
+            raise ConfigError(f"{what}: wanted the same dtype, or no precision")
         return given
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -152,7 +147,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Like accelerate's. For a sharded model's parameters it calls `StreamShard.clip_grad_norm_`."""
+        """Like accelerate's. Clips a sharded model's gradients as `StreamShard.clip_grad_norm_` does."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.unscale_gradients()
         for model in filter(None, map(_sharded_in, self._models)):
@@ -162,12 +157,11 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Like accelerate's, but refuses sharded parameters and gradients. accelerate's LocalSGD would pass them."""
-        for each in filter(is_piece, tensors_in(tensor)):
+        """Like accelerate's, but refuses sharded parameters and gradients, which accelerate's LocalSGD would pass."""
+        if any(map(is_piece, tensors_in(tensor))):
             raise ShardingError(
-                f"reduce of a parameter or gradient of a sharded model, {tuple(each.shape)} here: each rank has "
-                "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "
-                "LocalSGD see help(streamshard.LocalSGD)"
+                "reduce of a sharded model's parameter or gradient: each rank has another piece. Take full tensors of "
+                "accelerator.get_state_dict(model), and streamshard.LocalSGD in the place of accelerate's LocalSGD"
             )
         return super().reduce(tensor, reduction, scale)
 
@@ -189,8 +183,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     ) -> None:
         """Write the weights. Call it on every rank.
 
-        Of a sharded model every rank writes its own bytes, as `export_safetensors` does. With
-        ``safe_serialization=False`` every rank gathers the full weights in its host's memory, and the first writes.
+        Every rank writes its own bytes of a sharded model, as in `export_safetensors`. With
+        ``safe_serialization=False`` every rank gathers the full weights in its host's memory, and rank 0 writes.
         """
         inner = _sharded_in(model)
         if inner is None or not safe_serialization:
@@ -201,10 +195,10 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> Any:
-        """Save all that was prepared or registered, as `save_checkpoint` does. Call it on every rank, between steps.
+        """Save every prepared or registered object in a checkpoint. Call it on every rank, between steps.
 
-        With automatic naming the directory is ``project_dir/checkpoints/checkpoint-N``. When it is complete, older ones
-        are deleted down to ``total_limit``.
+        With automatic naming the checkpoint is ``project_dir/checkpoints/checkpoint-N``. When it is complete, older
+        checkpoints are deleted down to ``total_limit``.
 
         Returns:
             The directory.
@@ -229,8 +223,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """Continue from a checkpoint of `save_state`, on any number of ranks. Call it on every rank.
 
         Args:
-            input_dir: as given to `save_state`. None, with automatic naming: the latest.
-            **kwargs: ignored, because nothing is unpickled, and values that do not fit always raise.
+            input_dir: the directory given to `save_state`. None, with automatic naming: the latest checkpoint.
+            **kwargs: ignored: nothing is unpickled, and values that do not fit always raise.
 
         Raises:
             CheckpointError: on every rank, before anything has changed.
@@ -243,7 +237,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         self.step = saved["accelerator"]["step"]
 
     def _directory(self, given: str | os.PathLike[str] | None) -> Path:
-        """The directory that the user gave, or that of automatic naming."""
+        """The user's directory, or the directory of automatic naming."""
         if given is None and self.project_configuration.automatic_checkpoint_naming:
             return Path(self.project_dir) / "checkpoints"
         return parse_path("directory", given).expanduser()
@@ -252,14 +246,12 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         for kind in ("save", "load"):
             if getattr(self, f"_{kind}_model_state_pre_hook"):
                 raise ConfigError(
-                    f"a hook of register_{kind}_state_pre_hook would get models whose parameters are this rank's "
-                    "pieces. save_state saves all models. Let register_for_checkpointing(object) save whatever else "
-                    "has a state_dict, such as averages of weights, and let all ranks call "
-                    "model.save_pretrained(directory) beside save_state"
+                    f"a hook of register_{kind}_state_pre_hook would get models with this rank's pieces. save_state "
+                    "saves all models; register_for_checkpointing(object) adds other objects with a state_dict"
                 )
 
     def _parts(self) -> dict[str, Any]:
-        """Arguments of `save_checkpoint` and `load_checkpoint`."""
+        """The arguments model, optimizer and extra of `save_checkpoint` and `load_checkpoint`."""
         models = [_uncompiled(model) for model in self._models]
         plain = [model for model in models if handle_of(model) is None and model.state_dict()]
         scalers = [self.scaler] if self.scaler is not None else []
@@ -273,8 +265,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def _loaders(self) -> dict[str, Any]:
         """Prepared data loaders, by name."""
-        found = enumerate(self._dataloaders)
-        return {f"loader.{i}": each for i, each in found if hasattr(each, "iteration")}
+        return {f"loader.{i}": each for i, each in enumerate(self._dataloaders) if hasattr(each, "iteration")}
 
 
 def _sharded_in(model: nn.Module) -> nn.Module | None:
@@ -289,28 +280,25 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 
 def _check_launch(accelerator: Accelerator) -> None:
-    """Raise if accelerate itself would shard models, or if fewer processes train together than were launched."""
-    kind = accelerator.distributed_type.value
+    """Raise if accelerate itself would shard models, or knows of fewer processes than were launched."""
+    kind, known = accelerator.distributed_type.value, accelerator.num_processes
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") or accelerator.parallelism_config is not None:
         asked = kind if accelerator.parallelism_config is None else "a parallelism_config"
         raise ConfigError(
-            f"accelerate was asked for {asked}, and StreamShard shards models itself. Leave it out of the arguments, "
-            f"or of the options and the config file of accelerate launch, and start with {_LAUNCH}. "
-            "StreamShardAccelerator(weight_slots=..., mesh=...) takes the options of StreamShard"
+            f"accelerate was asked for {asked}: leave it out of the arguments and of accelerate's config file, start "
+            f"with {_LAUNCH}, and give StreamShardAccelerator options of StreamShard, such as mesh="
         )
     launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
-        raise ConfigError(
-            f"{launched} processes were launched, and accelerate knows of {accelerator.num_processes} ({kind}): start "
-            f"them with {_LAUNCH}, and make StreamShardAccelerator before anything else of accelerate"
-        )
+    if launched != known:
+        what = f"{launched} processes were launched, and accelerate knows of {known} ({kind}): start with {_LAUNCH}"
+        raise ConfigError(f"{what}, and make StreamShardAccelerator before other objects of accelerate")
 
 
 # -- saved runs ----------------------------------------------------------------------------------------------------
 
 
 def _numbered(each: list[Any]) -> Any:
-    """A single object as it is, several as a dict by number. The numbers become part of their names."""
+    """One object as it is; several as a dict by number, which becomes part of their names."""
     if len(each) > 1:
         return {str(number): one for number, one in enumerate(each)}
     return each[0] if each else None
@@ -319,7 +307,7 @@ def _numbered(each: list[Any]) -> Any:
 def _loader_state(loader: Any) -> dict[str, Any]:
     """The loader's epoch, the seed of a seeded sampler, and the position of a stateful loader."""
     running = [each for each in loader.gradient_state.dataloader_references if each is not None]
-    is_over = loader in running and loader.end_of_dataloader  # the loader itself counts it a moment later
+    is_over = loader in running and loader.end_of_dataloader  # the loader counts this epoch a moment later
     state: dict[str, Any] = {"iteration": loader.iteration + is_over}
     if isinstance(sampler := loader.get_sampler(), SeedableRandomSampler):
         state["seed"] = sampler.initial_seed
@@ -333,7 +321,7 @@ def _load_loader(loader: Any, state: Mapping[str, Any]) -> None:
     if isinstance(sampler := loader.get_sampler(), SeedableRandomSampler) and "seed" in state:
         sampler.initial_seed = state["seed"]
     if loader.use_stateful_dataloader and "stateful" in state:
-        # At the end of an epoch only a dataset with a state needs it; else it would draw one more random number.
+        # At an epoch's end only a dataset with a state needs it: without one the loader would draw a random number.
         is_over = state["stateful"].get("_iterator_finished") and not hasattr(loader.dataset, "state_dict")
         loader.load_state_dict({} if is_over else state["stateful"])
         loader.dl_state_dict = state["stateful"]  # so that a save before the next epoch saves the same
