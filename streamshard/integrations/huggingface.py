@@ -1,4 +1,4 @@
-"""The conventions of transformers, diffusers and PEFT for weights: ties, initialisation, names in files, configs.
+"""The conventions of transformers, diffusers and PEFT: tied weights, initialisation, names in files, configs.
 
 Where possible the libraries' own functions decide, so that files follow the installed versions.
 """
@@ -22,6 +22,12 @@ from streamshard.conventions import Conventions, ForLoading
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of
 
+_MODELS = {  # by library: the module and the name of the class of its models
+    "transformers": ("transformers.modeling_utils", "PreTrainedModel"),
+    "diffusers": ("diffusers.models.modeling_utils", "ModelMixin"),
+    "peft": ("peft", "PeftModel"),
+}
+
 
 def builder_of_config(path: Path) -> Callable[[], nn.Module]:
     """A function that builds the model of a ``config.json``, without weights.
@@ -43,29 +49,14 @@ def builder_of_config(path: Path) -> Callable[[], nn.Module]:
     return lambda: cast(nn.Module, kind(copy.deepcopy(config)))
 
 
-def is_transformers_model(model: nn.Module) -> bool:
-    """Whether `model` is of a transformers class."""
-    return _is_a(model, "transformers.modeling_utils", "PreTrainedModel")
+def is_model_of(module: nn.Module, *libraries: str) -> bool:
+    """Whether `module` is a model of one of these libraries: of its class in `_MODELS`, or of a subclass."""
+    classes = (_MODELS[library] for library in libraries)  # without its module in this process, a class has no objects
+    return isinstance(module, tuple(getattr(sys.modules[of], name) for of, name in classes if of in sys.modules))
 
 
-def is_diffusers_model(model: nn.Module) -> bool:
-    """Whether `model` is of a diffusers class."""
-    return _is_a(model, "diffusers.models.modeling_utils", "ModelMixin")
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Whether `model` is a PeftModel."""
-    return _is_a(model, "peft", "PeftModel")
-
-
-def _is_a(model: nn.Module, module: str, name: str) -> bool:
-    """Whether `model` is of the class `name` in `module`, which this process has imported if so."""
-    imported = sys.modules.get(module)
-    return imported is not None and isinstance(model, getattr(imported, name))
-
-
-def is_of(library: str, module: nn.Module) -> bool:
-    """Whether `module` is of a class that `library` defines, or of a subclass."""
+def is_from(module: nn.Module, library: str) -> bool:
+    """Whether `module` is an object of any class that `library` defines, or of a subclass."""
     return any(each.__module__.partition(".")[0] == library for each in type(module).__mro__)
 
 
@@ -75,38 +66,39 @@ class HuggingFace(Conventions):
     def tie_weights(self, root: nn.Module) -> None:
         """Let transformers' models inside `root` tie their weights: ``accelerate.init_empty_weights`` unties some."""
         for module in modules_inside(root):
-            if is_transformers_model(module):
+            if is_model_of(module, "transformers"):
                 cast(Any, module).tie_weights()
 
     def kept_in_fp32(self, root: nn.Module, dtype: torch.dtype | None) -> set[str]:
         """Names of parameters that transformers' models inside `root` keep in fp32 when they load as `dtype`."""
         names: set[str] = set()
         for prefix, module in modules_of(root):
-            if dtype is None or not is_transformers_model(module):
+            if dtype is None or not is_model_of(module, "transformers"):
                 continue
             globs = cast(Any, module)._get_dtype_plan(dtype)
             if globs:
-                pattern = re.compile("|".join(glob.replace("*", ".*") for glob in globs))  # searched for, as there
+                pattern = re.compile("|".join(glob.replace("*", ".*") for glob in globs))  # transformers searches, too
                 names.update(join_names(prefix, name) for name in params_of(module) if pattern.search(name))
         return names
 
     def embeddings(self, root: nn.Module) -> list[nn.Module]:
-        """The modules that the model's own methods name."""
+        """The modules that the model's methods ``get_input_embeddings`` and ``get_output_embeddings`` return."""
         found = []
         for name in ("get_input_embeddings", "get_output_embeddings"):
-            with contextlib.suppress(AttributeError, NotImplementedError):  # another kind of model; one that has none
+            with contextlib.suppress(AttributeError, NotImplementedError):  # no such method; no embedding
                 found.append(getattr(root, name)())
         return [module for module in found if isinstance(module, nn.Module)]
 
     def initialise(self, module: nn.Module) -> bool:
-        """Let a transformers model initialise itself. Tied names get the values of their partners."""
-        if not is_transformers_model(module):
+        """Let a transformers model initialise itself. A tied name keeps the parameter of its partner."""
+        if not is_model_of(module, "transformers"):
             return False
         tied: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         for inner in modules_inside(module):
             for each in (inner, *(param for param in inner._parameters.values() if param is not None)):
                 vars(each).pop("_is_hf_initialized", None)  # the mark of an earlier initialisation, on meta too
-            for name in getattr(inner, "all_tied_weights_keys", None) or () if is_transformers_model(inner) else ():
+            names = is_model_of(inner, "transformers") and getattr(inner, "all_tied_weights_keys", None)
+            for name in names or ():
                 owner, _, key = name.rpartition(".")
                 params = inner.get_submodule(owner)._parameters
                 if (param := params.get(key)) is not None:
@@ -121,30 +113,29 @@ class HuggingFace(Conventions):
         return True
 
     def refuse_initialisation(self, model: nn.Module, empty: Collection[str]) -> None:
-        """Refuse PEFT's adapters. transformers would take them for linear layers: an update that is not zero."""
+        """Refuse PEFT's adapters: transformers would initialise them as linear layers, whose update is not zero."""
         for prefix, module in modules_of(model):
-            inside = module._modules if "base_layer" in module._modules and is_of("peft", module) else ()
+            inside = module._modules if "base_layer" in module._modules and is_from(module, "peft") else ()
             for adapter in (join_names(prefix, key) for key in inside if key != "base_layer"):
                 if any(name.startswith(f"{adapter}.") for name in empty):
                     raise ShardingError(
-                        f"{adapter!r} is an adapter that was made on the meta device, and PEFT initialises adapters as "
-                        "it makes them: let rank 0 make the model with its weights (the other ranks' may be on the "
-                        "meta device), or write init_weights(model, function), which calls PEFT's reset_lora_parameters"
+                        f"{adapter!r} is an adapter that was made on the meta device, where PEFT initialises nothing: "
+                        "let rank 0 make the model off the meta device, or call init_weights(model, function)"
                     )
 
     # -- files --------------------------------------------------------------------------------------------------------
 
     def file_stem(self, model: nn.Module) -> str:
-        """As `save_pretrained` of the model's library names files."""
-        return "diffusion_pytorch_model" if is_diffusers_model(model) else super().file_stem(model)
+        """The stem of the library's `save_pretrained`."""
+        return "diffusion_pytorch_model" if is_model_of(model, "diffusers") else super().file_stem(model)
 
     def left_out(self, model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:
-        """The names `save_pretrained` leaves out: transformers' `remove_tied_weights_from_state_dict`.
+        """The names that `save_pretrained` leaves out (transformers' `remove_tied_weights_from_state_dict`).
 
-        In each group these are the names that the model declares as copies, but never all names. Names that are tied
-        without being declared are saved: `from_pretrained` would not tie them again, so each needs its values.
+        In each group these are the names that the model declares as tied, but never all names. Undeclared names are
+        saved: `from_pretrained` does not tie them again, so each needs its values.
         """
-        if not is_transformers_model(model):
+        if not is_model_of(model, "transformers"):
             return super().left_out(model, tied)
         patterns = [
             join_names(prefix, key)
@@ -158,13 +149,13 @@ class HuggingFace(Conventions):
         return dropped
 
     def rearrange_for_saving(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """As `save_pretrained` stores them.
+        """The tensors as `save_pretrained` stores them.
 
         Raises:
             CheckpointError: the model has adapters or is quantized, or transformers cannot convert its weights.
         """
         _check_exportable(model)
-        if not is_transformers_model(model):
+        if not is_model_of(model, "transformers"):
             return tensors
         try:
             loading = importlib.import_module("transformers.core_model_loading")
@@ -176,29 +167,28 @@ class HuggingFace(Conventions):
     def rearrange_for_loading(
         self, model: nn.Module, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
     ) -> ForLoading:
-        """As ``from_pretrained`` does: ``convert_and_load_state_dict_in_model`` in transformers/core_model_loading.py.
+        """As in ``from_pretrained`` (``convert_and_load_state_dict_in_model`` in transformers/core_model_loading.py).
 
         Raises:
-            CheckpointError: transformers does not say how.
+            CheckpointError: transformers cannot convert these files.
         """
         optional = _ignored_on_save(model)
-        if not is_transformers_model(model):
+        if not is_model_of(model, "transformers"):
             return super().rearrange_for_loading(model, stored, wanted)._replace(optional=optional)
         try:
             loading = importlib.import_module("transformers.core_model_loading")
             mapping = importlib.import_module("transformers.conversion_mapping")
             transforms = mapping.get_model_conversion_mapping(model)
             steps, used = _steps_of(loading, transforms, model, stored, wanted)
-        except Exception as error:  # any error means that nobody knows what the files hold
-            raise CheckpointError(
-                f"transformers cannot say what these files are for {type(model).__name__}: {error}"
-            ) from error
+        except Exception as error:  # any error means that the layout of the files is not known
+            what = f"transformers cannot convert these files for {type(model).__name__}"
+            raise CheckpointError(f"{what}: {error}") from error
         made: dict[str, torch.Tensor] = {}
         failed: dict[str, str] = {}
         for name, step in steps.items():
             try:
                 results = step.convert(name, model=model, config=cast(Any, model).config)
-            except Exception as error:  # of a part that the files do not have, for example
+            except Exception as error:  # the files may lack a part of the tensor, for example
                 failed[name] = f"transformers: {error}"
             else:
                 for target, tensors in results.items():
@@ -210,9 +200,9 @@ class HuggingFace(Conventions):
 
     def write_config(self, model: Any, directory: Path, dtype: torch.dtype | None) -> None:
         """Write the files of `save_pretrained` beside the weights: config, generation config, custom models' code."""
-        if is_diffusers_model(model):
+        if is_model_of(model, "diffusers"):
             model.save_config(directory)
-        if not is_transformers_model(model):
+        if not is_model_of(model, "transformers"):
             return
         config = copy.deepcopy(model.config)
         if dtype is not None:
@@ -227,25 +217,19 @@ class HuggingFace(Conventions):
 
 
 def _check_exportable(model: nn.Module) -> None:
-    """Refuse models for which `save_pretrained` writes something other than the model's own weights.
-
-    Raises:
-        CheckpointError: the model has adapters or is quantized.
-    """
-    adapted = next((name for name, module in model.named_modules() if is_of("peft", module)), None)
+    """Refuse models with adapters, and quantized models: `save_pretrained` writes other tensors than their weights."""
+    adapted = next((name for name, module in model.named_modules() if is_from(module, "peft")), None)
     if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
-            f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}: nothing loads its "
-            "weights under their names. To save the adapters shard the PeftModel itself, and let all ranks call "
-            "model.save_pretrained(directory). For merged weights load those without sharding, and call "
-            "merge_and_unload()"
+            f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}, whose names nothing "
+            "loads: shard the PeftModel itself, and let all ranks call model.save_pretrained(directory)"
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
 
 
 def _ignored_on_save(model: nn.Module) -> set[str]:
-    """Names that the model's class does not save."""
+    """Names of tensors that the model's class does not save."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
@@ -256,11 +240,11 @@ def _steps_of(
     stored: Mapping[str, torch.Tensor],
     wanted: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, Any], set[str]]:
-    """By the first name that each step makes: the step, and the tensors of `stored` that it needs."""
+    """The conversions of `stored`, each by the first name that it makes; and the names in `stored` that they need."""
     renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    for_base = (model.base_model_prefix, wanted)  # by place: the first had another name before transformers 5.17
+    for_base = (model.base_model_prefix, wanted)  # positional: transformers 5.17 renamed the first
     steps: dict[str, Any] = {}
     used: set[str] = set()
     for key in sorted(stored, key=loading.dot_natural_key):

@@ -1,8 +1,8 @@
-"""``save_pretrained`` of models of Hugging Face's libraries, and other saves of full weights by one rank.
+"""Methods of Hugging Face's models that need full weights: ``save_pretrained``, ``push_to_hub``, merging of adapters.
 
-A transformers model is exported: every rank writes its own bytes. Adapters (of a PeftModel or of ``add_adapter``) and
-models of sentence-transformers are saved by their own methods, because only their libraries know the files. The first
-rank calls the method, while the parameters that it reads hold full tensors.
+``save_pretrained`` exports a transformers model: every rank writes its own bytes. Adapters (of a PeftModel or of
+``add_adapter``) and models of sentence-transformers are saved by their library's own method, because only the library
+knows the files. Rank 0 calls the method, while the parameters hold full tensors.
 """
 
 from __future__ import annotations
@@ -32,34 +32,28 @@ from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import gather_full, under_params
 from streamshard.guards.modules import ShardedModule, change_class, original_class, watched_class
 from streamshard.guards.sharded_tensor import is_piece
-from streamshard.integrations.huggingface import (
-    HuggingFace,
-    is_diffusers_model,
-    is_of,
-    is_peft_model,
-    is_transformers_model,
-)
+from streamshard.integrations.huggingface import HuggingFace, is_from, is_model_of
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import is_traced
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether ``save_pretrained`` saves adapters only: for a PeftModel, or a model with ``add_adapter``."""
-    return is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
+    """Whether ``save_pretrained`` saves adapters only: of a PeftModel, or after ``add_adapter``."""
+    return is_model_of(model, "peft") or getattr(model, "_hf_peft_config_loaded", False)
 
 
 class _Inside(ShardedModule):
-    """Comes before the class of a library's model that lies inside a layer."""
+    """A base of the class that a library's model inside a layer gets."""
 
 
 class _Conventions(HuggingFace):
-    """Adds the methods of this module to models of Hugging Face's libraries."""
+    """`HuggingFace`, with the methods of this module on the models."""
 
     def replace_methods(self, root: nn.Module) -> None:
-        """Replace methods that need full weights, on classes that StreamShard makes for the model's modules.
+        """Replace methods that need full weights, on the classes that StreamShard makes for the model's modules.
 
-        Modules inside layers have their libraries' own classes until now. These get a class of StreamShard's too, so
-        that its methods refuse.
+        A module inside a layer still has its library's class: give it a class of StreamShard's too, whose methods
+        refuse.
         """
         edits = engine_of(root).edits_of()
         assert edits is not None
@@ -75,18 +69,17 @@ CONVENTIONS = _Conventions()
 
 
 def _methods_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
-    """By name, the methods and properties that replace those of `module`'s own class."""
+    """Methods and properties for `module`, by name, in the place of its class's own."""
     methods: dict[str, Any] = {}
-    if is_of("peft", module) and hasattr(module, "merge_and_unload"):
+    if is_from(module, "peft") and hasattr(module, "merge_and_unload"):
         methods["merge_and_unload"] = _refuse_merge
-    # The parts of their models have no such method.
-    if is_of("sentence_transformers", module) and hasattr(module, "save_pretrained"):
+    if is_from(module, "sentence_transformers") and hasattr(module, "save_pretrained"):  # parts of models lack it
         methods.update({name: functools.partialmethod(_save_itself, name) for name in ("save", "save_pretrained")})
         methods["push_to_hub"] = _push
-    elif is_transformers_model(module) or is_diffusers_model(module) or (is_root and is_peft_model(module)):
+    elif is_model_of(module, "transformers", "diffusers") or (is_root and is_model_of(module, "peft")):
         methods.update(save_pretrained=_save_pretrained, push_to_hub=_push)
-    if is_transformers_model(module) and hasattr(module, "generate"):
-        # transformers asks the model so whether `generate` has to go on until all ranks have finished.
+    if is_model_of(module, "transformers") and hasattr(module, "generate"):
+        # By this property transformers learns that `generate` has to go on until all ranks have finished.
         methods["_is_fsdp_managed_module"] = ShardedModule._is_fsdp_managed_module.getter(_generates_together)
     return methods
 
@@ -98,14 +91,14 @@ def save_on_first(
     save: Callable[[str], object],
     wanted: Collection[nn.Parameter] | None = None,
 ) -> None:
-    """Let the first rank call `save` while full weights lie under its parameters, in CPU memory. Collective.
+    """Let rank 0 call `save` while its parameters hold full tensors, in CPU memory. Collective.
 
     Args:
-        model: sharded; it computes as an unsharded model while `save` runs.
-        engine: its engine.
-        directory: the destination. Its files are replaced one by one after `save` has written all.
-        save: called with another directory, into which it writes all files.
-        wanted: the parameters that `save` reads, in the dtype before sharding; None is all.
+        model: sharded; on rank 0 it is an unsharded model while `save` runs.
+        engine: the model's engine.
+        directory: the destination. Its files are replaced one by one after `save` has returned.
+        save: called with a temporary directory, and writes all files into it.
+        wanted: the parameters that `save` reads, in their dtype before sharding; None: all.
 
     Raises:
         CheckpointError: on every rank; names the rank that failed.
@@ -127,7 +120,7 @@ def save_on_first(
 
 @contextlib.contextmanager
 def plain_classes(model: nn.Module) -> Iterator[None]:
-    """Inside, modules of a sharded model have their original classes, so calls run none of StreamShard's methods."""
+    """Inside, modules of a sharded model have their original classes, and so none of StreamShard's methods."""
     kinds = [(module, type(module)) for module in modules_inside(model) if isinstance(module, ShardedModule)]
     try:
         for module, kind in kinds:
@@ -139,11 +132,11 @@ def plain_classes(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
-    """Raise if `state_dict` holds pieces. Local: nothing is sent.
+    """Raise if `state_dict` holds pieces. Not collective.
 
     Args:
         state_dict: the state dict that one rank is about to save.
-        what: the call that would save it.
+        what: the call that would save it, for the message.
 
     Raises:
         CheckpointError: names the first tensor that is a piece.
@@ -151,9 +144,8 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor) and is_piece(value):
             raise CheckpointError(
-                f"{what}: {name!r} in the state dict is one rank's piece, from model.state_dict(). Let all ranks "
-                "call accelerator.get_state_dict(model) or model.full_state_dict() and give what rank 0 gets, or let "
-                "all ranks save without state_dict: trainer.save_model(directory), model.save_pretrained(directory)"
+                f"{what}: {name!r} is one rank's piece, from model.state_dict(). Save the state dict that rank 0 gets "
+                "if all ranks call accelerator.get_state_dict(model), or let all ranks save without state_dict="
             )
 
 
@@ -161,9 +153,9 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
 
 
 def _generates_together(self: Any) -> bool:
-    """Whether all ranks of the default group, by which transformers waits, have shards of the model."""
+    """Whether all ranks of the default group have shards of the model: with them transformers' `generate` waits."""
     handle = handle_of(self)
-    if handle is None or is_traced():  # torch.compile would look for FSDP's attributes
+    if handle is None or is_traced():  # torch.compile would look for attributes of FSDP
         return False
     return dist.is_initialized() and handle.engine.ranks.total_size == dist.get_world_size() > 1
 
@@ -171,11 +163,11 @@ def _generates_together(self: Any) -> bool:
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:
     """``save_pretrained``, called on all ranks: `export_safetensors`, or adapters as PEFT saves them.
 
-    With ``state_dict=``, which has full weights, it is the model's own method, on any rank.
+    With a ``state_dict=`` of full weights this is the library's method, on any rank.
 
     Raises:
-        CheckpointError: as for the export; an argument that only transformers' own method supports; pieces in
-            `state_dict`.
+        CheckpointError: as from `export_safetensors`; or an argument that only the library's method supports; or pieces
+            in `state_dict`.
     """
     own = super(type(self), self).save_pretrained
     known = inspect.signature(own).parameters
@@ -191,53 +183,44 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
         save_on_first(self, engine, save_directory, functools.partial(own, **given), wanted)
         return
     max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
-    if others := [name for name, value in given.items() if name in known and value != known[name].default]:
-        raise CheckpointError(
-            f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: only its library does that, of "
-            "full weights. "
-            + (
-                "Save without it, load the directory with from_pretrained in another process, and save that model"
-                if is_diffusers_model(self)
-                else "Call weights = model.full_state_dict() on all ranks, and on rank 0 "
-                f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
-            )
-        )
+    for name in (name for name, value in given.items() if name in known and value != known[name].default):
+        how = f"weights = model.full_state_dict() on all ranks, then on rank 0 (.., state_dict=weights, {name}=..)"
+        if is_model_of(self, "diffusers"):
+            how = "Save without it, load the directory with from_pretrained in one process, and save that model"
+        raise CheckpointError(f"save_pretrained({name}={given[name]!r}) needs full weights: {how}")
     export_shards(self, engine, Path(save_directory), None, max_shard_size)
 
 
 def _save_itself(self: Any, name: str, path: str | os.PathLike[str], *args: Any, **given: Any) -> None:
-    """Method `name` of a model that saves all its parts, called on all ranks: its own, on the first rank."""
+    """The library's method `name`, called on all ranks, runs on rank 0."""
     engine = engine_at_rest(not_a_layer(self), name)
     own = getattr(super(type(self), self), name)
     save_on_first(self, engine, path, lambda directory: own(directory, *args, **given))
 
 
 def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
-    """``push_to_hub`` raises, because it would save into a different directory on each rank."""
-    raise CheckpointError(
-        "push_to_hub() of a sharded model: call model.save_pretrained(directory) on all ranks, and on rank 0 "
-        f"huggingface_hub.upload_folder(repo_id={repo_id!r}, folder_path=directory)"
-    )
+    """``push_to_hub`` raises, because each rank would save into a directory of its own."""
+    upload = f"huggingface_hub.upload_folder(repo_id={repo_id!r}, folder_path=directory)"
+    raise CheckpointError(f"push_to_hub(): call model.save_pretrained(directory) on all ranks, and on rank 0 {upload}")
 
 
 def _refuse_merge(self: Any, *_: Any, **__: Any) -> None:
-    """``merge_and_unload`` raises: the model without adapters that it returns would be a part of a sharded model."""
+    """``merge_and_unload`` raises: it would return a part of the sharded model, which no rank can save."""
     raise ShardingError(
-        "merge_and_unload() of a sharded model: each rank has pieces of the weights, and no rank can save the result. "
-        "Call model.save_pretrained(directory) on all ranks, and merge in one process, without sharding: "
-        "PeftModel.from_pretrained(base, directory).merge_and_unload()"
+        "merge_and_unload() of a sharded model: call model.save_pretrained(directory) on all ranks, and merge in one "
+        "process, without sharding: PeftModel.from_pretrained(base, directory).merge_and_unload()"
     )
 
 
 def _wanted(model: Any, given: Mapping[str, Any]) -> set[nn.Parameter]:
-    """The parameters that PEFT reads to save adapters, and those that train."""
+    """The parameters that PEFT reads to save adapters, and all parameters that train."""
     wanted = {param for param in model.parameters() if param.requires_grad}
     state = model.state_dict(keep_vars=True)
     save = importlib.import_module("peft").get_peft_model_state_dict
     for adapter in given.get("selected_adapters") or list(model.peft_config):
         if adapter in model.peft_config and not model.peft_config[adapter].is_prompt_learning:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it warns again when it saves
+                warnings.simplefilter("ignore")  # PEFT warns again when it saves
                 embeddings = given.get("save_embedding_layers", "auto")
                 saved = save(model, dict(state), adapter_name=adapter, save_embedding_layers=embeddings)
             wanted.update(tensor for tensor in saved.values() if isinstance(tensor, nn.Parameter))
@@ -253,7 +236,7 @@ def _write(directory: Path, save: Callable[[str], object]) -> None:
     with tempfile.TemporaryDirectory(".partial", f".{directory.name}.", directory.parent) as staging:
         made = Path(staging, "made")
         made.mkdir()
-        if (directory / "README.md").exists():  # which PEFT adds to
+        if (directory / "README.md").exists():  # PEFT adds to the file
             shutil.copy(directory / "README.md", made)
         save(str(made))
         shutil.copytree(made, directory, copy_function=os.replace, dirs_exist_ok=True)

@@ -1,11 +1,11 @@
 """`StreamShardTrainer`: transformers' Trainer with a sharded model.
 
-`StreamShardTrainerMixin` does the same for `Seq2SeqTrainer`, the trainers of TRL and sentence-transformers, and others
-that derive from Trainer. `StreamShardAccelerator` shards, clips and sets precision. This module handles what Trainer
-does itself: files, optimizers and evaluation.
+`StreamShardTrainerMixin` does the same for `Seq2SeqTrainer`, the trainers of TRL and sentence-transformers, and other
+subclasses of Trainer. `StreamShardAccelerator` shards, clips and sets precision. This module handles Trainer's files,
+optimizers and evaluation.
 
 A checkpoint has the files that Trainer writes under DistributedDataParallel, so each can continue from the other's.
-Trainer fills ``checkpoint-8`` in a partial directory (see `streamshard.checkpoint.directory`). When it is complete, it
+Trainer fills ``checkpoint-8`` in a partial directory (see `streamshard.checkpoint.directory`). The complete checkpoint
 is moved beside the others.
 """
 
@@ -41,9 +41,9 @@ from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, refuse_pieces, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
 
-_REPLACED = "replaced-"  # Trainer takes whatever begins with "checkpoint-" for one
+_REPLACED = "replaced-"  # Trainer takes every directory called "checkpoint-.." for a checkpoint
 
-_Trainer: Any = object  # what the mixin stands in front of
+_Trainer: Any = object  # the next class of the trainer, which derives from Trainer
 
 
 class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
@@ -59,17 +59,16 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     Raises:
         ConfigError: a training argument selects another way of sharding, or a feature that sharded models do not
-            support; in `train`, a callback does.
+            support.
     """
 
     accelerator: Any
     is_fsdp_enabled: bool  # Trainer's
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
-    callback_handler: Any
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._sharding_options = dict(streamshard or {})
-        self._staging: Path | None = None  # what Trainer takes for the run's directory while it saves a checkpoint
+        self._staging: Path | None = None  # while Trainer saves a checkpoint: the directory in the place of the run's
         super().__init__(*args, **kwargs)
         if self.optimizer_cls_and_kwargs is not None:
             self.optimizer_cls_and_kwargs = _for_pieces(*self.optimizer_cls_and_kwargs)
@@ -77,42 +76,31 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     # -- preparing ----------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer does, then make a `StreamShardAccelerator` of Trainer's accelerator."""
+        """Let Trainer make its accelerator, and make a `StreamShardAccelerator` of it."""
         _refuse(self.args)
         super().create_accelerator_and_postprocess()
         self.accelerator = StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does. Refuses callbacks that copy the model, before anything is loaded."""
-        for callback in self.callback_handler.callbacks:
-            if any(kind.__name__ == "BEMACallback" for kind in type(callback).__mro__):
-                raise ConfigError(
-                    f"the callback {type(callback).__name__} copies the full model on each process: leave it out, and "
-                    "average into a second sharded model, by "
-                    "streamshard.optim.update_parameters(average, model, step, ..) in on_step_end"
-                )
-        return super().train(*args, **kwargs)
-
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: sharding moves the model piece by piece, so that it need not fit on a device."""
+        """Do nothing: sharding moves the model unit by unit, so it need not fit on a device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does. Also shards a model that is only evaluated: Trainer skips it if a reference was prepared."""
+        """As in Trainer. Also shards a model that is only evaluated: Trainer skips it if a reference was prepared."""
         wrapped = super()._wrap_model(model, training, *args, **kwargs)
         if not training and wrapped is self.model and handle_of(wrapped) is None:
-            never_trains = self.train_dataset is None  # then no room for gradients is needed
+            never_trains = self.train_dataset is None  # then it needs no memory for gradients
             self.model_wrapped = self.accelerator.prepare_model(wrapped, evaluation_mode=never_trains)
             return self.model_wrapped
         return wrapped
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
-        """As TRL does. TRL's constructors call this before training, so the model is sharded here."""
+        """As in TRL. TRL's constructors call this before training, so the model is sharded here."""
         if model is self.model:
             model = self._wrap_model(model, training=False)
         return super().compute_ref_log_probs(model, inputs)
 
     def get_optimizer_cls_and_kwargs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """As Trainer does. A class that is not elementwise runs in a `WholeParameterOptimizer`.
+        """As in Trainer. A class that is not elementwise runs in a `WholeParameterOptimizer`.
 
         Raises:
             ConfigError: the optimizer that the training arguments name does not work with sharded parameters.
@@ -120,7 +108,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return _for_pieces(*super().get_optimizer_cls_and_kwargs(*args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does. sentence-transformers lets all ranks run an evaluator if FSDP shards the model."""
+        """As in Trainer. sentence-transformers lets all ranks run an evaluator if FSDP shards the model."""
         given = self.is_fsdp_enabled
         try:
             self.is_fsdp_enabled = given or getattr(self, "evaluator", None) is not None
@@ -134,7 +122,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As Trainer does, into a partial directory, from which ``checkpoint-8`` is moved when it is complete."""
+        """As in Trainer, but into a partial directory. The complete ``checkpoint-8`` is moved from there."""
         root = Path(self._get_output_dir(trial))
         path = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         save = super()._save_checkpoint
@@ -149,7 +137,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
                 self.state.best_model_checkpoint = str(path)
 
         def publish(partial: Partial, _: object) -> None:
-            # Trainer's has the best checkpoint in the partial directory.
+            # Trainer has written its state with a best checkpoint inside the partial directory.
             self.state.save_to_json(str(partial.path / path.name / TRAINER_STATE_NAME))
             _replace(path, partial.path / path.name)
             remove_partial(partial)
@@ -163,23 +151,22 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             self._push_from_checkpoint(str(path))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staging is None:  # else later, under the directory's own name: uploads go on in the background
+        if self._staging is None:  # _save_checkpoint calls it again with the final path, which the upload reads later
             super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer does. Call it on every rank. Trainer itself calls `_save` on rank 0 alone in some versions."""
+        """As in Trainer. Call it on every rank. (Some versions of Trainer call `_save` on rank 0 alone.)"""
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As Trainer does. Call it on every rank; with a full `state_dict`, on the rank that has it.
+        """As in Trainer. Call it on every rank; with a full `state_dict`, on the rank that has it.
 
-        A trainer's own ``_save`` runs on rank 0, while parameters hold full tensors there, in CPU memory.
+        If the trainer's class has its own ``_save``, it runs on rank 0, while parameters hold full tensors there.
 
         Raises:
-            CheckpointError: on every rank. If `state_dict` has pieces, only on the calling rank, which waits for no
-                other.
+            CheckpointError: on every rank. If `state_dict` has pieces: on the calling rank, which waits for no other.
         """
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         if state_dict is not None or handle_of(self.model) is None:
@@ -201,7 +188,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return getattr(super()._save, "__func__", None) is not Trainer._save
 
     def _save_beside(self, directory: Path) -> None:
-        """Save the files that Trainer saves beside the weights."""
+        """Save Trainer's other files beside the weights: tokenizer and training arguments."""
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(str(directory))
@@ -211,7 +198,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         state = full_optimizer_state_dict(self.model, _inner(self.optimizer))
         if self.args.should_save:
             torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
-            with warnings.catch_warnings():  # a scheduler's "save the optimizer as well"
+            with warnings.catch_warnings():  # the scheduler warns to save the optimizer as well
                 warnings.simplefilter("ignore", UserWarning)
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
@@ -219,7 +206,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if not self._load_slices(resume_from_checkpoint):
-            # sentence-transformers makes another model of the model's class, and loads that one's state dict.
+            # sentence-transformers makes a second model of the model's class, and loads its state dict.
             with plain_classes(self.model) if self._writes_itself else contextlib.nullcontext():
                 super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
@@ -228,7 +215,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             super()._load_best_model()
 
     def _load_slices(self, directory: str) -> bool:
-        """Let each rank load what it owns, if the directory has the full model in safetensors files."""
+        """Let each rank load its pieces, if the directory has the full model in safetensors files. Returns whether."""
         names = ("model.safetensors", "model.safetensors.index.json")
         is_there = any((Path(directory) / name).is_file() for name in names)
         if self._writes_itself or has_adapters(self.model) or not is_there:
@@ -242,7 +229,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         ranks = engine_of(self.model).ranks
         files = [Path(checkpoint or "") / each for each in (OPTIMIZER_NAME, SCHEDULER_NAME)]
         if checkpoint is None or not ranks.of_first(all(file.is_file() for file in files)):
-            return  # as Trainer does, for checkpoints of save_only_model
+            return  # a checkpoint of save_only_model
 
         def read(file: Path) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=file == files[0])
@@ -276,52 +263,44 @@ def _recover(root: Path) -> None:
         shutil.rmtree(replaced) if path.exists() else os.replace(replaced, path)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refused arguments ------------------------------------------------------------------------------------------------
 
-_SHARDED = "leave it out: the model is sharded by StreamShard"
+_SHARDED = "leave it out: StreamShard shards the model"
 _EVALUATES = "leave it out: with bf16=True or fp16=True layers compute in that dtype when they evaluate, too"
 _REFUSED = {
     "fsdp": _SHARDED,
     "deepspeed": _SHARDED,
     "bf16_full_eval": _EVALUATES,
     "fp16_full_eval": _EVALUATES,
-    "save_on_each_node": "all ranks write into one directory, which has to be on storage that they share",
-    "use_vllm": "vLLM would be sent this rank's pieces of the weights; generate with transformers (use_vllm=False)",
-    "use_transformers_continuous_batching": "each rank runs forwards for as long as its own completions take, and all "
-    "ranks have to run as many; leave it out: generate() sees to that",
+    "save_on_each_node": "all ranks write into one directory, on storage that they share",
+    "use_vllm": "vLLM would get this rank's pieces of the weights; generate with transformers (use_vllm=False)",
+    "use_transformers_continuous_batching": "all ranks have to run as many forwards; leave it out",
 }
 
 
 def _refuse(args: Any) -> None:
-    """Raise for training arguments that contradict sharding, before anything is made."""
+    """Raise for training arguments that contradict sharding."""
     for name, reason in _REFUSED.items():
         if value := getattr(args, name, None):
-            given = name if name == "fsdp" else f"{name}={value!r}"  # Trainer makes True of fsdp="full_shard"
+            given = name if name == "fsdp" else f"{name}={value!r}"  # Trainer turns fsdp="full_shard" into True
             raise ConfigError(f"the training argument {given} does not go with StreamShard: {reason}")
     if "lomo" in args.optim or "layerwise" in args.optim:
-        raise ConfigError(
-            f'optim="{args.optim.value}" steps each parameter within backward, before its gradient is averaged over '
-            'ranks: take one that steps afterwards, such as optim="adafactor" or optim="galore_adamw"'
-        )
+        what = f'optim="{args.optim.value}" steps each parameter within backward, before gradients are averaged'
+        raise ConfigError(f'{what}: take optim="adafactor" or optim="galore_adamw"')
     if args.n_gpu > 1:
-        raise ConfigError(
-            f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `torchrun --nproc-per-node "
-            f"{args.n_gpu}` starts them"
-        )
+        raise ConfigError(f"one process has {args.n_gpu} GPUs: start with `torchrun --nproc-per-node {args.n_gpu}`")
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
 def _for_pieces(kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The class and options of an optimizer that steps sharded parameters as `kind` with `options` steps full ones."""
-    is_class = isinstance(kind, type) and issubclass(kind, Optimizer)  # else it makes one
+    """A class and options for sharded parameters that give the numbers of `kind` with `options` on full parameters."""
+    is_class = isinstance(kind, type) and issubclass(kind, Optimizer)  # else a function that makes an optimizer
     if not is_class or issubclass(kind, WholeParameterOptimizer) or is_elementwise_class(kind):
         return kind, options
-    if options.get("optim_bits") == 8:  # its moments of embeddings have 32 bits, by their modules
-        raise ConfigError(
-            f"{kind.__name__} with 8-bit moments steps whole parameters: take the 32-bit one, or adamw_8bit"
-        )
+    if options.get("optim_bits") == 8:  # bitsandbytes finds embeddings, whose moments have 32 bits, by their modules
+        raise ConfigError(f"{kind.__name__} with 8-bit moments steps whole parameters: take 32 bits, or adamw_8bit")
     return WholeParameterOptimizer, {**options, "optimizer_class": kind}
 
 
