@@ -1,16 +1,16 @@
-"""Compares the logs of what ranks issue: names the rank that hangs, fails or differs.
+"""Compares ranks' logs of issued collectives, to name the rank that hangs, fails or differs.
 
 All ranks issue the same collectives in the same order. If they do not, each rank waits for a message that never comes.
-So each rank logs the collectives that it issues (`IssueLog`). A `FlightRecorder` publishes the logs, and the first
-failure, in the store of the process group. A rank publishes its log only while it waits or idles, so training sends
-nothing.
+So each rank logs the collectives that it issues (`IssueLog`). A `FlightRecorder` shows the log, and the first failure,
+to the other ranks, in the store of the process group. A rank shows its log only while it waits or idles, so training
+sends nothing.
 
 The watchdog, a thread (`streamshard.comm.ranks`), looks twice a second whether this rank waits:
 
 - If the logs differ, the wait can never succeed, and the watchdog ends it.
 - Otherwise a rank may only be slow. The watchdog logs a warning after 30 seconds, and again whenever the wait has
-  doubled: what this rank waits for, and what the missing ranks did last. Only the process group's timeout ends such a
-  wait.
+  doubled. The warning names this rank's wait, and the missing ranks with their last collectives. Only the process
+  group's timeout ends such a wait.
 - On devices no host waits for collectives. There a rank counts as waiting when it has issued nothing for 30 seconds.
 
 A missing rank may stand in another library's collective (``accelerator.gather``, ``dist.barrier()``) and wait for this
@@ -35,12 +35,12 @@ from streamshard.comm.streams import Entry, IssueLog
 from streamshard.errors import line_reached, log
 from streamshard.torch_private import count_collectives
 
-_MOST_PEERS = 64  # a rank reads the logs of at most so many ranks, those with the next higher numbers
+_MOST_PEERS = 64  # a rank reads at most 64 logs: of the ranks with the next higher numbers
 _FAILURE_KEY = "failure"
-PATIENCE_S = 1.0  # a rank waits so long before it compares logs
-_REPORT_AFTER_S = 30.0  # a wait takes so long before the first warning
-_SHOW_AFTER_S = 3.0  # a rank that has issued nothing for so long shows its log
-_LOGS_WITHIN_S = 1.5  # after an error, how long to wait for the logs of other ranks
+PATIENCE_S = 1.0  # length of a wait before ranks compare logs
+_REPORT_AFTER_S = 30.0  # length of a wait before the first warning
+_SHOW_AFTER_S = 3.0  # a rank that has issued nothing for this time shows its log
+_LOGS_WITHIN_S = 1.5  # after an error, the longest wait for the logs of other ranks
 
 _ADVICE = (
     "All ranks have to call forward (evaluation and generate() too), backward, norms and everything that collects or "
@@ -52,7 +52,7 @@ _ADVICE = (
 
 
 class RecordKind(enum.IntEnum):
-    """What a log entry records. `words` say it in an error."""
+    """The kind of a log entry, with `words` for errors."""
 
     words: str
 
@@ -74,13 +74,13 @@ class RecordKind(enum.IntEnum):
 
 
 class Shown(NamedTuple):
-    """A log as other ranks see it.
+    """A rank's log as other ranks read it.
 
     Attributes:
-        entries: the entries that the log still has, by number.
-        total: how many entries were added in all.
+        entries: the last entries of the log, by number.
+        total: the number of all entries so far.
         time_s: Unix time of the last entry.
-        others: how many collectives the rank has called on the default process group, other libraries' included.
+        others: the number of collectives on the default process group so far, other libraries' included.
         place: the line of its script that the rank has reached, see `line_reached`.
     """
 
@@ -96,7 +96,7 @@ class Shown(NamedTuple):
         return cls(log.entries(), log.count, log.time_s, count_collectives())
 
     def last(self, names: Sequence[str]) -> str:
-        """What the rank has issued last, in words."""
+        """The last entry in words."""
         entry = self.entries.get(self.total - 1)
         return "has issued nothing so far" if entry is None else _say(entry, names)
 
@@ -119,7 +119,7 @@ def describe_difference(logs: Mapping[int, Shown], names: Sequence[str]) -> str 
 def _say(entry: Entry, names: Sequence[str]) -> str:
     _, kind, tag = entry
     if kind == RecordKind.GATHER and tag == len(names):
-        return "ends a backward"  # it gathers the flags of used parameters
+        return "ends a backward"  # ranks gather the flags of used parameters
     return tuple(RecordKind)[kind].words.format(unit=repr(names[tag]) if tag < len(names) else f"unit {tag}")
 
 
@@ -132,8 +132,8 @@ class FlightRecorder:
 
     Attributes:
         log: this rank's log.
-        names: names of units, by tag; for messages.
-        difference: why the wait can never succeed; None: the watchdog has found no reason.
+        names: names of units, by tag, for messages.
+        difference: why this rank's wait can never succeed; None: the watchdog has found no reason.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, has_streams: bool = False) -> None:
@@ -145,19 +145,19 @@ class FlightRecorder:
         self._peers = sorted((self._rank + step) % self._world_size for step in others)
         self._has_streams = has_streams
         self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
-        self._reports = 0  # of the wait: after 30, 60, 120, .. seconds
+        self._reports = 0  # warnings of this wait so far: after 30, 60, 120, .. seconds
         self._key = ""
-        self._store: Any = None  # there is one rank, or the rank or launcher that hosts the store has ended
+        self._store: Any = None  # None: there is one rank, or the process that hosts the store has ended
         if group is not None and self._world_size > 1:
             self._store, self._key = log_store(group)
 
     def __str__(self) -> str:
         return f"rank {self._rank} of {self._world_size}"
 
-    # -- what ranks show each other ---------------------------------------------------------------------------------
+    # -- logs in the store ------------------------------------------------------------------------------------------
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Call `method` of the store; None if the rank or launcher that hosts the store has ended."""
+        """The result of a method of the store; None if the process that hosts the store has ended."""
         store = self._store
         if store is not None:
             try:
@@ -197,7 +197,7 @@ class FlightRecorder:
         return logs
 
     def _find_difference(self, logs: Mapping[int, Shown]) -> str | None:
-        """Why the wait can never succeed: logs differ, or a missing rank waits in another library's collective."""
+        """Why this wait can never succeed: logs differ, or a missing rank waits in another library's collective."""
         if found := describe_difference(logs, self.names):
             return found
         own = logs[self._rank]
@@ -210,7 +210,7 @@ class FlightRecorder:
         return None
 
     def _describe_missing(self, logs: Mapping[int, Shown], *, among_shown: bool = False) -> str | None:
-        """The ranks that have issued less than this one, and what each did last; None if there are none.
+        """The ranks that have issued less than this rank, each with its last collective; None: there are none.
 
         Args:
             logs: the known logs, by rank.
@@ -229,18 +229,18 @@ class FlightRecorder:
         return "; ".join([*missing, "it may be in another library's collective, asleep, or gone"]) if missing else None
 
     def post_failure(self, text: str) -> None:
-        """Publish how this rank has failed, to all ranks and models of the group. Only the first failure is kept."""
+        """Write this rank's failure to the store, for all ranks and models of the group. The first failure stays."""
         self._ask("compare_set", _FAILURE_KEY, "", f"{self._rank}:{text}")
 
     def read_failure(self) -> str | None:
-        """Which other rank has failed, and how; None if the store says of none."""
+        """The failure of another rank, in words; None: the store has none."""
         rank, _, text = self._get(_FAILURE_KEY).partition(":")
         return f"rank {rank} has failed: {text}" if rank not in ("", str(self._rank)) else None
 
     def explain(self, error: Exception) -> str:
-        """Why a collective ended with `error`, from the logs and the failure in the store.
+        """Why a collective ended with `error`, by the logs and the failure in the store.
 
-        Waits a little for the other ranks' logs, if the watchdog has not read them.
+        Waits up to `_LOGS_WITHIN_S` for the other ranks' logs, unless the watchdog has found a difference.
         """
         if self.difference is not None:
             return self.difference
@@ -291,7 +291,7 @@ class FlightRecorder:
             abort()
         elif is_due:
             missing = self._describe_missing(logs, among_shown=not waits)
-            if missing is not None or waits:  # else this rank computes, or runs code of the user's
+            if missing is not None or waits:  # else this rank computes, or runs the user's code
                 missing = missing or f"all ranks have come, so a rank or the network is slow{connection_advice()}"
                 last = logs[self._rank].last(self.names)
                 log.warning("waited for %.0f s in %s (last: it %s): %s", waited_s, what, last, missing)

@@ -14,8 +14,8 @@ from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
-# One tag each for a flat parameter's all-gathers, its reductions, and gathers of full tensors. gloo ends the process if
-# a message is longer than the buffer of its receiver, so these messages must not be mixed up.
+# A flat parameter has one tag for its all-gathers, one for its reductions, and one for gathers of full tensors. gloo
+# ends the process if a message is longer than the buffer of its receiver, so these messages must not be mixed up.
 _TAGS_EACH = 3
 
 
@@ -70,13 +70,13 @@ class PairwiseTransport(Transport):
         return Exchange(None, [work], self.group)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
-        """One chunk from every other rank, which arrive before the sum."""
+        """One chunk from every other rank: all arrive before the sum."""
         return shard_numel * (self.world_size - 1)
 
     def _swap(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], message_tag: int
     ) -> list[dist.Work]:
-        """Start to exchange tensors with the other ranks, in rank order. Empty ones are not sent."""
+        """Start to exchange tensors with the other ranks, in rank order. Empty tensors are not sent."""
         group, messages = self.group, []
         for peer, mine, theirs in zip(self._peers(), sent, received, strict=True):
             if mine.numel():
@@ -97,7 +97,7 @@ class Exchange:
     Args:
         finish: called at the end of the first wait.
         messages: sends and receives.
-        group: sends the messages. Messages that nothing waits for are kept as long as the group.
+        group: the group of the messages. It keeps messages that nobody waits for.
     """
 
     finish: Callable[[], None] | None
@@ -121,7 +121,7 @@ class Exchange:
             finish()
 
     def _abandon(self) -> None:
-        """Keep messages that nothing has waited for, for example of a deleted model, as long as their group.
+        """Keep messages that nobody has waited for, for example of a deleted model, as long as their group.
 
         gloo cancels a receive when its work object is freed. The message would then block the connection between the
         two ranks for good.

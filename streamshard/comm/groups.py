@@ -1,4 +1,4 @@
-"""Process groups of the ranks that train a model: from a mesh, from the user, or from the launcher's environment."""
+"""Process groups of the ranks that train a model: the user's, a mesh's, or made from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _RESTART_ADVICE = (
 )
 _ROUTES = Path("/proc/net/route")
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
-# Of control messages. One rank may write files for hours while the others wait; the watchdog looks after what hangs.
+# Of control messages. One rank may write files for hours while the others wait. The watchdog ends waits that hang.
 CONTROL_TIMEOUT = datetime.timedelta(hours=24)
 _CONNECTED_WITHIN = datetime.timedelta(minutes=5)
 # gloo waits for a connection from a rank five times as long as for anything else (Pair::waitUntilConnected).
 _CONNECTION_WAITS = 5
-_ASK_EVERY_S = 0.02  # while ranks meet
-MOST_CONNECTED = 32  # ranks of a group that connects at once
+_ASK_EVERY_S = 0.02  # how often rank 0 reads the other ranks' questions
+MOST_CONNECTED = 32  # ranks of the largest group that connects at once
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
@@ -73,15 +73,11 @@ def groups_of(mesh: object) -> Groups:
     if isinstance(mesh, dist.ProcessGroup):
         return Groups(mesh, None, mesh)
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r}: wanted a DeviceMesh or None, or a ProcessGroup that this rank, {dist.get_rank()}, is in"
-        )
+        raise ConfigError(f"mesh={mesh!r}: wanted a DeviceMesh, a ProcessGroup with rank {dist.get_rank()}, or None")
     if mesh.ndim > 2:
-        raise ConfigError(
-            f"mesh has {mesh.ndim} axes: wanted one, whose ranks share the model, or two, replicate x shard"
-        )
+        raise ConfigError(f"mesh has {mesh.ndim} axes: wanted one (shard), or two (replicate x shard)")
     if mesh.get_coordinate() is None:
-        raise ConfigError(f"mesh={mesh!r}: rank {dist.get_rank()} is not in it, so it has no part of the model")
+        raise ConfigError(f"mesh={mesh!r}: rank {dist.get_rank()} is not in it")
     shard = mesh.get_group(mesh.ndim - 1)
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return Groups(shard, None, shard, device_type=mesh.device_type)
@@ -95,7 +91,7 @@ def groups_of(mesh: object) -> Groups:
 
 
 def resolve_group(device: torch.device) -> dist.ProcessGroup:
-    """The default process group. If there is none, one from the launcher's environment, for `device` and the CPU.
+    """The default process group. Makes one from the launcher's environment if there is none, for `device` and the CPU.
 
     Raises:
         ShardingError: there is neither a process group nor a launcher.
@@ -104,10 +100,8 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ShardingError(
-                f"no process group and no launcher ({', '.join(missing)} not set): start the script with `torchrun "
-                "--nproc-per-node N script.py` or `accelerate launch`, or call torch.distributed.init_process_group "
-                "first. On CPUs `accelerate launch --num_processes N` alone starts one process that knows of no "
-                "others: add --multi_gpu"
+                f"no process group and no launcher ({', '.join(missing)} not set): start with `torchrun "
+                "--nproc-per-node N script.py` or `accelerate launch --multi_gpu --num_processes N script.py`"
             )
         make_default_group(device)
     return cast(dist.ProcessGroup, dist.group.WORLD)
@@ -118,7 +112,7 @@ def make_default_group(device: torch.device, **given: Any) -> None:
 
     Args:
         device: the device that ranks train on.
-        **given: arguments of ``init_process_group``; without any, the launcher's environment counts.
+        **given: arguments of ``init_process_group``. None given: the launcher's environment counts.
 
     Raises:
         CommunicationError: the ranks cannot connect.
@@ -142,8 +136,8 @@ def make_default_group(device: torch.device, **given: Any) -> None:
 def _meet_at_launchers_store(timeout: datetime.timedelta) -> dict[str, Any]:
     """Arguments of ``init_process_group`` from the launcher's environment. Collective; blocks.
 
-    torchrun's store outlives a restart. So do the addresses of dead ranks, to which a rank would connect. So each start
-    of the ranks has keys of its own.
+    torchrun's store outlives a restart, with the addresses of dead ranks. So each start of the ranks has keys of its
+    own.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
@@ -154,9 +148,9 @@ def _meet_at_launchers_store(timeout: datetime.timedelta) -> dict[str, Any]:
 def _agree_on_name(store: Any, rank: int, world_size: int) -> str:
     """A name that no earlier start of the ranks has used in `store`, the same on all ranks. Collective; blocks.
 
-    TORCHELASTIC_RESTART_COUNT is no such name: after a restart it differs between machines. So rank 0 draws a name, and
-    answers each rank under a key that this rank has drawn. No answer is old, but a question may be: rank 0 reads the
-    questions again until all ranks have their answer.
+    TORCHELASTIC_RESTART_COUNT differs between machines after a restart. So rank 0 draws a name. Each other rank draws a
+    key, asks with it, and rank 0 answers under this key. So no answer is of an earlier start. A question may be: rank 0
+    reads the questions again until all ranks have their answer.
     """
     drawn = f"streamshard/{uuid.uuid4().hex}"
     store.set(f"streamshard/question of rank {rank}", drawn)
@@ -173,17 +167,17 @@ def _agree_on_name(store: Any, rank: int, world_size: int) -> str:
 
 
 def connection_advice() -> str:
-    """What to change if ranks do not connect, or only slowly: further sentences of an error."""
+    """Advice for ranks that connect slowly or not at all: sentences to add to an error, "" if there is none."""
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     is_users = dist.is_initialized() and not _state_of_default().is_ours
     return _NETWORK_ADVICE * (not _is_one_machine()) + _RESTART_ADVICE * (is_restarted and is_users)
 
 
 def _end() -> None:
-    """Destroy the default group that StreamShard has made, at exit: NCCL warns otherwise.
+    """At exit, destroy the default group that StreamShard has made: NCCL warns otherwise.
 
-    After an uncaught exception, Ctrl-C too, other ranks may never issue what this rank has issued: NCCL would wait for
-    it until its timeout. So the group is aborted first.
+    After an uncaught exception (or Ctrl-C) other ranks may never issue this rank's last collectives, and NCCL would
+    wait for them until its timeout. So abort the group first.
     """
     if (group := dist.group.WORLD) is not None and state_of(group).is_ours:
         if uncaught() is not None:
@@ -192,7 +186,7 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
-# -- what StreamShard keeps for a group -------------------------------------------------------------------------------
+# -- StreamShard's state of a group -----------------------------------------------------------------------------------
 
 
 GroupOf = Callable[[], dist.ProcessGroup | None]
@@ -202,23 +196,23 @@ GroupOf = Callable[[], dist.ProcessGroup | None]
 def weak(group: dist.ProcessGroup | None) -> GroupOf:
     """A reference to `group` that does not keep it alive.
 
-    destroy_process_group() has to end gloo's threads. They take Python's lock, so they must end before Python does.
+    destroy_process_group() has to end gloo's threads. They take Python's lock, so they must end before Python ends.
     """
     return weakref.ref(group) if group is not None else lambda: None
 
 
 class GroupState:
-    """Everything that StreamShard keeps for one process group, as long as the group lives.
+    """StreamShard's state of one process group, as long as the group lives.
 
     Attributes:
-        is_ours: this is the default group, and StreamShard has made it: no earlier start of the ranks has its keys.
+        is_ours: this is the default group, and StreamShard has made it, with keys of its own in the store.
         is_closed: this rank has ended the waits over StreamShard's own group of the same ranks.
-        host_of: returns StreamShard's own gloo group of the same ranks; None if there is none. Of such a group: itself.
-        background_of: as `host_of`, for saves in the background.
-        recorders: how many flight recorders the group has had.
+        host_of: returns StreamShard's own gloo group of the same ranks, or None. The own group returns itself.
+        background_of: the same for saves in the background.
+        recorders: the number of flight recorders that the group has had.
         log_store: the part of the store in which flight recorders write; None: there was no recorder.
         connection: of the default group, a second connection to the store.
-        abandoned: messages that nothing has waited for.
+        abandoned: messages that nobody has waited for.
     """
 
     def __init__(self) -> None:
@@ -234,7 +228,7 @@ _states = weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState]()
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
-    """Everything that StreamShard keeps for `group`."""
+    """StreamShard's state of `group`."""
     if (state := _states.get(group)) is None:
         state = _states[group] = GroupState()
     return state
@@ -246,16 +240,16 @@ def _state_of_default() -> GroupState:
 
 
 def log_store(group: dist.ProcessGroup) -> tuple[Any, str]:
-    """Where a new flight recorder of `group` writes: a part of the store, and a prefix of its keys in this part.
+    """For a new flight recorder of `group`: a part of the store, and a prefix for the recorder's keys in this part.
 
     All ranks get the same prefix, because they create recorders in the same order. Making a group blocks the connection
-    to the store, so each process has a second connection. Ranks of a large group have none.
+    to the store, so each process has a second connection. Ranks of a large group have no second connection.
     """
     state, default = state_of(group), _state_of_default()
     state.recorders += 1
     if state.log_store is None:
         state.log_store = store = group.get_group_store()
-        # The same on all ranks, and another one after a restart: the store may have an earlier failure.
+        # The name is the same on all ranks, and new after a restart: the store may have an earlier failure.
         start = "" if default.is_ours else os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         with contextlib.suppress(RuntimeError):  # not every store can do this
             connection = base_store(group)
@@ -269,12 +263,11 @@ def log_store(group: dist.ProcessGroup) -> tuple[Any, str]:
 def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """StreamShard's own gloo group of the same ranks. The first call is collective.
 
-    StreamShard does not use the user's group for this. gloo would pair StreamShard's collective on one rank with
-    another library's collective on another, and give each the other's bytes. NCCL's watchdog would end the process
-    while one rank writes files.
+    In the user's group gloo would pair StreamShard's collective on one rank with another library's collective on
+    another rank, and give each the other's bytes. NCCL's watchdog would end the process while one rank writes files.
 
     Args:
-        group: the user's group. It is returned as it is if it serves the CPU and has one rank or no gloo.
+        group: the user's group. It is returned itself if it serves the CPU and has one rank or no gloo.
     """
     serves_cpu, state = serves(group, "cpu"), state_of(group)
     if serves_cpu and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
@@ -292,13 +285,13 @@ def make_host_group(
     """A new gloo group of the ranks of `group`. Collective.
 
     Args:
-        group: its ranks.
-        timeout: of the new group.
-        within: how long a rank waits here for a rank that dies. A rank may come late by a fifth of it.
+        group: a group of the same ranks.
+        timeout: the timeout of the new group.
+        within: how long this call waits for a rank that dies. A rank may come late by a fifth of this time.
     """
     ranks = dist.get_process_group_ranks(group)
-    # With use_local_synchronization torch names a group by a count of this rank's groups. Ranks may have different
-    # counts, so a group of all ranks does without.
+    # With use_local_synchronization torch names a group by the number of this rank's groups, which may differ between
+    # ranks. A group of all ranks needs no such name.
     is_of_some = len(ranks) < dist.get_world_size()
     host = getattr(base_store(group), "host", os.environ.get("MASTER_ADDR"))
     with gloo_settings(host, len(ranks)):
@@ -321,13 +314,14 @@ def base_store(group: dist.ProcessGroup) -> Any:
 
 @contextlib.contextmanager
 def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
-    """Settings for a gloo group that is made inside, unless the user has set the environment variables.
+    """Inside, environment variables are set for a new gloo group, unless the user has set them.
 
-    In a large group a rank connects to another one when it first sends to it: N - 1 sockets for each group would pass
-    `ulimit -n`. `close_connections` needs the connections of a ring, so a first exchange makes them. Small groups
-    connect at once, because gloo then says which connection was refused.
+    In a large group two ranks connect when one first sends to the other: N - 1 sockets for each group would pass
+    `ulimit -n`. `close_connections` needs the connections of a ring, so make them by a first exchange. Small groups
+    connect at once, because gloo then reports a refused connection.
 
-    gloo would listen where this machine's host name leads. On Debian that is 127.0.1.1, which no other machine reaches.
+    By default gloo listens at the address of this machine's host name. On Debian that is 127.0.1.1, which no other
+    machine reaches.
 
     Args:
         host: the machine of rank 0, by name or address; None: not known.
@@ -345,13 +339,13 @@ def gloo_settings(host: str | None, ranks: int) -> Iterator[None]:
 
 
 def _interface_to(host: str) -> str | None:
-    """The network interface on the way to `host`, such as "eth0", by Linux' table of routes; None if it is not known.
+    """The network interface of the route to `host`, such as "eth0", by Linux' table of routes; None: not known.
 
-    If the name `host` leads back to this machine, and ranks may be on several, this is the interface on the way out.
+    If `host` is this machine itself, and ranks may be on several machines: the interface of the default route.
     """
     if host == "localhost" or host.startswith("127.") or _is_one_machine():
         return "lo" if _ROUTES.exists() else None
-    with contextlib.suppress(OSError, ValueError):  # not Linux, no such host, no way to it
+    with contextlib.suppress(OSError, ValueError):  # not Linux, no such host, no route
         rows = [row.split() for row in _ROUTES.read_text("ascii").splitlines()[1:]]  # see proc(5)
         address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
         routes = [(int(mask, 16), -int(metric), int(net, 16), name) for name, net, *_, metric, mask, _, _, _ in rows]
@@ -360,7 +354,7 @@ def _interface_to(host: str) -> str | None:
 
 
 def _is_one_machine() -> bool:
-    """Whether the launcher has started all ranks on this machine."""
+    """Whether the launcher has started all ranks on this machine; False if this is not known."""
     ranks = os.environ.get("WORLD_SIZE")
     return ranks is not None and ranks == os.environ.get("LOCAL_WORLD_SIZE")
 

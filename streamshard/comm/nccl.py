@@ -2,15 +2,16 @@
 
 [Note: sums]
 A mean is a sum over ranks, then a multiplication by 1/N, or by the inverse of another divisor. ncclAvg is not used: it
-multiplies by 1/N, rounded to the dtype that is sent, before it adds. In bf16 every gradient is then 0.2 % too large for
-N = 3 or 6. Also, NVLink switches (NVLS) only add. In fp16 a sum over N ranks could overflow, and N-ths could underflow.
-So each gradient is divided by a power of two near the root of N before the sum, which is exact, and by the rest
-afterwards (as FSDP2 does).
+rounds 1/N to the dtype of the gradients, and multiplies before it adds. In bf16 every gradient is then 0.2 % too large
+for N = 3 or 6. Also, NVLink switches (NVLS) only add. In fp16 a sum over N ranks could overflow, and N-ths underflow.
+So fp16 gradients are divided by a power of two near the root of N before the sum, which is exact, and by the rest
+afterwards (as in FSDP2).
 
 [Note: sums in 16 bits]
 If the backend adds up in 16 bits (`SUM_16`), each step along a ring rounds. The mean of independent gradients is off by
-0.5 % at 16 ranks and by 1.9 % at 256 (bf16; the error grows with the root of N). Equal gradients are worse: numbers
-near k are k eps or half of that apart, so from k = 2/eps on (256 in bf16) adding one more gradient changes nothing.
+0.5 % at 16 ranks and by 1.9 % at 256 (bf16; the error grows with the root of N). Equal gradients are worse: the
+distance between neighbours of k is k eps or half of it, so from k = 2/eps on (256 in bf16) one more gradient changes
+nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class NcclTransport(Transport):
         widened, received = scratch.split([scratch.numel() - slot.numel(), slot.numel()])
         dist.all_to_all_single(received, slot, group=self.group)
         total = widened.view(torch.float32) if accumulate else out
-        # One kernel, which converts to fp32 as it loads. Chunks of all ranks, this one's too, are in rank order.
+        # One kernel, which converts to fp32 as it loads. The chunks of all ranks lie in rank order.
         torch.sum(received.view(self.world_size, -1), 0, dtype=torch.float32, out=total)
         out.add_(total, alpha=1.0 / divisor) if accumulate else out.mul_(1.0 / divisor)
 
@@ -121,9 +122,8 @@ class NcclTransport(Transport):
         dtype, size = precision.slot_grad_dtype, self.world_size
         if precision.reduction_mode is ReductionMode.SUM_16 and size > (most := int(2 / torch.finfo(dtype).eps)):
             raise ConfigError(
-                f"reduce_dtype={dtype} on {size} ranks: a sum of more than {most} equal gradients stops growing in "
-                f"{dtype}, so their mean comes out too small. Take reduce_dtype=torch.float32, or smaller shard "
-                "groups: a 2-D mesh, replicate x shard, averages over replicas in fp32"
+                f"reduce_dtype={dtype} on {size} ranks: a sum of more than {most} equal gradients stops growing. Take "
+                "reduce_dtype=torch.float32, or smaller shard groups: a 2-D mesh, replicate x shard"
             )
 
 

@@ -2,7 +2,7 @@
 
 [Note: errors of one rank]
 In a collective, ranks wait for each other. So each rank does its own work, and pickles the result, before the
-collective starts. If that fails, the rank sends the error's text instead, and every rank raises. No rank leaves a
+collective starts. If the work fails, the rank sends the error's text instead, and every rank raises. No rank leaves a
 collective early, so training and later saves go on.
 
 [Note: ranks that differ]
@@ -42,10 +42,10 @@ from streamshard.errors import (
 )
 from streamshard.torch_private import AllgatherOptions
 
-_VALUE, _ERROR = b"v", b"e"  # first bytes of what a rank sends
-_END_WITHIN_S = 5.0  # at exit, how long to wait for the watchdog
+_VALUE, _ERROR = b"v", b"e"  # the first byte of a message
+_END_WITHIN_S = 5.0  # at exit, the longest wait for the watchdog
 
-# RuntimeErrors of this rank alone, such as out of memory. They are no sign that a collective failed.
+# RuntimeErrors of this rank alone, such as out of memory: no collective has failed.
 _OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 _T = TypeVar("_T")
@@ -60,8 +60,8 @@ class RankGroup:
         replica: number of this rank's replica of the model.
         streams: the streams of the ranks' device; None: the CPU's.
         stream: the stream on which the ranks communicate.
-        meeting: what an exchange is, in errors.
-        timeout: of an exchange; None: `CONTROL_TIMEOUT`. With a timeout no watchdog looks: a disk may be slow.
+        meeting: the name of an exchange, in errors.
+        timeout: of an exchange; None: `CONTROL_TIMEOUT`. With a timeout there is no watchdog: a disk may be slow.
 
     Attributes:
         rank: this rank's number in its replica, of `world_size`.
@@ -99,7 +99,7 @@ class RankGroup:
 
     @property
     def users_group(self) -> dist.ProcessGroup:
-        """All ranks, as the user's own group, which other libraries use too.
+        """All ranks, as the user's group, which other libraries use too.
 
         Raises:
             CommunicationError: the group has been destroyed.
@@ -133,15 +133,14 @@ class RankGroup:
         """Run `action` on every rank, and return all results in rank order. See [Note: errors of one rank].
 
         Args:
-            doing: what the action does, for the message: "could not <doing>".
-            action: this rank's work; it must not communicate. Its result is pickled.
+            doing: the action in words, for the message: "could not <doing>".
+            action: this rank's work, without communication. Its result is pickled.
             raises: the class of the error.
             with_replicas: include the ranks of other replicas.
 
         Raises:
             StreamShardError: of class `raises`, with the same text on every rank: on some rank `action` raised, or its
-                result cannot be pickled or unpickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`
-                instead.
+                result cannot be pickled or unpickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`.
         """
         error: BaseException | None = None
         try:
@@ -163,7 +162,7 @@ class RankGroup:
             raise raises(f"could not {doing}: {describe(bad)}") from bad
 
     def gather_objects(self, value: object, *, with_replicas: bool = True) -> list[Any]:
-        """Every rank's `value`, pickled, in rank order. Blocks; for set-up and errors, not for steps."""
+        """Every rank's `value`, pickled, in rank order. Blocks: for set-up and errors, not for steps."""
         doing = "send an object to the other ranks"
         return self.gather_results(doing, lambda: value, ShardingError, with_replicas=with_replicas)
 
@@ -171,7 +170,7 @@ class RankGroup:
         """Every rank's `data`, in rank order. Blocks. Two collectives; one if `data` is empty on all ranks.
 
         Args:
-            data: of any length, which may differ between ranks.
+            data: any number of bytes, which may differ between ranks.
             with_replicas: include the ranks of other replicas.
         """
         if (self.total_size if with_replicas else self.world_size) == 1:
@@ -197,7 +196,7 @@ class RankGroup:
         return any(self.gather_bytes(b"yes" if value else b""))
 
     def of_first(self, value: object) -> Any:
-        """The first rank's `value`, pickled. Blocks; for set-up."""
+        """The first rank's `value`, pickled. Blocks: for set-up, not for steps."""
         return self.gather_objects(value if self.is_first else None)[0]
 
     def are_equal(self, text: str) -> bool:
@@ -208,14 +207,14 @@ class RankGroup:
 
     @property
     def failure(self) -> str | None:
-        """How a collective has failed; None: none has."""
+        """The text of the first failure of a collective; None: none has failed."""
         return self.recorder.log.failure
 
     def end_guard(self, guard: Guard, error: BaseException) -> None:
-        """An error leaves `guard`: the ranks issue nothing more, because other ranks may be gone.
+        """An error leaves `guard`: from now on this rank issues nothing, because other ranks may be gone.
 
         Raises:
-            CommunicationError: the error is a backend's. Names the wait, and says why it failed.
+            CommunicationError: the error is a backend's. Names the wait and the reason.
         """
         if self.failure is not None and isinstance(error, StreamShardError):
             return
@@ -225,10 +224,10 @@ class RankGroup:
         self.abort()  # so that the others show their logs
         message = f"{guard} failed on {self.recorder}: {self.recorder.explain(error)}"
         self.fail(message)
-        raise CommunicationError(message) from None  # the message says what the backend did
+        raise CommunicationError(message) from None  # the message quotes the backend
 
     def fail(self, failure: str) -> None:
-        """Stop issuing collectives, and end the waits of other ranks for this one. Only the first failure is kept."""
+        """Stop issuing collectives, and end other ranks' waits for this rank. A second call changes nothing."""
         if self.failure is None:
             self.recorder.log.failure = failure
             self.recorder.post_failure(failure)  # first: other ranks read it when their waits end
@@ -252,19 +251,18 @@ class RankGroup:
 def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:
     """Tell the other ranks whether this rank refuses its model. Collective; blocks.
 
-    On a rank that passes an error this returns; the caller raises the error.
+    Returns on a rank that gives an `error`: the caller raises it.
 
     Args:
         group: all ranks of the model; None: the default group.
-        error: why this rank refuses its model; None: it does not.
+        error: the reason to refuse this rank's model; None: the rank accepts it.
 
     Raises:
-        ShardingError: this rank accepts its model, but another one refuses; names that rank and its reason.
+        ShardingError: this rank accepts its model, but another rank refuses. Names that rank and its reason.
         CommunicationError: another rank did not come.
     """
-    ranks = RankGroup(
-        group or dist.group.WORLD, meeting="the start of StreamShard(model), which all ranks have to call"
-    )
+    meeting = "the start of StreamShard(model), which all ranks have to call"
+    ranks = RankGroup(group or dist.group.WORLD, meeting=meeting)
     try:
         ranks.gather_results("shard the model", lambda: raise_if(error), ShardingError)
     except (CommunicationError, ShardingError):
@@ -275,16 +273,14 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
 def run_on_all_ranks(
     ranks: RankGroup, doing: str, action: Callable[[], _T], raises: type[StreamShardError] = CheckpointError
 ) -> _T:
-    """Run `action` on every rank. If it fails on one rank, raise on all.
+    """Run `action` on every rank, and return this rank's result. If it fails on one rank, raise on all.
 
     Args:
         ranks: the ranks.
-        doing: what the action does, for the message: "could not <doing>".
-        action: this rank's work; it must not communicate.
-        raises: the class of the error.
+        doing, action, raises: see `RankGroup.gather_results`. The result is not pickled.
 
     Raises:
-        StreamShardError: of class `raises`; names the ranks on which the action failed, and why.
+        StreamShardError: of class `raises`; names the ranks on which the action failed, and their reasons.
     """
     result: list[_T] = []
     ranks.gather_results(doing, lambda: result.append(action()), raises)
@@ -292,21 +288,21 @@ def run_on_all_ranks(
 
 
 def run_on_first(ranks: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
-    """The result of `action` on the first rank, which alone runs it. Pickled. If it fails, raise on all ranks."""
+    """Run `action` on the first rank only, and return its result, pickled. If it fails, raise on all ranks."""
     return cast(_T, ranks.gather_results(doing, lambda: action() if ranks.is_first else None)[0])
 
 
 def raise_if(error: Exception | None) -> None:
-    """Raise `error` if there is one: the action of `gather_results` for an error that this rank has kept until now."""
+    """Raise `error` if there is one. For the action of `gather_results`, with an error of an earlier moment."""
     if error is not None:
         raise error
 
 
 class _Watchdog:
-    """A thread that looks after all ranks of this process, twice a second. It starts with the first ranks.
+    """A thread that looks after all `RankGroup` objects of this process, twice a second. Starts with the first one.
 
     Args:
-        inherited: in a forked child: the ranks of its parents.
+        inherited: in a forked child: the `RankGroup` objects of its parents.
     """
 
     def __init__(self, inherited: Sequence[RankGroup] = ()) -> None:
@@ -325,7 +321,7 @@ class _Watchdog:
             self._thread.start()
 
     def ranks(self) -> list[RankGroup]:
-        """The ranks that are alive."""
+        """The `RankGroup` objects that are alive."""
         return [ranks for of in self._ranks_of if (ranks := of()) is not None]
 
     def _run(self) -> None:
@@ -339,9 +335,9 @@ class _Watchdog:
             ranks.recorder.look(ranks.abort)
 
     def end(self) -> None:
-        """Tell the other ranks which error ends this process, or log the failure before, and end the thread.
+        """Tell the other ranks which error ends this process, or log the failure of another rank. End the thread.
 
-        Python aborts if it ends a daemon thread inside a C++ call, such as one of the store.
+        Python aborts if it ends a daemon thread inside a C++ call, such as a call of the store.
         """
         if self._thread is None:
             return
@@ -363,17 +359,15 @@ atexit.register(lambda: _watchdog.end())
 
 
 def _after_fork_in_child() -> None:
-    """A forked child has no watchdog. It must not use its parent's connections, and its error is not the rank's.
+    """Give a forked child a new watchdog. It must not use its parent's connections, and its error is not the rank's.
 
-    It keeps its parent's ranks for ever: they have mapped memory, which the child does not have, and must not unmap.
+    The child keeps its parent's `RankGroup` objects for ever: they would unmap memory that the child does not have.
     """
     global _watchdog
     inherited = (*_watchdog.inherited, *_watchdog.ranks())
     for ranks in inherited:
-        ranks.recorder.log.failure = (
-            f"this process was forked from rank {ranks.rank} and has no connection to other ranks: start processes "
-            "with the spawn method"
-        )
+        what = f"this process was forked from rank {ranks.rank} and has no connection to other ranks"
+        ranks.recorder.log.failure = f"{what}: start processes with the spawn method"
     _watchdog = _Watchdog(inherited)
 
 

@@ -2,21 +2,24 @@
 
 Each rank has one anonymous memory file, its shared buffers, which holds its all-gather inputs and grad slots. Every
 peer maps the file. An all-gather copies each peer's all-gather input, a reduction sums all ranks' grad slots, and
-counters in the file say how far each rank is ([Note: counters]). NCCL does the same between the GPUs of one machine.
-Through gloo's sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
+counters in the file tell the progress of each rank ([Note: counters]). NCCL does the same between the GPUs of one
+machine. Through gloo's sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
 
 A forked child does not get the mapping (MADV_DONTFORK), because it must not write to memory that other ranks read. A
-child that reads weights there ends with a segmentation fault. It never frees the inherited objects, which would unmap
-other memory: its watchdog keeps the ranks (`streamshard.comm.ranks`).
+child that reads weights there ends with a segmentation fault. The child never frees the inherited objects, which would
+unmap other memory: its watchdog keeps them (`streamshard.comm.ranks`).
 
 [Note: counters]
-Each rank has four counters, which only it increments:
+Each rank has four counters, and only this rank increments them:
 
-- PUBLISHED: how many all-gathers this rank has started, of flags too: their inputs are written. Peers wait before they
-  copy.
-- READ: how many all-gathers this rank has copied. Peers wait for it before they cast these inputs anew (rule 6).
-- WRITTEN: for how many reductions this rank has filled the grad slot. Peers wait for it before they sum.
-- SUMMED: how many reductions this rank has summed. Peers wait for it before they write that slot again (rule 3).
+- PUBLISHED: the number of all-gathers (of flags too) that this rank has started: their inputs are written. Peers wait
+  for PUBLISHED before they copy.
+- READ: the number of all-gathers that this rank has copied. Peers wait for READ before they cast these inputs again
+  (rule 6).
+- WRITTEN: the number of reductions for which this rank has filled the grad slot. Peers wait for WRITTEN before they
+  sum.
+- SUMMED: the number of reductions that this rank has summed. Peers wait for SUMMED before they write these slots again
+  (rule 3).
 
 All ranks allocate the same buffers in the same order, so a buffer has the same offset in every rank's memory.
 
@@ -52,8 +55,8 @@ from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction, sum_in_rank_order
 from streamshard.config import SHARED_MEMORY, ReductionMode
 
-_ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program order: counters rely on it
-_ALIGNMENT = 64  # bytes; buffers start at cache lines
+_ORDERED = ("x86_64", "AMD64")  # processors on which stores become visible in program order, as counters need
+_ALIGNMENT = 64  # bytes: buffers start at cache lines
 _WORD_BYTES = 8
 _YIELDS = 200  # polls before the first sleep between polls
 _LONGEST_SLEEP_S = 1e-3
@@ -70,7 +73,7 @@ class Counter(enum.IntEnum):
 
 
 class Offer(NamedTuple):
-    """The data with which peers map a rank's memory.
+    """A rank's message to its peers, with which they map the rank's memory.
 
     Attributes:
         system: identifies the kernel and process namespace in which `process` is valid.
@@ -95,7 +98,7 @@ class SharedBuffers:
         start: address of the memory in this process.
         counters: [4], by `Counter`.
         gone: [1], 1 when the rank has failed and its counters will not change any more.
-        written: [units], digest of the log at the last reductions; reduction n is at n modulo units.
+        written: [units], the log's digests at the last reductions; reduction n is at n modulo units.
     """
 
     def __init__(self, descriptor: int, units: int, process: int) -> None:
@@ -140,7 +143,7 @@ def share_memory(ranks: RankGroup, nbytes: int, units: int) -> list[SharedBuffer
 
     Args:
         ranks: the ranks.
-        nbytes: size of all buffers of a rank together. A page takes memory only once it is written.
+        nbytes: size of all buffers of a rank together. A page takes no memory before it is written.
         units: the most reductions that can be under way.
     """
     with contextlib.ExitStack() as files:  # a mapping stays valid without its file
@@ -183,7 +186,7 @@ def _system() -> str:
 
 
 class _Until(NamedTuple):
-    """Work that is done when a call of `wait` returns. See `streamshard.comm.streams.Work`."""
+    """A function as a `streamshard.comm.streams.Work`: the work is done when `wait` returns."""
 
     wait: Callable[[], None]
 
@@ -202,11 +205,11 @@ class SharedMemoryTransport(PairwiseTransport):
         self._own = buffers[ranks.rank]
         self._timeout_s = timeout_of(ranks.group).total_seconds()
         self._on_stream = self.streams.on(self.stream)
-        # The copies of an all-gather by its shard and slot, and every rank's chunk of a grad slot: all gathers and
-        # reductions of a flat parameter use the same.
+        # By shard and slot, the copies of an all-gather; by grad slot, every rank's chunk. All all-gathers and
+        # reductions of a flat parameter use the same ones.
         self._copies: dict[tuple[object, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._chunks: dict[tuple[object, ...], list[torch.Tensor]] = {}
-        self._gathers: deque[list[tuple[torch.Tensor, torch.Tensor]]] = deque()  # not copied yet: to, from
+        self._gathers: deque[list[tuple[torch.Tensor, torch.Tensor]]] = deque()  # not copied yet: destination, source
         self._started: deque[tuple[list[torch.Tensor], torch.Tensor, bool, float]] = deque()  # not summed yet
         weakref.finalize(self, _leave, self._own.gone, os.getpid())
 
@@ -219,9 +222,9 @@ class SharedMemoryTransport(PairwiseTransport):
         return 0
 
     def _everywhere(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that lie in each rank's memory where `tensor` lies in this rank's, by rank."""
+        """By rank, the tensor at the place of `tensor` in the rank's memory."""
         offset = tensor.data_ptr() - self._own.start
-        with torch.inference_mode(False):  # they are kept
+        with torch.inference_mode(False):  # later passes use the views
             return [each.view(offset, tensor.numel(), tensor.dtype) for each in self._buffers]
 
     # -- all-gathers ------------------------------------------------------------------------------------------------
@@ -243,10 +246,10 @@ class SharedMemoryTransport(PairwiseTransport):
         return _Until(functools.partial(self.copy_until, count, for_all=False))
 
     def _plan_copies(self, shard: torch.Tensor, slot: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The copies, each to and from, that put every rank's `shard` in its chunk of `slot`."""
+        """The copies (destination, source) of every rank's `shard` into the rank's chunk of `slot`."""
         with torch.inference_mode(False):
             chunks = slot.view(self.world_size, -1).unbind()
-            # A slot with one unit holds the all-gather input itself: each rank's is the rank's own chunk of its slot.
+            # A slot of one unit holds the all-gather input itself: it is the rank's own chunk of its slot.
             if chunks[self.rank].data_ptr() != shard.data_ptr():
                 return list(zip(chunks, self._everywhere(shard), strict=True))
             sources = [each.view(self.world_size, -1)[peer] for peer, each in enumerate(self._everywhere(slot))]
@@ -287,7 +290,7 @@ class SharedMemoryTransport(PairwiseTransport):
         return _Until(functools.partial(self.sum_until, number + 1, for_all=True))
 
     def progress(self) -> None:
-        """See `Transport.progress`. Takes the sums for which all ranks have written, so that no rank waits later."""
+        """See `Transport.progress`. Takes each sum once all ranks have written, so that no rank waits later."""
         while self._started:
             number, written = self._own.counters[Counter.SUMMED], self._own.written
             place = number % len(written)
@@ -295,7 +298,7 @@ class SharedMemoryTransport(PairwiseTransport):
                 each.counters[Counter.WRITTEN] <= number or each.written[place] != written[place]
                 for each in self._buffers
             ):
-                return  # if ranks differ, the wait raises, in its guard
+                return  # if ranks differ, the wait in `sum_until` raises, inside a guard
             self.sum_until(number + 1, for_all=False)
 
     def sum_until(self, count: int, *, for_all: bool) -> None:
