@@ -30,7 +30,7 @@ from streamshard.planning.structure import join_names, modules_of
 
 Init = Callable[[nn.Module], Any]
 
-_RESETS = ("reset_parameters", "_reset_parameters")  # torch's modules have the one or the other
+_RESETS = ("reset_parameters", "_reset_parameters")  # modules of torch have one of these
 _DOING = "initialise the model"
 
 
@@ -47,14 +47,14 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
                 _draw(engine, model, init, shards, seed + number)
         _refuse_left(list(engine.empty), model, "buffer")
     except Exception:
-        engine.set_empty(before)  # the next call draws all again: weights of two calls must not be mixed
+        engine.set_empty(before)  # the next call draws all weights again: weights of two calls must not be mixed
         raise
 
 
 def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, seed: int = 0) -> None:
     """Fill empty buffers, such as rotary tables, which are in no file. Changes nothing else. Collective.
 
-    Buffers that the initialisation does not know stay empty, and the next forward names them.
+    Buffers that the initialisation does not fill stay empty, and the next forward names them.
     """
     empty = {name: buffer for name, buffer in model.named_buffers() if name in engine.empty}
     if not engine.ranks.any_rank(bool(empty)):
@@ -102,9 +102,9 @@ def _run(
 
     Args:
         engine, model: the model and its engine.
-        init: called with each module, children first; None: the methods of the model's classes.
-        empty: names of the parameters to draw, or of the buffers to compute. All others keep their values.
-        seed: of all random numbers in this run.
+        init: called with each module, children first; None: use the methods of the model's classes.
+        empty: names of the parameters to draw, or of the buffers to compute. Other tensors keep their values.
+        seed: the seed of all random numbers in this run.
 
     Returns:
         By name, the full parameters: [numel] in their dtype before sharding, on the device.
@@ -118,33 +118,28 @@ def _run(
     with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), under_params(engine, unsharded) as full:
         try:
             if init is not None:
-                model.apply(init)  # which may write to weights of any module, whichever it is called with
+                model.apply(init)  # it may write to weights of any module, such as children of its argument
             else:
                 _initialise(model, "", empty, draws=bool(shards))
         except (RuntimeError, NotImplementedError) as error:
             if "meta" not in str(error):
                 raise
             raise ShardingError(
-                "the initialisation reads a weight that has no values now: while a unit is initialised, only its own "
-                "empty weights are in memory, and all others are on the meta device. Read shapes only, or set these "
-                f"weights by load_state_dict(strict=False): {error}"
+                "the initialisation reads a weight that has no values now: it runs once per unit, with other weights "
+                f"on the meta device. Read shapes only, or load these weights by load_state_dict: {error}"
             ) from error
     engine.check_structure()
     drawn = {shard: full[shard] for shard in shards}
-    left = [
-        shard.name
-        for shard, tensor in drawn.items()
-        if bool(tensor.isnan().any()) or tensor.shape != shard.layout.shape
-    ]
+    left = [each.name for each, new in drawn.items() if bool(new.isnan().any()) or new.shape != each.layout.shape]
     _refuse_left(left, model, "parameter")
     return {shard.name: tensor.detach().to(device, shard.dtype).reshape(-1) for shard, tensor in drawn.items()}
 
 
 def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: bool) -> None:
-    """Initialise `module`, called `name`, if a tensor in `empty` is inside: children first, as by ``nn.Module.apply``.
+    """Initialise `module`, called `name`, if a tensor in `empty` is inside: children first, as in ``nn.Module.apply``.
 
-    A module whose class initialises everything inside it (transformers, torchtitan) does so instead. With `draws`,
-    which means that parameters are drawn, a class whose own way is not known raises.
+    If its class initialises everything inside (transformers, torchtitan), only call the class's method. If parameters
+    are drawn (`draws`), raise for a class with an ``init_weights`` or ``_init_weights`` that takes arguments.
     """
     is_filled = not any(each.startswith(join_names(name, "")) for each in empty)
     if is_filled or conventions().initialise(module):
@@ -156,9 +151,8 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: 
     method = "init_weights" if callable(own) else "_init_weights"
     if draws and callable(getattr(module, method, None)):
         raise ShardingError(
-            f"{name or 'the model'!r} ({type(module).__name__}) has a method {method}, and only its constructor knows "
-            "how to call it, and what else to do: write init_weights(model, function). function(module) is called with "
-            f"every module, children first, as by model.apply(function), and may be model.{method}"
+            f"{name or 'the model'!r} ({type(module).__name__}) has a method {method} that takes arguments: call "
+            f"init_weights(model, function), as model.apply(function). function may be model.{method}"
         )
     for key, child in module._modules.items():
         if child is not None:
@@ -176,19 +170,18 @@ def _takes_nothing(method: Callable[..., object]) -> bool:
     return True
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refused ----------------------------------------------------------------------------------------------------------
 
 
 def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
-    """Raise if `names`, the tensors that the initialisation has left empty, has any."""
+    """Raise if the initialisation has left tensors empty: `names`."""
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         kind = type(model.get_submodule(names[0].rpartition(".")[0])).__name__
         raise ShardingError(
             f"the initialisation leaves {what} {', '.join(map(repr, names[:8]))}{more} without a value of its shape "
-            f"(the first is of a {kind}): wanted reset_parameters() of its module, init_weights() of a module around "
-            "it, or a function, init_weights(model, function), that is called with every module and fills it. Or load "
-            "it: load_safetensors, load_state_dict"
+            f"(the first is of a {kind}): define reset_parameters() in its module, or a function, init_weights(model, "
+            "function), that fills it; or load it: load_safetensors, load_state_dict"
         )
 
 
@@ -197,7 +190,7 @@ def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, random numbers are those after ``torch.manual_seed(seed)``; generators get their old states back."""
+    """Inside, torch draws the numbers that follow ``torch.manual_seed(seed)``. Generators get their old states back."""
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         torch.default_generator.manual_seed(seed)
@@ -208,7 +201,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keeping(model: nn.Module, empty: Collection[str]) -> Iterator[None]:
-    """Afterwards all buffers but those in `empty` are the same tensors, with the same values."""
+    """Afterwards all buffers except `empty` are the same tensors, with the same values."""
     kept = [
         (module._buffers, key, buffer, buffer.clone())
         for prefix, module in modules_of(model)

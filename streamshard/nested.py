@@ -1,6 +1,6 @@
 """Tensors in nested values, such as the arguments and outputs of modules. No function here writes into its argument.
 
-A container is a mapping, a list, a tuple or an object of a dataclass, or of a subclass of these. Modules are none.
+A container is a mapping, a list, a tuple or an object of a dataclass, or of a subclass of these. A module is none.
 """
 
 from __future__ import annotations
@@ -17,35 +17,29 @@ from torch import nn
 
 from streamshard.errors import ShardingError
 
-_LISTS, _DICTS = (list, tuple), (dict, UserDict)
-_PLAIN = frozenset((type(None), str, int, float, bool))  # most arguments of layers that are no tensors
+_DICTS = (dict, UserDict)
+_PLAIN = frozenset((type(None), str, int, float, bool))  # types of most arguments, besides tensors
 
 
 def tensors_in(value: Any, *, depth: int = 0) -> list[torch.Tensor]:
-    """All tensors in `value`: itself, or in containers.
+    """All tensors in `value`: `value` itself, or those in containers.
 
     Args:
         value: any object.
-        depth: look into the attributes of other objects too (spconv, PyTorch Geometric), as many inside each other.
+        depth: look into the attributes of other objects too (spconv, PyTorch Geometric), up to this many levels.
 
     Raises:
         ShardingError: a container contains itself.
     """
     if isinstance(value, torch.Tensor):
         return [value]
-    items: Iterable[Any] = ()
-    if isinstance(value, _LISTS):
-        items = () if _PLAIN.issuperset(map(type, value)) else value  # long lists of numbers
-    elif isinstance(value, Mapping):  # an output of transformers is a dataclass too
-        items = value.values()
-    elif type(value) not in _PLAIN:
-        if (fields := _fields_of(value)) is not None:
-            items = fields.values()
-        elif depth and not isinstance(value, nn.Module | type):
-            items, depth = getattr(value, "__dict__", {}).values(), depth - 1
+    if (items := _items_of(value)) is None:
+        if not depth or isinstance(value, nn.Module | type):
+            return []
+        items, depth = getattr(value, "__dict__", {}).items(), depth - 1
     found: list[torch.Tensor] = []
     try:
-        for item in items:
+        for _, item in items:
             found += tensors_in(item, depth=depth)
     except RecursionError as error:
         raise ShardingError(_CONTAINS_ITSELF) from error
@@ -55,21 +49,15 @@ def tensors_in(value: Any, *, depth: int = 0) -> list[torch.Tensor]:
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with ``change(tensor)`` in the place of every tensor that `tensors_in` finds.
 
-    A container in which something changes becomes a new object of its class, with the other items and attributes as
-    they are. Everything else stays the same object, and so do mappings that are neither `dict` nor `UserDict`.
+    A container with a changed item becomes a new object of its class, with the same other items and attributes.
+    Everything else stays the same object, and so do mappings that are neither `dict` nor `UserDict`.
 
     Raises:
         ShardingError: a container contains itself.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, _LISTS):
-        items = () if _PLAIN.issuperset(map(type, value)) else enumerate(value)
-    elif isinstance(value, _DICTS):
-        items = value.items()
-    elif type(value) not in _PLAIN:
-        items = (_fields_of(value) or {}).items()
+    items = () if isinstance(value, Mapping) and not isinstance(value, _DICTS) else _items_of(value) or ()
     changed: dict[Any, Any] = {}
     try:
         for key, old in items:
@@ -81,21 +69,26 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 _CONTAINS_ITSELF = (
-    "an argument or output of the model or a layer is a list, dict or dataclass that contains itself, such as a "
-    "tree whose nodes know their parents: StreamShard looks for all tensors in it. Give the tensors alone, or keep "
-    "the reference in a weakref.ref"
+    "an argument or output of the model or a layer is a list, dict or dataclass that contains itself, such as a tree "
+    "whose nodes know their parents: give the tensors alone, or keep the reference in a weakref.ref"
 )
 
 
-def _fields_of(value: Any) -> dict[str, Any] | None:
-    """The fields of an object of a dataclass; None if `value` is none."""
+def _items_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The items of a container, by position, key or field; None if `value` is no container."""
+    if type(value) in _PLAIN:
+        return ()
+    if isinstance(value, list | tuple):
+        return () if _PLAIN.issuperset(map(type, value)) else enumerate(value)  # long lists of numbers
+    if isinstance(value, Mapping):  # first: outputs of transformers are dataclasses too
+        return value.items()
     if not hasattr(type(value), "__dataclass_fields__") or isinstance(value, nn.Module):
         return None
-    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    return ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
 
 
 def _copy_with(value: Any, changed: Mapping[Any, Any]) -> Any:
-    """A copy of a container with other items. Not made by its class, whose constructor may take anything."""
+    """A copy of a container with other items. Does not call the constructor, which may have any parameters."""
     if isinstance(value, tuple):
         items = list(value)
         for position, item in changed.items():
@@ -142,7 +135,7 @@ Copies = list[tuple[Any, list[torch.Tensor]]]  # containers, each with the tenso
 def cast_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any], Copies]:
-    """Cast the arguments of a layer. Also returns the lists, dicts and dataclasses that are copies."""
+    """Cast the arguments of a layer. Also returns the copies of lists, dicts and dataclasses."""
     given = args, kwargs
     args, kwargs = result = cast(given, dtype)
     if result is given:
@@ -159,14 +152,13 @@ def refuse_lost_writes(copies: Copies, output: Any, name: str) -> None:
         after = tensors_in(each)
         if [id(t) for t in after] != [id(t) for t in before] and not any(each is value for value in returned):
             raise ShardingError(
-                f"{name!r} puts tensors into its argument, a {type(each).__name__} with tensors of another dtype than "
-                "the layer computes in. The layer gets a copy with cast tensors, so its caller would not see them: "
-                "let the layer return them, or leave arguments uncast, Precision(cast_inputs=False)"
+                f"{name!r} puts tensors into its argument, a {type(each).__name__}, of which it got a copy with cast "
+                "tensors: let the layer return them, or set Precision(cast_inputs=False)"
             )
 
 
 def cast_output(output: Any, dtype: torch.dtype) -> Any:
-    """Cast the model's output as ``Precision.output_dtype`` says."""
+    """Cast the model's output to ``Precision.output_dtype``. For the exceptions see there."""
     named = output.get if isinstance(output, Mapping) else functools.partial(getattr, output)
     loss = named("loss", None)
     kept = tensors_in(named("past_key_values", None))

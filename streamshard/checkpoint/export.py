@@ -368,16 +368,14 @@ class Difference(NamedTuple):
     mismatched: list[str]
 
     def error(self, root: Path, model: nn.Module) -> CheckpointError:
-        """The error to raise. Its message shows some of the names, and its attributes have all names."""
+        """The error to raise. Its message shows some of the names."""
         what = "; ".join(
             f"{kind} {', '.join(names[:_NAMES_SHOWN])}{' and more' if len(names) > _NAMES_SHOWN else ''}"
             for kind, names in self._asdict().items()
             if names
         )
-        return CheckpointError(
-            f"{root} does not fit {type(model).__name__}: {what}. The error's attributes have all names",
-            **self._asdict(),
-        )
+        all_names = "load_safetensors(.., strict=False) loads the others, and returns all names"
+        return CheckpointError(f"{root} does not fit {type(model).__name__}: {what}. {all_names}")
 
 
 def _compare(
