@@ -48,8 +48,8 @@ class StreamShard(WatchedRoot):
             unit. Warns if the root unit has more than a quarter of the weights.
         resident: modules whose weights are read outside of their own layer's forward, or that some ranks run more often
             than others: names, modules or classes, one or several. Each gets its own slots, is all-gathered once in a
-            step and then stays unsharded, as embeddings and heads do. Of a module with layers inside, all layers are
-            resident. The parameters of a module inside a layer move to the root unit.
+            step and then stays unsharded, as embeddings and heads do. If a module has layers inside, all these layers
+            are resident. The parameters of a module inside a layer move to the root unit.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards over the
             second axis, averages gradients over the first (hybrid sharding). None: the default group; if there is none,
             it is made from the launcher's environment.
@@ -102,8 +102,7 @@ class StreamShard(WatchedRoot):
         offload: Offload = None,
         device_budget: int | str = 0,
     ) -> None:
-        # Python calls this on what __new__ returned, which was complete before it was sharded.
-        pass
+        pass  # Python calls this after __new__, which has returned a complete, sharded model
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +110,7 @@ class StreamShard(WatchedRoot):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients over the backwards inside. Weights still in their slots are not all-gathered again.
 
-        One context around several micro-batches is faster than one around each.
+        One context around several micro-batches is faster than one context around each.
 
         With ``grad_slots="all"`` gradients wait in their slots, and the next backward outside reduces them. With fewer
         slots every backward reduces over the shard group, and the next backward outside averages over replicas. While
@@ -129,10 +128,11 @@ class StreamShard(WatchedRoot):
         engine_of(self).set_synced(requires_gradient_sync)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of all ranks' gradients by `factor`: 1.0 sums; the number of ranks averages, as by default.
+        """Divide the sum of all ranks' gradients by `factor`. 1.0 sums; the number of ranks averages, as by default.
 
-        For losses that are divided by the tokens of all ranks already. Replicas count: on a 2-D mesh the factor divides
-        the sum over all ranks. Call it on all ranks, with the same factor, while no parameter has a gradient.
+        Use 1.0 for losses that are already divided by the number of tokens of all ranks. On a 2-D mesh the factor
+        divides the sum over the ranks of all replicas. Call it on all ranks, with the same factor, while no parameter
+        has a gradient.
 
         Raises:
             ConfigError: on all ranks: `factor` is no positive, finite number, or a parameter has a gradient.
@@ -166,11 +166,11 @@ class StreamShard(WatchedRoot):
         """Called by ``torch.distributed.algorithms.Join([model], repeat=function)`` with its keyword arguments.
 
         Args:
-            repeat: a rank without inputs calls it after each synchronised backward of the other ranks. It does all that
-                follows a backward in the loop, such as ``optimizer.step``. Only training needs it.
+            repeat: a function that finishes a step, such as ``optimizer.step``. A rank without inputs calls it after
+                each synchronised backward of the other ranks. Only training needs it.
             divide_by_initial_world_size: as for DistributedDataParallel: gradients are means over all ranks (True, the
                 default), or over the ranks with inputs (False).
-            **others: ignored; ``Join`` passes all its keyword arguments to every joinable.
+            **others: ignored: ``Join`` passes all its keyword arguments to every joinable.
         """
         from streamshard.integrations.join import UnevenHook
 
@@ -197,12 +197,12 @@ class StreamShard(WatchedRoot):
         gradients inside.
 
         Args:
-            writeback: False: nothing is written back, and one rank may do more than the others inside.
+            writeback: False: nothing is written back, and ranks may run different code inside.
 
         Raises:
-            ShardingError: called inside a forward or backward; at the end, if a change inside would be lost, as any
-                change of values with ``writeback=False``.
-            RankMismatchError: ranks have made different changes.
+            ShardingError: called inside a forward or backward. Or, at the end: a change would be lost (any change of
+                values with ``writeback=False``); no parameter has changed.
+            RankMismatchError: at the end: ranks have made different changes; no parameter has changed.
         """
         from streamshard.full import summon
 
@@ -225,15 +225,15 @@ class StreamShard(WatchedRoot):
         return gather_state_dict(engine, self, rank0_only=rank0_only)
 
     def local_ranges(self) -> dict[str, LocalRange]:
-        """Which elements of each parameter this rank owns, by name: the range map of Megatron's distributed optimizer.
+        """By parameter name, the range of elements that this rank owns, as in Megatron's distributed optimizer.
 
         The rank owns elements ``start`` up to ``stop`` of the flattened parameter. ``shard_offset`` counts from the
-        start of the rank's shard of the unit. A tied parameter has one entry, under its first name.
+        start of the rank's shard of the flat parameter. A tied parameter has one entry, under its first name.
         """
         return {shard.name: shard.local for shard in engine_of(self).param_shards}
 
     def memory_report(self) -> MemoryReport:
-        """Bytes that the engine holds on this rank by category, beside the formula. Printable."""
+        """Bytes that the engine holds on this rank, by category. Printable."""
         from streamshard.tools.memory import report_memory
 
         return report_memory(engine_of(self))
@@ -241,13 +241,13 @@ class StreamShard(WatchedRoot):
     def __repr__(self) -> str:
         from streamshard.tools.memory import summarise
 
-        # As extra_repr() would have it, which is the user's own.
+        # In the place of extra_repr(), which is the user's own.
         lines = super().__repr__().split("\n")
         if (handle := handle_of(self)) is not None:
             lines[1:1] = [f"  {line}" for line in summarise(handle.engine, self)]
         return "\n".join(lines)
 
-    # -- what sharding forbids ----------------------------------------------------------------------------------------
+    # -- refused ------------------------------------------------------------------------------------------------------
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:
@@ -255,16 +255,13 @@ class StreamShard(WatchedRoot):
         # does not raise, because other libraries read all attributes.
         yield ""
         raise ShardingError(
-            "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. Leave "
-            "the wrapper out; with accelerate, use streamshard.integrations.accelerate.StreamShardAccelerator in the "
-            "place of Accelerator"
+            "DistributedDataParallel of a StreamShard model, which reduces gradients itself. Leave the wrapper out; in "
+            "the place of Accelerator use streamshard.integrations.accelerate.StreamShardAccelerator"
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint asks for this before it gets or sets a state dict.
         raise ShardingError(
-            "torch.distributed.checkpoint takes this rank's pieces of a StreamShard model for full tensors: use "
-            "model.full_state_dict() and model.load_state_dict(full), full_optimizer_state_dict and "
-            "load_optimizer_state_dict, or export_safetensors and load_safetensors. accelerate's "
-            "load_checkpoint_in_model calls it: use load_safetensors(model, directory) in its place"
+            "torch.distributed.checkpoint (and accelerate's load_checkpoint_in_model) takes pieces for full tensors: "
+            "use full_state_dict() and load_state_dict(), or export_safetensors and load_safetensors"
         )

@@ -23,16 +23,15 @@ _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ReductionMode(enum.Enum):
-    """How gradients become their mean over ranks: the dtype that is sent, and the dtype of the sum.
+    """The dtype in which ranks send gradients, and the dtype of their sum.
 
-    `Precision.reduction_mode` chooses the mode. Each transport implements every mode in `Transport.start_reduce`; its
-    `Transport.scratch_numel` gives the memory that a mode needs. gloo and shared memory always sum in fp32, in rank
-    order.
+    `Precision.reduction_mode` chooses the mode. Each transport implements every mode in `Transport.start_reduce`, with
+    the memory of `Transport.scratch_numel`. gloo and shared memory always sum in fp32, in rank order.
     """
 
     FP32 = enum.auto()
-    """Gradients are converted to fp32 when they are written into the grad slot. fp32 is sent and summed. The sum is
-    written straight into main grads, unless it is added to earlier gradients."""
+    """Gradients are converted to fp32 on their way into the grad slot. fp32 is sent and summed. The sum goes straight
+    into main grads, unless it is added to earlier gradients."""
     EXCHANGE_16 = enum.auto()
     """16-bit chunks are exchanged. Each rank sums the chunks that it receives, in fp32 and in rank order (as in
     Megatron-LM's ``reduce_scatter_with_fp32_accumulation``)."""
@@ -71,10 +70,10 @@ class Precision:
             it. bf16 with fp32 compute sends half as many bytes, and needs a buffer beside each weight slot.
         reduce_dtype: dtype of the sum of gradients over ranks. fp32, or `param_dtype`.
         grad_dtype: dtype of grad slots and of the gradients that are sent; None means `reduce_dtype`.
-        output_dtype: floating-point outputs of the model are cast to it, so that a loss outside is in fp32; None
-            leaves them. float64 stays, and so do ``past_key_values``. If an output has a ``loss`` (transformers, with
-            labels), the loss and other scalars are cast, and large tensors stay: no second copy of the logits is made.
-            Parts that are called by themselves return what they compute.
+        output_dtype: dtype of the model's floating-point outputs, so that a loss outside is in fp32; None: outputs are
+            not cast. float64 and ``past_key_values`` are not cast either. If an output has a ``loss`` (transformers,
+            with labels), only the loss and other scalars are cast: no second copy of the logits is made. A part of the
+            model that is called by itself returns its own dtype.
         cast_inputs: cast floating-point inputs of the model and of each unit to `param_dtype`.
         fp32_modules: modules and parameters that stay in fp32: module classes, or names that contain these whole words
             (``"router"``, ``"model.norm"``). Their all-gathers, compute and reductions are in fp32. Their
@@ -110,12 +109,12 @@ class Precision:
 
     @property
     def slot_grad_dtype(self) -> torch.dtype:
-        """The dtype of grad slots: `grad_dtype`, or `reduce_dtype` if `grad_dtype` is None."""
+        """The dtype of grad slots: `grad_dtype`, or `reduce_dtype` if that is None."""
         return self.grad_dtype if self.grad_dtype is not None else self.reduce_dtype
 
     @property
     def reduction_mode(self) -> ReductionMode:
-        """How gradients are reduced."""
+        """The `ReductionMode` of these dtypes."""
         if self.slot_grad_dtype is torch.float32:
             return ReductionMode.FP32
         return ReductionMode.EXCHANGE_16 if self.reduce_dtype is torch.float32 else ReductionMode.SUM_16
@@ -125,7 +124,7 @@ _NAMED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parse_precision(precision: object) -> Precision:
-    """Make a `Precision` from one, from the name of its ``param_dtype`` ("bf16", "fp16", "fp32"), or from None.
+    """Make a `Precision` from a `Precision`, from the name of its ``param_dtype`` ("bf16", "fp16", "fp32"), or None.
 
     Raises:
         ConfigError: `precision` is something else.
@@ -153,7 +152,7 @@ def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The keyword arguments of `streamshard.StreamShard`, except units and mesh. `StreamShard` documents each.
+    """The keyword arguments of `streamshard.StreamShard`, except units, resident and mesh. See there.
 
     Raises:
         ConfigError: a value is not allowed, or two values contradict each other.
@@ -203,7 +202,7 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str], what: str) -> Non
 
     Args:
         names, known: names of keyword arguments.
-        what: what a name should be, such as "argument of StreamShard".
+        what: the kind of the names, such as "argument of StreamShard".
 
     Raises:
         ConfigError: with the unknown name, the most similar known name, and all known names.
@@ -226,7 +225,7 @@ def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
     """Read a number of bytes from an integer, or from text such as ``"5GB"`` or ``"70GiB"``.
 
     Args:
-        name: of the argument, for messages.
+        name: the argument's name, for messages.
         size: the argument's value.
         at_least: the smallest number allowed, 1 or 0.
 
@@ -247,7 +246,7 @@ def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether `text` can be written as UTF-8. Python has lone surrogates in place of a file name's other bytes."""
+    """Whether `text` can be written as UTF-8. In file names Python has lone surrogates in the place of other bytes."""
     return text == text.encode(errors="replace").decode()
 
 
@@ -255,7 +254,7 @@ def parse_path(name: str, path: object) -> Path:
     """Make a path from text or an ``os.PathLike`` object.
 
     Args:
-        name: of the argument, for messages.
+        name: the argument's name, for messages.
         path: the argument's value.
 
     Raises:

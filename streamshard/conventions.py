@@ -1,4 +1,4 @@
-"""What StreamShard asks about the conventions of a model's library. The answers here are plain PyTorch's.
+"""The conventions of a model's library: tied weights, initialisation, files. This class has plain PyTorch's.
 
 The conventions of Hugging Face's libraries are in `streamshard.integrations`. `conventions` imports that package by its
 name, and only if this process has imported one of these libraries. So a plain PyTorch process never loads it.
@@ -20,12 +20,12 @@ _THEIR_MODULE = "streamshard.integrations.peft"
 
 
 class ForLoading(NamedTuple):
-    """How a library makes the model's tensors from the tensors in files.
+    """The model's tensors, made from the tensors in files.
 
     Attributes:
-        made: by the model's name.
-        failed: by the model's name, why it cannot be made from the files' tensors.
-        used: names of the files' tensors that are needed, or may be there.
+        made: the tensors, by the model's names.
+        failed: by the model's names, the reasons for tensors that cannot be made.
+        used: names of the files' tensors that are needed or allowed.
         optional: names of the model's tensors that the files need not have.
     """
 
@@ -47,11 +47,11 @@ class Conventions:
         """Tie the weights of a model on the meta device again."""
 
     def kept_in_fp32(self, root: nn.Module, dtype: torch.dtype | None) -> set[str]:
-        """Names of parameters that compute in fp32 when the model computes in `dtype`."""
+        """Names of parameters that compute in fp32 although the model computes in `dtype`."""
         return set()
 
     def embeddings(self, root: nn.Module) -> Iterable[nn.Module]:
-        """The input and output embeddings, as far as the library can tell."""
+        """The input and output embeddings that the library knows."""
         return ()
 
     def replace_methods(self, root: nn.Module) -> None:
@@ -60,7 +60,7 @@ class Conventions:
     # -- initialisation -----------------------------------------------------------------------------------------------
 
     def initialise(self, module: nn.Module) -> bool:
-        """Let `module` initialise itself and all modules inside. Returns False if the library has no way to do so."""
+        """Let `module` initialise itself and all modules inside. Returns False if the library cannot do it."""
         return False
 
     def refuse_initialisation(self, model: nn.Module, empty: Collection[str]) -> None:
@@ -69,15 +69,15 @@ class Conventions:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def file_stem(self, model: nn.Module) -> str:
-        """How the names of files of weights begin."""
+        """The stem of the names of weights' files."""
         return "model"
 
     def left_out(self, model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:
-        """Names that files do not have; in `tied`, each group of names is one tensor."""
+        """The names to leave out of files. In `tied`, each group has the names of one tensor."""
         return {name for group in tied for name in group[1:]}
 
     def rearrange_for_saving(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The tensors with names, shapes and order as in files, from meta tensors of the model's names and shapes.
+        """The tensors as in files (names, shapes, order), from meta tensors with the model's names and shapes.
 
         Raises:
             CheckpointError: the library loads no such files.

@@ -1,4 +1,4 @@
-"""Devices: which one a model trains on, and torch's module for it. No other module names ``torch.cuda``.
+"""The device on which a model trains, and torch's module for it. No other module names ``torch.cuda``.
 
 Nothing here is a collective. Results depend on this rank's machine and on its process group's backends.
 """
@@ -18,9 +18,9 @@ from torch import get_device_module
 from streamshard.errors import warn_user
 from streamshard.torch_private import backend_of, current_raw_stream
 
-TRIED = ("cpu", "cuda")  # cuda is ROCm's name too
+TRIED = ("cpu", "cuda")  # torch calls ROCm's devices cuda, too
 
-WITHOUT_STREAMS = ("cpu", "meta")  # on the CPU the calling thread runs kernels, on meta nothing does
+WITHOUT_STREAMS = ("cpu", "meta")  # on the CPU the calling thread runs kernels; on meta nothing runs
 
 
 def module_of(device: torch.device) -> Any:
@@ -46,8 +46,8 @@ def has_streams(device: torch.device) -> bool:
 def serves(group: dist.ProcessGroup, kind: str) -> bool:
     """Whether `group` has a backend for tensors on devices of type `kind`.
 
-    gloo does not count for GPUs: it copies their tensors through the host. The group's public backend name is no
-    answer: it may be "undefined", or name several backends.
+    gloo does not count for GPUs: it copies their tensors through the host. The public name of the group's backend does
+    not help: it may be "undefined", or name several backends.
     """
     try:
         backend = backend_of(group, torch.device(kind))
@@ -57,11 +57,11 @@ def serves(group: dist.ProcessGroup, kind: str) -> bool:
 
 
 def training_device(params: torch.device, group: dist.ProcessGroup | None, wanted: str | None) -> torch.device:
-    """The device on which a model trains: where its parameters are, or this rank's accelerator if they are on the CPU.
+    """The device on which a model trains: its parameters' device, or this rank's accelerator if they are on the CPU.
 
     Args:
         params: the device of the model's parameters.
-        group: shards the model; None: one that suits the device will be made.
+        group: the group of the model's ranks; None: a group for the device will be made.
         wanted: the device type of the user's mesh; None: there is no mesh.
     """
     if params.type != "cpu":
@@ -72,9 +72,8 @@ def training_device(params: torch.device, group: dist.ProcessGroup | None, wante
     module = get_device_module(kind)
     if group is not None and not serves(group, kind):
         warn_user(
-            f"the model trains on the CPU while {module.device_count()} {kind} devices are there: its process group "
-            f"({dist.get_backend_config(group)}) has no backend for them. torch.distributed.init_process_group() "
-            'without a backend serves both; mesh=init_device_mesh("cpu", ...) says that this is meant'
+            f"the model trains on the CPU: its process group ({dist.get_backend_config(group)}) has no backend for the "
+            f"{module.device_count()} {kind} devices. Call init_process_group() without a backend, or give a CPU mesh"
         )
         return params
     return torch.device(kind, _own_index(module.current_device(), module.device_count()))
@@ -87,9 +86,9 @@ def accelerator() -> str | None:
 
 
 def _own_index(current: int, count: int) -> int:
-    """This rank's device, of `count`: the current device if the user set one (not 0), else number LOCAL_RANK.
+    """The number of this rank's device, of `count`: the current device if the user set one (not 0), else LOCAL_RANK.
 
-    Without LOCAL_RANK, as under `srun python`, Slurm's own SLURM_LOCALID counts.
+    Without LOCAL_RANK, as under `srun python`: Slurm's SLURM_LOCALID.
     """
     local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
     return local if current == 0 and local < count else current
@@ -98,7 +97,5 @@ def _own_index(current: int, count: int) -> int:
 def warn_if_untested(device: torch.device) -> None:
     """Warn if StreamShard has never been tested on this type of device."""
     if device.type not in TRIED:
-        warn_user(
-            f"the parameters are on {device}: StreamShard has been tried on {' and '.join(TRIED)} devices only. On "
-            "others it uses torch's streams, events and collectives. Compare the first losses with a run on one process"
-        )
+        what = f"the parameters are on {device}: StreamShard has been tried on {' and '.join(TRIED)} devices only"
+        warn_user(f"{what}. Compare the first losses with a run on one process")

@@ -11,8 +11,8 @@
     +-- HostMemoryError     host memory that cannot be pinned (also a MemoryError)
     +-- StateError          an invariant of the engine is broken
 
-A message says what was given, what is wanted, and which parameter, layer or rank is affected. Anything less than an
-error goes to `warn_user` or to `log`.
+A message names the given value, the wanted one, and the parameter, layer or rank. Warnings go through `warn_user` or
+`log`.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class StateError(StreamShardError):
     """A broken invariant of the engine: a bug here, not in the user's code.
 
     Args:
-        subject: the unit, slot or object that the engine was handling.
+        subject: the unit, slot or object.
         state: its state.
-        wanted: the state that it should have had.
+        wanted: the right state.
     """
 
     def __init__(self, subject: str, state: str, wanted: str) -> None:
@@ -107,12 +107,12 @@ log.addFilter(_name_rank)
 
 
 def describe(error: BaseException) -> str:
-    """`error` in words, for other ranks. The package's own errors need no class name."""
+    """`error` in words, for other ranks. Errors of the package are shown without their class."""
     return str(error) if isinstance(error, StreamShardError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def uncaught() -> BaseException | None:
-    """The exception that ends this process, for what runs at exit; in an interactive session the last one shown."""
+    """The exception that ends this process, for functions at exit. In an interactive session: the last one shown."""
     return getattr(sys, "last_value", None)
 
 
@@ -120,9 +120,9 @@ _INSTALLED = re.compile(r"<frozen|.*[/\\](site|dist)-packages[/\\]|" + re.escape
 
 
 def line_reached() -> str:
-    """The line of the user's script at which the main thread is, and torch's collective if the thread is in one.
+    """The line of the user's script that the main thread has reached, behind torch's collective if it is in one.
 
-    Such as "dist.barrier() in train.py, line 15: accelerator.wait_for_everyone()".
+    For example "dist.barrier() in train.py, line 15: accelerator.wait_for_everyone()".
     """
     collective = ""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -131,7 +131,7 @@ def line_reached() -> str:
         if file.endswith("distributed_c10d.py"):
             collective = f"dist.{each.f_code.co_name}() in "
         elif not file.startswith(_PACKAGE) and not _INSTALLED.match(file):
-            number = number or 0  # None while the thread runs on
+            number = number or 0  # None if the thread has gone on meanwhile
             text = linecache.getline(file, number).strip()
             return f"{collective}{os.path.basename(file)}, line {number}" + (f": {text}" if text else "")
     return f"{collective}an unknown line"

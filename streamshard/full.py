@@ -31,12 +31,12 @@ def gather_full(
 
     Args:
         engine: the model's.
-        take: makes what this rank keeps of a full tensor; None: this rank keeps nothing.
-        wanted: the parameters to gather; None is all.
+        take: turns a full tensor into the tensor that this rank keeps, such as a copy in CPU memory; None: keep none.
+        wanted: the parameters to gather; None: all.
 
     Returns:
-        By parameter, what `take` has made, and what it has raised, such as too little memory on the one rank that
-        wants the tensors: this rank goes on with the all-gathers.
+        By parameter, the tensors from `take`; and the error that `take` has raised, such as too little memory. After an
+        error this rank goes on with the all-gathers, without `take`.
     """
     full: dict[Param, torch.Tensor] = {}
     failure: Exception | None = None
@@ -57,11 +57,11 @@ def gather_whole(unit: Unit, pieces: Sequence[torch.Tensor | None]) -> list[torc
 
     Args:
         unit: the unit.
-        pieces: one per parameter: this rank's [local.numel], or None if no rank has one. A flat parameter without any
-            piece is left out.
+        pieces: by parameter, this rank's piece [local.numel]; None, on all ranks: the parameter is not wanted. A flat
+            parameter without any piece is not gathered.
 
     Returns:
-        One per parameter: [full shape], in the dtype of the main weights; None where a flat parameter was left out.
+        By parameter, [full shape], in the dtype of the main weights; None: its flat parameter was not gathered.
     """
     wholes: list[torch.Tensor | None] = []
     for flat_param in unit.flat_params:
@@ -92,7 +92,7 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
         full: by parameter, [full shape] on any device, meta too.
 
     Yields:
-        By parameter, one that holds the full tensor afterwards.
+        By parameter, a new Parameter that gets the full tensor, as changed inside, when the context ends.
     """
     full_params: dict[Param, nn.Parameter] = {}
     engine.is_summoned = True
@@ -116,8 +116,8 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
     """See `StreamShard.summon_full_params`.
 
     Raises:
-        ShardingError: inside, from a forward or an optimizer's step; at the end, after all pieces are back, if a
-            tensor has another shape, or a change would be lost: of values with ``writeback=False``, or a gradient.
+        ShardingError: inside: from a forward or an optimizer's step. At the end, after all pieces are back: a tensor
+            has another shape, or a change would be lost (of values with ``writeback=False``, or a gradient).
         RankMismatchError: at the end: ranks would write back pieces of different tensors.
     """
     full, _ = gather_full(engine, lambda _, tensor: tensor)
@@ -141,56 +141,49 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
                 data_of(shard.param).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
-        engine.expire_weights()  # the next pass looks at the weights, in no_sync() too
+        engine.expire_weights()  # the next pass casts the weights again, in no_sync() too
 
 
 def _sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """By tensor, the sum of its bits as integers: exact, and equal for equal tensors."""
+    """By tensor, the sum of its elements' bits, read as integers: exact, and equal for equal tensors."""
     integers = {1: torch.int8, 2: torch.int16}
     bits = [t.reshape(-1).view(integers.get(t.dtype.itemsize, torch.int32)) for t in tensors]
     return [] if not bits else torch.stack([each.sum() for each in bits]).tolist()
 
 
 def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int] | None) -> dict[Param, torch.Tensor]:
-    """By parameter, the tensor that it holds now, wherever the user has put it: shape, dtype and device of `full`.
+    """By parameter, the tensor that it holds now, with dtype and device of `full`.
 
     Args:
         engine: the model's.
-        full: what parameters have held at first.
-        before: the sums of its bits, if nothing may have changed. Then nothing is returned.
+        full: the tensors that the parameters held at the start.
+        before: the sums of their bits, if no value may change. Then nothing is returned.
 
     Raises:
-        ShardingError: a parameter was replaced, has a gradient, has other data of another shape, or has changed.
+        ShardingError: a parameter was replaced, has a gradient, holds a tensor of another shape, or has changed.
     """
     engine.check_structure()
     for shard, tensor in full.items():
+        what, shape = f"parameter {shard.name!r} got", tuple(shard.param.shape)
         if shard.param.grad is not None:
-            raise ShardingError(
-                f"parameter {shard.name!r} got a gradient inside summon_full_params, where it is this rank's alone and "
-                "would be lost: compute the loss outside"
-            )
-        if shard.param.shape != tensor.shape:
-            raise ShardingError(
-                f"parameter {shard.name!r} was given other data inside summon_full_params(): "
-                f"{tuple(shard.param.shape)}, wanted {shard.layout.shape}. No parameter was written back"
-            )
+            raise ShardingError(f"{what} a gradient inside summon_full_params(): compute the loss outside")
+        if shape != tensor.shape:
+            raise ShardingError(f"{what} other data inside summon_full_params(): {shape}, wanted {shard.layout.shape}")
     edited = {shard: shard.param.detach().to(tensor) for shard, tensor in full.items()}
     if before is None:
         return edited
     for shard, was, now in zip(edited, before, _sums_of_bits(edited.values()), strict=True):
         if was != now:
-            raise ShardingError(
-                f"parameter {shard.name!r} was changed inside summon_full_params(writeback=False), and the change is "
-                "lost: leave writeback away to keep it. No parameter has changed"
-            )
+            what = f"parameter {shard.name!r} was changed inside summon_full_params(writeback=False)"
+            raise ShardingError(f"{what}, and the change is lost: leave writeback out to keep it")
     return {}
 
 
 def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], failure: Exception | None) -> None:
     """Raise on all ranks if this rank has a `failure`, or if the tensors of ranks differ. Collective.
 
-    So no rank writes its pieces back where another one does not, or has pieces of other tensors: of random numbers, or
-    of a change by one rank. In local SGD replicas have weights of their own: each compares its own ranks.
+    So either all ranks write their pieces back, or none. Tensors differ if ranks drew other random numbers, or one rank
+    alone changed a weight. In local SGD replicas have weights of their own: each replica compares its own ranks.
     """
     ranks, replicas = engine.ranks, engine.reductions.replicas
     with_replicas = replicas is None or replicas.averages_grads
@@ -210,17 +203,13 @@ def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], fail
             rank = next(rank for rank, each in enumerate(found) if each != found[0])
             raise RankMismatchError(
                 f"parameter {shard.name!r} has other values on rank {rank} than on rank 0 at the end of "
-                "summon_full_params(), and each rank writes back its own piece: make the same change on all ranks, "
-                "with the same seed for random numbers. No parameter was written back"
+                "summon_full_params(): make the same change on all ranks, with the same seed for random numbers"
             )
 
 
 def _refuse_step(params: set[nn.Parameter], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(param in params for group in optimizer.param_groups for param in group["params"]):
-        raise ShardingError(
-            f"{type(optimizer).__name__}.step() inside summon_full_params: its state is of this rank's pieces, "
-            "which is what parameters are outside. Step before or after"
-        )
+        raise ShardingError(f"{type(optimizer).__name__}.step() inside summon_full_params(): step before or after")
 
 
 # -- state dicts --------------------------------------------------------------------------------------------------
@@ -254,7 +243,7 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     """See `StreamShard.clip_grad_norm_`; `params` are the model's."""
     if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
         raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
-    order = float(norm_type)  # "inf" is a way to say it
+    order = float(norm_type)  # it may be the text "inf"
     engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")
     filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]

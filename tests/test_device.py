@@ -83,7 +83,7 @@ def test_training_on_the_cpu_beside_idle_accelerators_says_so(
     gpus: types.SimpleNamespace, gloo: dist.ProcessGroup
 ) -> None:
     """Unless it was asked for."""
-    with pytest.warns(UserWarning, match=r"on the CPU while 4 cuda devices are there.*\(cpu:gloo,cuda:gloo\)") as said:
+    with pytest.warns(UserWarning, match=r"on the CPU: .*\(cpu:gloo,cuda:gloo\).* 4 cuda devices") as said:
         assert training_device(CPU, gloo, None) == CPU
     assert said[0].filename == __file__
     with warnings.catch_warnings():
