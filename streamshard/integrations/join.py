@@ -2,8 +2,8 @@
 
 Every rank owns a shard, so it has to gather, reduce, clip and step until the last rank has no inputs. At the start of a
 pass all ranks meet: the ranks with inputs announce the pass (whether it trains, whether it is synchronised). After a
-backward the user's code clips and steps; a rank without inputs calls ``repeat=`` instead. At the next training pass,
-and at the end, ranks compare the clipping and steps that they did.
+backward the user's loop clips and steps; a rank without inputs calls ``repeat=``. At the next training pass, and at the
+end, ranks compare their clipping and steps.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Row(NamedTuple):
     """A rank's message when a pass is announced.
 
     Attributes:
-        acts: its steps and clipping since the last training pass was announced, e.g. ``AdamW.step(lr=0.1, ...)``.
-        issued: a hash of the collectives that it has issued.
-        can_repeat: it was given ``repeat=``.
-        casts: its weights may have changed since the last pass. Then all ranks cast their weights again.
-        begins: its own pass; None: it has no inputs.
+        acts: the rank's steps and clipping since the last training pass, e.g. ``AdamW.step(lr=0.1, ...)``.
+        issued: a hash of all collectives that the rank has issued.
+        can_repeat: the rank has a function ``repeat=``.
+        casts: the rank's weights may have changed since the last pass. Then all ranks cast their weights again.
+        begins: the rank's own pass; None: the rank has no inputs.
     """
 
     acts: list[str]
@@ -46,7 +46,7 @@ class _Row(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A pass: whether it is a training pass, and whether it is inside ``no_sync()``."""
+    """A pass: whether it makes gradients, and whether it is inside ``no_sync()``."""
 
     gradients: bool
     no_sync: bool
@@ -61,8 +61,8 @@ class UnevenInputs(Inputs):
     Args:
         model: the root, made by `StreamShard`.
         repeat: a rank without inputs calls it after each synchronised backward of the others. None: evaluation only.
-        divides_by_all: gradients are means over all ranks, with zeros from ranks without inputs. False: over the ranks
-            with inputs.
+        divides_by_all: gradients are means over all ranks, with zeros of ranks without inputs. False: means over the
+            ranks with inputs.
     """
 
     def __init__(self, model: nn.Module, repeat: Callable[[], object] | None, divides_by_all: bool) -> None:
@@ -72,15 +72,15 @@ class UnevenInputs(Inputs):
         self._divides_by_all = divides_by_all
         self._params = set(params_of(model).values())
         self._acts: list[str] | None = None  # see `_Row`; None: there was no training pass
-        self._is_complete = False  # the last training pass was synchronised: no other one adds to its gradients
-        self._shadows = False  # a pass of others is under way, which this rank has announced already
+        self._is_complete = False  # the last training pass was synchronised: its gradients are complete
+        self._shadows = False  # this rank is inside another rank's pass
         self._handle = register_optimizer_step_pre_hook(self._on_step)
         self._engine.inputs = self
 
-    # -- what the engine and optimizers tell --------------------------------------------------------------------------
+    # -- called by the engine and by optimizers -----------------------------------------------------------------------
 
     def before_pass(self) -> None:
-        """Announce a pass of this rank's own to the others.
+        """Announce this rank's pass to the others.
 
         Raises:
             ConfigError, ShardingError: on all ranks; see `_announce`.
@@ -102,10 +102,10 @@ class UnevenInputs(Inputs):
                 self._note(f"{type(optimizer).__name__}.step", settings)
 
     def _note(self, name: str, settings: dict[str, Any]) -> None:
-        if self._acts is not None:  # the ranks do not compare what came before the first training pass
+        if self._acts is not None:  # acts before the first training pass are not compared
             self._acts.append(f"{name}({', '.join(f'{key}={_text(value)}' for key, value in settings.items())})")
 
-    # -- on ranks that have run out -----------------------------------------------------------------------------------
+    # -- on ranks without inputs --------------------------------------------------------------------------------------
 
     def shadow(self) -> None:
         """Join one pass of the other ranks, and the steps that follow it.
@@ -141,11 +141,11 @@ class UnevenInputs(Inputs):
         """All ranks have run out.
 
         Raises:
-            ShardingError: on all ranks: what ranks did after the last backward differs.
+            ShardingError: on all ranks: ranks did different things after the last backward.
         """
         try:
             _compare(self._engine.ranks.gather_objects(self._row(None)))
-            self._engine.buffers.sync(self.buffer_source)  # a rank that was among the last
+            self._engine.buffers.sync(self.buffer_source)  # one of the last ranks with inputs
         finally:
             self.leave()
 
@@ -164,10 +164,10 @@ class UnevenInputs(Inputs):
         return _Row(self._acts or [], issued, self._repeat is not None, casts, begins)
 
     def _announce(self, own: _Pass | None) -> _Pass:
-        """Exchange what the next pass is like. Ranks with inputs decide.
+        """Agree with the other ranks on the next pass. Ranks with inputs decide.
 
         Raises:
-            ConfigError: the pass is a training pass, and a rank has no ``repeat=``; two settings say how to divide.
+            ConfigError: the pass trains, and a rank has no ``repeat=``; or two settings choose the divisor.
             ShardingError: the last step, or this pass, differs between ranks.
         """
         rows: list[_Row] = self._engine.ranks.gather_objects(self._row(own))
@@ -181,12 +181,10 @@ class UnevenInputs(Inputs):
             self._engine.expire_weights()
         ranks = self._engine.ranks
         if not self._divides_by_all and ranks.grad_divisor != ranks.world_size:
-            raise ConfigError(
-                "uneven inputs (Join): divide_by_initial_world_size=False, and set_gradient_divide_factor says what to "
-                "divide gradients by: leave one of the two out"
-            )
+            what = "divide_by_initial_world_size=False and set_gradient_divide_factor both choose the divisor"
+            raise ConfigError(f"uneven inputs (Join): {what} of gradients: leave one of the two out")
         self.grad_scale = 1.0 if self._divides_by_all else len(rows) / len(passes)
-        self.buffer_source = max(passes)  # a rank that has inputs now, the same one as under DDP
+        self.buffer_source = max(passes)  # a rank with inputs, as under DDP
         return announced
 
 
@@ -195,11 +193,10 @@ def _compare(rows: list[_Row]) -> None:
     for rank, row in enumerate(rows):
         did, first = (", ".join(each.acts) or "nothing" for each in (row, rows[0]))
         if did != first or row.issued != rows[0].issued:
+            alone = ", but one of them took a norm or another sum alone" if did == first else ""
             raise ShardingError(
-                f"uneven inputs (Join): after a backward rank {rank} did {did}; rank 0 did {first}"
-                f"{', but one of them took a norm or another sum alone' if did == first else ''}. Join([model], "
-                "repeat=function) takes all that the loop does after a backward: clipping, norms, optimizer.step(), "
-                "scheduler.step(). Micro-batches without a step belong inside no_sync()"
+                f"uneven inputs (Join): after a backward rank {rank} did {did}; rank 0 did {first}{alone}. repeat= of "
+                "Join takes all that ends a step: clipping, norms, optimizer.step(), scheduler.step()"
             )
 
 
@@ -208,34 +205,30 @@ def _agreed(rows: list[_Row], passes: dict[int, _Pass]) -> _Pass:
     first, announced = next(iter(passes.items()))
     for rank, begins in passes.items():
         if begins != announced:
-            raise ShardingError(
-                f"uneven inputs (Join): rank {first} begins a pass with {announced}, rank {rank} one with {begins}: "
-                "ranks that have inputs have to make the same passes"
-            )
+            what = f"rank {first} begins a pass with {announced}, rank {rank} one with {begins}"
+            raise ShardingError(f"uneven inputs (Join): {what}: ranks with inputs have to begin the same passes")
     for rank, row in enumerate(rows):
         if announced.gradients and not row.can_repeat:
             raise ConfigError(
-                f"uneven inputs (Join): a training pass, and rank {rank} has no repeat=, which says what to do after "
-                "the others' backwards: Join([model], repeat=optimizer.step), or a function of all that ends a step, "
-                "such as lambda: (model.clip_grad_norm_(1.0), optimizer.step()). Evaluation needs none, under "
-                "torch.no_grad()"
+                f"uneven inputs (Join): a training pass, and rank {rank} has no repeat=. Give Join([model], "
+                "repeat=optimizer.step), or a function that ends a step. Evaluate under torch.no_grad()"
             )
     return announced
 
 
 def _text(value: Any) -> str:
-    """`value`, the same on all ranks; numbers as floats."""
+    """`value` in words that are equal on all ranks; integers as floats."""
     value = value.tolist() if isinstance(value, torch.Tensor) else value
     value = float(value) if type(value) is int else value
     return str(value) if isinstance(value, bool | float | str | list | tuple | None) else type(value).__name__
 
 
 class UnevenHook(JoinHook):
-    """The hook that ``Join`` calls. Inputs may be uneven while this object lives. Arguments: see `UnevenInputs`."""
+    """The hook that ``Join`` calls. Inputs may be uneven as long as it lives. Arguments: see `UnevenInputs`."""
 
     def __init__(self, model: nn.Module, repeat: Callable[[], object] | None, divides_by_all: bool) -> None:
         self._inputs = UnevenInputs(model, repeat, divides_by_all)
-        weakref.finalize(self, self._inputs.leave)  # Join says nothing when an exception ends it, and drops its hooks
+        weakref.finalize(self, self._inputs.leave)  # an exception ends Join without a call: it drops its hooks
 
     def main_hook(self) -> None:
         """Shadow one pass of the other ranks, while this rank has no inputs."""
