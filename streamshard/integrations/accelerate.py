@@ -22,11 +22,9 @@ from streamshard.comm.groups import make_default_group
 from streamshard.config import Precision, parse_path, parse_precision
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.device import accelerator as accelerator_kind
-from streamshard.errors import ConfigError, ShardingError
+from streamshard.errors import ConfigError
 from streamshard.full import clip_grads
 from streamshard.functions import export_safetensors
-from streamshard.guards.sharded_tensor import is_piece
-from streamshard.nested import tensors_in
 from streamshard.planning.structure import modules_inside
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
@@ -155,15 +153,6 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             if {shard.param for shard in engine.param_shards}.issuperset(params):
                 return clip_grads(engine, params, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Like accelerate's, but refuses sharded parameters and gradients, which accelerate's LocalSGD would pass."""
-        if any(map(is_piece, tensors_in(tensor))):
-            raise ShardingError(
-                "reduce of a sharded model's parameter or gradient: each rank has another piece. Take full tensors of "
-                "accelerator.get_state_dict(model), and streamshard.LocalSGD in the place of accelerate's LocalSGD"
-            )
-        return super().reduce(tensor, reduction, scale)
 
     # -- whole weights ------------------------------------------------------------------------------------------------
 

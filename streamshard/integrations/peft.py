@@ -31,7 +31,6 @@ from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import gather_full, under_params
 from streamshard.guards.modules import ShardedModule, change_class, original_class, watched_class
-from streamshard.guards.sharded_tensor import is_piece
 from streamshard.integrations.huggingface import HuggingFace, is_from, is_model_of
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import is_traced
@@ -131,24 +130,6 @@ def plain_classes(model: nn.Module) -> Iterator[None]:
             change_class(module, kind)
 
 
-def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
-    """Raise if `state_dict` holds pieces. Not collective.
-
-    Args:
-        state_dict: the state dict that one rank is about to save.
-        what: the call that would save it, for the message.
-
-    Raises:
-        CheckpointError: names the first tensor that is a piece.
-    """
-    for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and is_piece(value):
-            raise CheckpointError(
-                f"{what}: {name!r} is one rank's piece, from model.state_dict(). Save the state dict that rank 0 gets "
-                "if all ranks call accelerator.get_state_dict(model), or let all ranks save without state_dict="
-            )
-
-
 # -- methods of models --------------------------------------------------------------------------------------------
 
 
@@ -166,14 +147,12 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
     With a ``state_dict=`` of full weights this is the library's method, on any rank.
 
     Raises:
-        CheckpointError: as from `export_safetensors`; or an argument that only the library's method supports; or pieces
-            in `state_dict`.
+        CheckpointError: as from `export_safetensors`; or an argument that only the library's method supports.
     """
     own = super(type(self), self).save_pretrained
     known = inspect.signature(own).parameters
     given |= dict(zip(list(known)[1:], args, strict=False))
-    if (state_dict := given.get("state_dict")) is not None:
-        refuse_pieces(state_dict, "save_pretrained(state_dict=..)")
+    if given.get("state_dict") is not None:
         own(save_directory, **given)
         return
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")

@@ -38,7 +38,7 @@ from streamshard.functions import (
     load_safetensors,
 )
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from streamshard.integrations.peft import has_adapters, plain_classes, refuse_pieces, save_on_first
+from streamshard.integrations.peft import has_adapters, plain_classes, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
 
 _REPLACED = "replaced-"  # Trainer takes every directory called "checkpoint-.." for a checkpoint
@@ -166,11 +166,11 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         If the trainer's class has its own ``_save``, it runs on rank 0, while parameters hold full tensors there.
 
         Raises:
-            CheckpointError: on every rank. If `state_dict` has pieces: on the calling rank, which waits for no other.
+            CheckpointError: on every rank.
+            ShardingError: `state_dict` has pieces; on the calling rank, which waits for no other.
         """
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         if state_dict is not None or handle_of(self.model) is None:
-            refuse_pieces(state_dict or {}, "Trainer._save(state_dict=..)")
             if self.args.should_save:
                 super()._save(str(directory), state_dict=state_dict)
         elif self._writes_itself:
