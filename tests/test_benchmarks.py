@@ -84,9 +84,9 @@ def test_the_picture_of_a_trace_has_rows_labels_and_a_legend_in_plain_words(tmp_
     """An SVG names its texts in comments. A short span has no label."""
     trace = Trace("rank 0 of 2 on cpu", ["the root unit", "blocks.7", "blocks.8"], total_us=1000.0)
     trace.spans = [
-        Span(StreamName.COMM, "all_gather", 1, 0.0, 300.0, 64),
+        Span(StreamName.COMM, "all_gather", 1, 0.0, 300.0),
         Span(StreamName.COMPUTE, FOR_WEIGHTS, None, 100.0, 300.0),
-        Span(StreamName.COMM, "all_gather", 2, 200.0, 500.0, 64),  # beside the other one
+        Span(StreamName.COMM, "all_gather", 2, 200.0, 500.0),  # beside the other one
         Span(StreamName.COMPUTE, "forward", 1, 300.0, 800.0),
         Span(StreamName.COMPUTE, "forward", 2, 800.0, 800.1),
     ]

@@ -414,7 +414,7 @@ def test_an_explanation_of_out_of_memory_says_what_torch_has_allocated_of_the_de
 
 @on_ranks(2, backend="nccl")
 def test_a_trace_has_the_times_of_the_device_on_a_gpu(context: RankContext) -> None:
-    """The parts add up to the step, and collectives have a bandwidth."""
+    """The parts add up to the step."""
     model = StreamShard(TinyLM().to(context.device))
     optimizer = adamw(model)
     for number in range(3):

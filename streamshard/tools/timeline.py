@@ -21,7 +21,6 @@ class Span(NamedTuple):
             a collective ("all_gather", ..), or "flags": ranks exchange which parameters have gradients.
         unit: index of the unit; None if the activity belongs to no unit.
         start_us, stop_us: microseconds since the trace began; stamps (see `_Recorder`) while the trace is recorded.
-        n_bytes: bytes that a collective reads and writes on this rank.
     """
 
     stream: StreamName
@@ -29,7 +28,6 @@ class Span(NamedTuple):
     unit: int | None
     start_us: float
     stop_us: float
-    n_bytes: int = 0
 
     @property
     def length_us(self) -> float:
@@ -77,9 +75,6 @@ class Trace:
         - ``other_s``: data, ``zero_grad``, clipping, logging and all other time.
         - ``host_s``, on accelerators only: the host is inside forwards, backwards and optimizer steps. If ``host_s`` is
           about ``step_s``, the device waits for the host.
-        - ``communication_s``, on accelerators only: the time of the step's collectives, one after another, if each had
-          the highest bandwidth of its kind in the trace. (On the CPU the end of a collective is not known.)
-        - ``lower_bound_s``: the larger of ``compute_s + optimizer_s`` and ``communication_s``.
         """
         own, steps = self._own_us(), self.steps
         found = {
@@ -91,8 +86,7 @@ class Trace:
             "other_s": self.total_us - sum(own.values()),
         }
         if self.host_us is not None:
-            found |= {"host_s": self.host_us, "communication_s": self._communication_us()}
-        found["lower_bound_s"] = max(found["compute_s"] + found["optimizer_s"], found.get("communication_s", 0.0))
+            found["host_s"] = self.host_us
         return {name: value / 1e6 / steps for name, value in found.items()}
 
     def __str__(self) -> str:
@@ -115,14 +109,3 @@ class Trace:
                     own[around[-1].activity] -= span.length_us
                 around.append(span)
         return own
-
-    def _communication_us(self) -> float:
-        """Microseconds of all steps; see `summary`. Streams run side by side, so the busiest one counts."""
-        kinds: dict[tuple[StreamName, str], list[Span]] = defaultdict(list)
-        for span in self.spans:
-            if span.n_bytes:
-                kinds[span.stream, span.activity].append(span)
-        needed = dict.fromkeys(StreamName, 0.0)
-        for (stream, _), own in kinds.items():
-            needed[stream] += min(each.length_us / each.n_bytes for each in own) * sum(each.n_bytes for each in own)
-        return max(needed.values())

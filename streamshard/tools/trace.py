@@ -116,8 +116,6 @@ class _Recorder(Observer):
         found = self._begin(stream, "flags" if is_of_flags else collective.value, unit)
         if self._issued is None or self._issued[:3] != found[:3]:
             self._issued = found
-        n_bytes = sum(tensor.nbytes for tensor in (*reads, *writes))
-        self._issued = self._issued._replace(n_bytes=self._issued.n_bytes + n_bytes)
 
     def on_record(self, fence: Fence) -> None:
         """See `Observer`."""

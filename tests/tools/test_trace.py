@@ -191,8 +191,7 @@ def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
     assert trace.steps == 2
     exposed = {"exposed_all_gather": 2 * FAST_MS, "exposed_reduction": 2 * FAST_MS}  # of the root unit and a layer
     assert found.pop("host") > 0.0
-    assert 8 * FAST_MS + 5 * FAST_MS < found.pop("communication") < 9 * FAST_MS + 6 * FAST_MS
-    wanted = {"step": computing + 4 * FAST_MS, "compute": computing, "lower_bound": computing, **exposed}
+    wanted = {"step": computing + 4 * FAST_MS, "compute": computing, **exposed}
     assert found == pytest.approx({**wanted, "optimizer": 0.0, "other": 0.0})
 
     _, found = _on_played_device(context, gather_ms=SLOW_MS, reduce_ms=FAST_MS)
@@ -201,7 +200,6 @@ def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
     waits = 2 * SLOW_MS + 4 * (SLOW_MS - FORWARD_MS) + 5.0 + 2 * 9.0
     assert (found["exposed_all_gather"], found["exposed_reduction"]) == pytest.approx((waits, 2 * FAST_MS))
     assert found["compute"] == pytest.approx(computing)
-    assert computing < 8 * SLOW_MS < found["communication"] == found["lower_bound"] < found["step"]
 
     _, found = _on_played_device(context, gather_ms=FAST_MS, reduce_ms=SLOW_MS)
     # The comm stream is busy from the end of the fifth layer's backward on, with six reductions and three all-gathers.
@@ -255,7 +253,6 @@ def test_what_the_host_waits_for_is_exposed(context: RankContext) -> None:
     assert found.steps == 2
     computing = 5 * (FORWARD_MS + BACKWARD_MS)
     assert (summary["compute_s"], summary["other_s"]) == pytest.approx((computing, 7.0))
-    assert summary["lower_bound_s"] == pytest.approx(computing)
     waits = waiting.found
     assert waits.total() == sum(span.activity.startswith("wait for") for span in found.spans)
     for_weights = sum(count for what, count in waits.items() if "weight slot" in what)
