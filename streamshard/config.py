@@ -192,9 +192,8 @@ class Settings:
         With ``offload`` they are 2 on one rank too.
         """
         default: SlotCount = "all" if world_size == 1 and self.offload is None else 2
-        return default if self.weight_slots is None else self.weight_slots, (
-            default if self.grad_slots is None else self.grad_slots
-        )
+        weights, grads = (default if count is None else count for count in (self.weight_slots, self.grad_slots))
+        return weights, grads
 
 
 def refuse_unknown(names: Iterable[str], known: Sequence[str], what: str) -> None:
@@ -233,14 +232,10 @@ def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
         ConfigError: `size` is neither a number nor such text, or is too small.
     """
     wanted = f'wanted {"a positive number of" if at_least else "0 or more"} bytes, or text such as "5GB" or "70GiB"'
-    count: float | None = None
-    if isinstance(size, int) and not isinstance(size, bool):
-        count = size
-    elif isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", size.upper())
-        if match:
-            count = float(match[1]) * _BYTES[match[2]]
-    if count is None or int(count) < at_least:
+    count: float = -1 if isinstance(size, bool) or not isinstance(size, int) else size
+    if isinstance(size, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", size.upper())):
+        count = float(match[1]) * _BYTES[match[2]]
+    if int(count) < at_least:
         raise ConfigError(f"{name}={size!r}: {wanted}")
     return int(count)
 

@@ -15,6 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by name."""
+
 _LIBRARIES = ("transformers", "diffusers", "peft", "sentence_transformers")
 _THEIR_MODULE = "streamshard.integrations.peft"
 
@@ -76,7 +79,7 @@ class Conventions:
         """The names to leave out of files. In `tied`, each group has the names of one tensor."""
         return {name for group in tied for name in group[1:]}
 
-    def rearrange_for_saving(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def rearrange_for_saving(self, model: nn.Module, tensors: Tensors) -> Tensors:
         """The tensors as in files (names, shapes, order), from meta tensors with the model's names and shapes.
 
         Raises:
@@ -84,9 +87,7 @@ class Conventions:
         """
         return tensors
 
-    def rearrange_for_loading(
-        self, model: nn.Module, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
-    ) -> ForLoading:
+    def rearrange_for_loading(self, model: nn.Module, stored: Tensors, wanted: Tensors) -> ForLoading:
         """The model's tensors made from the tensors in files.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from streamshard.checkpoint.export import Difference, export_shards, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import parse_path
 from streamshard.core.module_state import engine_at_rest, not_a_layer
-from streamshard.initialise import compute_buffers, initialise
+from streamshard.initialise import Init, compute_buffers, initialise
 from streamshard.optim.wrappers import engine_of_both
 from streamshard.planning.structure import leave_inference_mode, leave_meta_device
 
@@ -89,9 +89,7 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     return difference
 
 
-def init_weights(
-    model: nn.Module, init: Callable[[nn.Module], object] | None = None, *, seed: int | None = None
-) -> None:
+def init_weights(model: nn.Module, init: Init | None = None, *, seed: int | None = None) -> None:
     """Fill empty parameters and buffers by the model's own initialisation. Call it on every rank.
 
     A tensor is empty if it was on the meta device when the model was sharded, and was not loaded since. Other tensors

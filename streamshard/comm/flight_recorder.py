@@ -43,11 +43,10 @@ _SHOW_AFTER_S = 3.0  # a rank that has issued nothing for this time shows its lo
 _LOGS_WITHIN_S = 1.5  # after an error, the longest wait for the logs of other ranks
 
 _ADVICE = (
-    "All ranks have to call forward (evaluation and generate() too), backward, norms and everything that collects or "
-    "saves weights (save_model and the like, so call these outside of `if accelerator.is_main_process`), and run the "
-    "same layers in the same order. Some ranks may skip layers. If some alone repeat or reorder a module's layers, as "
-    "those of an image tower, keep the module in place: StreamShard(model, resident=['visual']). Where inputs run out "
-    "on some ranks first, use torch.distributed.algorithms.Join([model])"
+    "All ranks have to call forward (evaluation and generate() too), backward, norms, and functions that collect or "
+    "save weights (so not inside `if accelerator.is_main_process`), and run layers in the same order; they may skip "
+    "layers. If some ranks alone repeat or reorder the layers of a module, such as an image tower: StreamShard(model, "
+    "resident=['visual']). If inputs run out on some ranks first: torch.distributed.algorithms.Join([model])"
 )
 
 

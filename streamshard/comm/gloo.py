@@ -73,16 +73,14 @@ class PairwiseTransport(Transport):
         """One chunk from every other rank: all arrive before the sum."""
         return shard_numel * (self.world_size - 1)
 
-    def _swap(
-        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], message_tag: int
-    ) -> list[dist.Work]:
+    def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
         """Start to exchange tensors with the other ranks, in rank order. Empty tensors are not sent."""
         group, messages = self.group, []
         for peer, mine, theirs in zip(self._peers(), sent, received, strict=True):
             if mine.numel():
-                messages.append(group.send([mine], peer, message_tag))
+                messages.append(group.send([mine], peer, tag))
             if theirs.numel():
-                messages.append(group.recv([theirs], peer, message_tag))
+                messages.append(group.recv([theirs], peer, tag))
         return messages
 
     def _peers(self) -> list[int]:

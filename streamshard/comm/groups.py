@@ -295,9 +295,8 @@ def make_host_group(
     is_of_some = len(ranks) < dist.get_world_size()
     host = getattr(base_store(group), "host", os.environ.get("MASTER_ADDR"))
     with gloo_settings(host, len(ranks)):
-        made: dist.ProcessGroup = dist.new_group(
-            ranks, min(timeout, within / _CONNECTION_WAITS), backend="gloo", use_local_synchronization=is_of_some
-        )
+        limit = min(timeout, within / _CONNECTION_WAITS)
+        made: dist.ProcessGroup = dist.new_group(ranks, limit, "gloo", use_local_synchronization=is_of_some)
         dist.all_reduce(torch.zeros(1), group=made)
     set_timeout(timeout, made)
     state_of(made).host_of = weak(made)

@@ -11,14 +11,14 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from streamshard.conventions import Conventions, ForLoading
+from streamshard.conventions import Conventions, ForLoading, Tensors
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of
 
@@ -148,7 +148,7 @@ class HuggingFace(Conventions):
             dropped.update(declared if len(declared) < len(names) else declared[:-1])
         return dropped
 
-    def rearrange_for_saving(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def rearrange_for_saving(self, model: nn.Module, tensors: Tensors) -> Tensors:
         """The tensors as `save_pretrained` stores them.
 
         Raises:
@@ -164,9 +164,7 @@ class HuggingFace(Conventions):
             name = type(model).__name__
             raise CheckpointError(f"transformers cannot convert the weights of {name} for saving: {error}") from error
 
-    def rearrange_for_loading(
-        self, model: nn.Module, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
-    ) -> ForLoading:
+    def rearrange_for_loading(self, model: nn.Module, stored: Tensors, wanted: Tensors) -> ForLoading:
         """As in ``from_pretrained`` (``convert_and_load_state_dict_in_model`` in transformers/core_model_loading.py).
 
         Raises:
@@ -234,11 +232,7 @@ def _ignored_on_save(model: nn.Module) -> set[str]:
 
 
 def _steps_of(
-    loading: Any,
-    transforms: Sequence[Any],
-    model: Any,
-    stored: Mapping[str, torch.Tensor],
-    wanted: Mapping[str, torch.Tensor],
+    loading: Any, transforms: Sequence[Any], model: Any, stored: Tensors, wanted: Tensors
 ) -> tuple[dict[str, Any], set[str]]:
     """The conversions of `stored`, each by the first name that it makes; and the names in `stored` that they need."""
     renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]

@@ -24,9 +24,12 @@ from streamshard.planning.discovery import FoundUnit, UnitsArgument, find_units
 from streamshard.planning.structure import modules_inside, params_of
 from streamshard.torch_private import FakeTensorMode
 
+Build = Callable[[], nn.Module]
+"""A function that makes a model."""
+
 
 def estimate_activations(
-    build: nn.Module | Callable[[], nn.Module],
+    build: nn.Module | Build,
     units: UnitsArgument,
     dtype: torch.dtype,
     batch: int | None,
@@ -88,7 +91,7 @@ def estimate_activations(
 
 @contextlib.contextmanager
 def model_without_memory(
-    build: Callable[[], nn.Module], units: UnitsArgument, dtype: torch.dtype, seq: int
+    build: Build, units: UnitsArgument, dtype: torch.dtype, seq: int
 ) -> Iterator[tuple[nn.Module, list[FoundUnit]]]:
     """Inside, tensors are fake. Yields the model, with parameters of `dtype`, and its streamed units.
 

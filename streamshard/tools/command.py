@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("model", metavar="MODEL", help=about)
     plan.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model")
     plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80GiB: says what fits")
-    plan.add_argument("--slots", type=int, metavar="K", help="plan K weight slots too")
+    plan.add_argument("--slots", type=int, metavar="K", dest="weight_slots", help="plan K weight slots too")
     about = "what connects the ranks: %(choices)s (%(default)s)"
     plan.add_argument("--transport", choices=("nccl", "sockets", "shared-memory"), default="nccl", help=about)
     about = "modules or classes of modules that become units"
@@ -109,19 +109,9 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(arguments: argparse.Namespace) -> None:
     from streamshard.tools.plan import builder_of, plan
 
-    planned = plan(
-        builder_of(arguments.model),
-        arguments.ranks,
-        arguments.units,
-        resident=arguments.resident,
-        min_unit_size=arguments.min_unit_size,
-        precision=arguments.precision,
-        transport=arguments.transport,
-        weight_slots=arguments.slots,
-        budget=arguments.budget,
-        batch=arguments.batch,
-        seq=arguments.seq,
-    )
+    names = "units resident min_unit_size precision transport weight_slots budget batch seq"
+    given = {name: getattr(arguments, name) for name in names.split()}
+    planned = plan(builder_of(arguments.model), arguments.ranks, **given)
     print(json.dumps(dataclasses.asdict(planned), indent=2) if arguments.json else planned)
     if planned.budget_bytes is not None and not planned.fitting:
         raise StreamShardError("nothing fits the budget")
@@ -138,10 +128,9 @@ def _doctor(arguments: argparse.Namespace) -> None:
     if report is None:  # the first rank prints for all
         return
     if build is not None and report.transport is not None:
-        ranks, memory, batch = report.world_size, report.memory_bytes, arguments.batch
-        given = {"precision": precision, "transport": report.transport, "batch": batch, "seq": arguments.seq}
+        batch, given = arguments.batch, {"precision": precision, "transport": report.transport, "seq": arguments.seq}
         try:
-            planned = plan(build, ranks, budget=memory, **given)
+            planned = plan(build, report.world_size, budget=report.memory_bytes, batch=batch, **given)
         except StreamShardError as error:
             report.findings.append(Finding("problem", "StreamShard cannot shard this model", str(error)))
         else:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.gloo import PairwiseTransport
@@ -27,6 +26,7 @@ from streamshard.comm.streams import Streams
 from streamshard.config import Precision, ReductionMode, SlotCount
 from streamshard.device import module_of, training_device
 from streamshard.errors import ConfigError, StreamShardError
+from streamshard.tools.activations import Build
 from streamshard.tools.speed import CollectiveSpeed, Layer, LayerSpeed, matmul_tflops, measure
 
 _UNIT_NUMELS = tuple(mib << 19 for mib in (1, 16, 128))  # elements of units of so many MiB in bf16
@@ -78,9 +78,7 @@ class Report:
     layer: LayerSpeed | None = None
 
 
-def examine(
-    build: Callable[[], nn.Module] | None, precision: Precision, batch: int | None, seq: int | None
-) -> Report | None:
+def examine(build: Build | None, precision: Precision, batch: int | None, seq: int | None) -> Report | None:
     """Check this machine and, if there are several ranks, measure them. Call it on all ranks.
 
     Args:
@@ -96,10 +94,8 @@ def examine(
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if build is not None and (world_size == 1 or batch is None or seq is None):
-        raise ConfigError(
-            "a model's layer is measured between ranks: torchrun --nproc-per-node N -m streamshard doctor MODEL "
-            "--batch B --seq S"
-        )
+        how = "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S"
+        raise ConfigError(f"a model's layer is measured between ranks: {how}")
     device = training_device(torch.device("cpu"), None, None)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if device.type == "cpu":

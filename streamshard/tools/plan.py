@@ -148,10 +148,10 @@ class Plan:
             ]
         if self.budget_bytes is not None:
             what = f"fits {size(self.budget_bytes)} {unit_name} per rank{what}: "
-            on = (
-                "more ranks do not help" if self.fits_on_ranks is None else f"ZeRO-3 does on {self.fits_on_ranks} ranks"
-            )
-            lines.append(f"\n{what}{', '.join(self.fitting)}" if self.fitting else f"\nnothing {what}{on}")
+            ranks = "more ranks do not help"
+            if self.fits_on_ranks is not None:
+                ranks = f"ZeRO-3 does on {self.fits_on_ranks} ranks"
+            lines.append(f"\n{what}{', '.join(self.fitting)}" if self.fitting else f"\nnothing {what}{ranks}")
         return "\n".join(lines)
 
 

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.ranks import RankGroup
@@ -27,7 +26,7 @@ from streamshard.device import has_streams, module_of
 from streamshard.errors import ConfigError
 from streamshard.nested import map_tensors, tensors_in
 from streamshard.planning.layout import kind_of
-from streamshard.tools.activations import cast_params, model_without_memory, run_tokens
+from streamshard.tools.activations import Build, cast_params, model_without_memory, run_tokens
 
 _SMALL_NUMEL = 1 << 22  # of a smaller layer, the start of a collective may take longer than sending its bytes
 _SECONDS = 1.0  # for each measurement, if one repeat does not take longer
@@ -161,9 +160,7 @@ class Layer:
         ConfigError: the model has no layers, or its forward cannot run with fake tensors.
     """
 
-    def __init__(
-        self, build: Callable[[], nn.Module], dtype: torch.dtype, shape: tuple[int, int], device: torch.device
-    ) -> None:
+    def __init__(self, build: Build, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
         given: list[Any] = []
         with model_without_memory(build, None, dtype, shape[1]) as (model, units):
             if not units:

@@ -56,10 +56,9 @@ class Trace:
     @property
     def steps(self) -> int:
         """The number of steps, at least 1. The first optimizer step after a backward ends a step."""
-        ends = sorted(
-            (span.stop_us, span.activity) for span in self.spans if span.activity in ("backward", "optimizer")
-        )
-        count = sum((before[1], after[1]) == ("backward", "optimizer") for before, after in itertools.pairwise(ends))
+        step = "backward", "optimizer"
+        ends = sorted((span.stop_us, span.activity) for span in self.spans if span.activity in step)
+        count = sum((before[1], after[1]) == step for before, after in itertools.pairwise(ends))
         return max(count, 1)
 
     def summary(self) -> dict[str, float]:
