@@ -10,19 +10,14 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from streamshard import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, UnitError, printable
 
-if TYPE_CHECKING:
-    from streamshard.checkpoint.directory import Entry
-    from streamshard.checkpoint.manifest import Manifest
-
 _ABOUT = "Plan the memory of a training run, measure the machine, inspect and convert checkpoints. Needs no GPU."
-_SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
 _EXIT_CODES = "Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage."
 
@@ -88,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("model", metavar="MODEL", nargs="?", help="measure one layer of it too; as for plan")
     doctor.set_defaults(run=_doctor)
 
-    inspect = commands.add_parser("inspect", help="list checkpoints, or describe and verify one")
+    inspect = commands.add_parser("inspect", help="list checkpoints, or verify one")
     inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
     inspect.set_defaults(run=_inspect)
@@ -147,66 +142,32 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
+    """Print a line for each checkpoint in DIR. If DIR is a checkpoint itself, also read and verify its files."""
     from streamshard.checkpoint.directory import is_checkpoint, no_checkpoint, open_verified, survey
     from streamshard.checkpoint.json_codec import name_of
-    from streamshard.checkpoint.manifest import read_manifest
     from streamshard.comm.ranks import RankGroup
     from streamshard.config import parse_path
 
     root = parse_path("DIR", arguments.directory)
-    if not is_checkpoint(root):
-        if not (found := survey(root)):
-            raise no_checkpoint(root, {})
-        _list(found)
-        return
-    manifest = read_manifest(root)
-    _say(root)
-    for name, what in _describe(manifest):
-        _say(f"  {name:<16}  {what}")
-    if arguments.tensors:
-        for name, tensor in manifest.tensors.items():
-            _say(f"  {name}  {name_of(tensor.dtype)}  {list(tensor.shape)}")
-    sys.stdout.flush()  # before an error follows on the other stream
-    open_verified(root, RankGroup())
-    _say("verified: all is as written")
-
-
-def _list(found: Sequence[Entry]) -> None:
-    """Print a line for each checkpoint, without reading its tensors. Raises at the end if one is damaged."""
+    if not (found := survey(root)):
+        raise no_checkpoint(root, {})
     latest = max((entry for entry in found if not entry.wrong), key=lambda entry: entry.order, default=None)
     for entry in sorted(found, key=lambda entry: (len(entry.path.name), entry.path.name)):  # 9 before 10
-        if entry.wrong or entry.manifest is None:
-            what = "cannot be read" if entry.may_be_whole else "damaged"
-        else:
-            size = _total_bytes(entry.manifest)
-            what = f"{_saved_at(entry.manifest)}  {entry.manifest.world_size} rank(s)  {size}"
-        _say(f"{entry.path.name:<20}  {what}{', latest' if entry is latest else ''}")
+        what = "damaged" if not entry.may_be_whole else "cannot be read"
+        if (made := entry.manifest) is not None and not entry.wrong:
+            saved = made.versions["saved_at"][: len("2000-01-01T00:00:00")].replace("T", " ")
+            size = f"{sum(record.size_bytes for record in made.files) / 1e6:,.1f} MB"
+            what = f"{saved} UTC  {made.world_size} rank(s)  {size}{', latest' if entry is latest else ''}"
+        _say(f"{entry.path.name:<20}  {what}")
+        if made is not None and arguments.tensors:
+            for name, tensor in made.tensors.items():
+                _say(f"  {name}  {name_of(tensor.dtype)}  {list(tensor.shape)}")
+    sys.stdout.flush()  # before an error follows on the other stream
     if wrong := [entry.wrong for entry in found if entry.wrong]:
-        sys.stdout.flush()
         raise CheckpointError("; ".join(wrong))
-
-
-def _describe(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Rows (name, content), one for each part of a checkpoint."""
-    yield "number", str(manifest.number)
-    yield "saved", f"{_saved_at(manifest)} by streamshard {manifest.versions['streamshard']}"
-    yield "ranks", str(manifest.world_size)
-    yield "size", f"{_total_bytes(manifest)} in {len(manifest.files)} file(s)"
-    for name, saved in (*manifest.state["models"].items(), *manifest.state["optimizers"].items()):
-        yield name, saved["class"] or "of unknown class"
-    for name, trees in manifest.state["trees"].items():
-        differs = "" if len(trees) == 1 else f"differs between {len(trees)} ranks; "
-        shown = differs + json.dumps(trees[0], ensure_ascii=False)
-        yield name, shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
-
-
-def _saved_at(manifest: Manifest) -> str:
-    """The time of the save, to the second, in UTC."""
-    return manifest.versions["saved_at"][: len("2000-01-01T00:00:00")].replace("T", " ") + " UTC"
-
-
-def _total_bytes(manifest: Manifest) -> str:
-    return f"{sum(record.size_bytes for record in manifest.files) / 1e6:,.1f} MB"
+    if is_checkpoint(root):
+        open_verified(root, RankGroup())
+        _say("verified: all is as written")
 
 
 def _convert(arguments: argparse.Namespace) -> None:

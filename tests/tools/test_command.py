@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,17 +42,13 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inspect_says_what_a_checkpoint_holds(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks, bytes, classes, everything else with its value, and each tensor if asked."""
+    """Time, ranks and bytes, and each tensor if asked. It reads the files."""
     assert main(["inspect", str(saved / "checkpoint-10"), "--tensors"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = dict(line.split(maxsplit=1) for line in lines[1:])
-    assert (rows["number"], rows["ranks"], rows["extra.position"]) == ("10", "2", "10")
-    assert "in 2 file" in rows["size"]
-    assert (rows["model"], rows["optimizer"]) == ("tests.checkpoint.runs.Counted", "torch.optim.adamw.AdamW")
-    assert rows["extra.rank"] == "differs between 2 ranks; 0"
-    assert {"extra.scheduler", "random"} <= rows.keys()
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"checkpoint-10 +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  2 rank\(s\)  0\.\d MB, latest", first)
+    rows = dict(line.split(maxsplit=1) for line in lines)
     assert rows["optimizer/model/embedding.weight.exp_avg"] == "float32  [48, 16]"
-    assert lines[-1] == "verified: all is as written"
+    assert last == "verified: all is as written"
 
 
 def test_inspect_of_a_directory_prints_a_line_for_each_checkpoint(
