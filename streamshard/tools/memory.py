@@ -18,7 +18,7 @@ from streamshard.comm.communicator import PlannedRanks
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import handle_of
 from streamshard.errors import StreamShardError, log, uncaught
-from streamshard.planning.memory import Category, plan_slots
+from streamshard.planning.memory import Category
 from streamshard.planning.structure import list_of, modules_inside
 
 
@@ -141,13 +141,9 @@ def explain_out_of_memory(engine: Engine, holds: str) -> str:
         engine: alive, or planned on the meta device.
         holds: the verb of the message: "holds", or "would hold" for a planned engine.
     """
-    streams, plan = engine.streams, engine.plan
-    least = plan_slots(plan.is_streamed, 2, 2)
-    pairs = {"weight_slots=2": (plan.weights, least.weights), "grad_slots=2": (plan.grads, least.grads)}
-    fewer = [setting for setting, (slots, fewest) in pairs.items() if max(slots) > max(fewest) and not engine.is_whole]
-    ways = [*fewer, "more ranks", "smaller batches", "activation checkpointing"]
-    lines = [f"out of memory. StreamShard {holds}:\n{report_memory(engine)}"]
+    streams, allocated = engine.streams, ""
     if streams.has_streams:
         most, total = streams.module.max_memory_allocated(streams.device), streams.module.mem_get_info(streams.device)
-        lines.append(f"torch has allocated at most {most / 2**30:.2f} GiB, of {total[1] / 2**30:.2f} GiB")
-    return "\n".join([*lines, f"what makes room: {', '.join(ways)}"])
+        allocated = f"torch has allocated at most {most / 2**30:.2f} GiB, of {total[1] / 2**30:.2f} GiB\n"
+    ways = "fewer slots, more ranks, smaller batches, activation checkpointing"
+    return f"out of memory. StreamShard {holds}:\n{report_memory(engine)}\n{allocated}what makes room: {ways}"
