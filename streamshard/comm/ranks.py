@@ -308,14 +308,12 @@ class _Watchdog:
     def __init__(self, inherited: Sequence[RankGroup] = ()) -> None:
         self.inherited = inherited
         self._ranks_of: tuple[Callable[[], RankGroup | None], ...] = ()
-        self._wake = threading.Event()
-        self._is_over = False
+        self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def watch(self, ranks: RankGroup) -> None:
         """Look after `ranks` too, as long as they live."""
         self._ranks_of = (*(of for of in self._ranks_of if of() is not None), weakref.ref(ranks))
-        self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="streamshard watchdog", daemon=True)
             self._thread.start()
@@ -325,10 +323,8 @@ class _Watchdog:
         return [ranks for of in self._ranks_of if (ranks := of()) is not None]
 
     def _run(self) -> None:
-        while not self._is_over:
+        while not self._is_over.wait(flight_recorder.PATIENCE_S / 2):
             self._look()
-            self._wake.wait(flight_recorder.PATIENCE_S / 2)
-            self._wake.clear()
 
     def _look(self) -> None:  # a method of its own, so that no variable keeps ranks alive between looks
         for ranks in self.ranks():
@@ -349,8 +345,7 @@ class _Watchdog:
                 failures = {recorder.read_failure() for recorder in recorders if recorder.difference is None}
                 for failure in failures - {None}:
                     log.error("%s", failure)
-        self._is_over = True
-        self._wake.set()
+        self._is_over.set()
         self._thread.join(_END_WITHIN_S)
 
 
