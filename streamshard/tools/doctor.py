@@ -65,7 +65,7 @@ class Report:
         memory_bytes: a rank's memory: free memory of its device, or its part of the machine's memory.
         findings: in the order of printing.
         transport: the transport, by its name in `streamshard.plan`; None: there is one rank, or a rank failed.
-        collectives: all-gather and reduction of each unit: units of a few sizes, or those of `Layer.sizes`.
+        collectives: all-gather and reduction of each unit: units of a few sizes, or the layer.
         layer: None: not measured.
     """
 
@@ -177,7 +177,7 @@ def _measure(report: Report, device: torch.device, make: Callable[[], Layer] | N
         first += [dataclasses.replace(found, what=f"rank {rank}: {found.what}") for found in new]
     report.findings = first
     layer = None if make is None else run_on_all_ranks(ranks, "run a layer", make)
-    sizes = [(numel, numel) for numel in _UNIT_NUMELS] if layer is None else layer.sizes
+    sizes = [(numel, numel) for numel in _UNIT_NUMELS] if layer is None else [layer.size]
     report.collectives, report.layer = measure(ranks, sizes, layer, precision)
     names = {SharedMemoryTransport: "shared-memory", PairwiseTransport: "sockets"}
     report.transport = names.get(type(ranks.transport), "nccl")
@@ -208,7 +208,7 @@ def advise(report: Report, precision: Precision, batch: int, weight_slots: SlotC
     if weight_slots is None:
         what = f"the model does not fit {_size(report.memory_bytes)} per rank"
         return [Finding("problem", what, "streamshard plan MODEL --budget says how many ranks it takes")]
-    gather, reduce, *of_four = report.collectives
+    gather, reduce = report.collectives
     both_ms = gather.median_ms + reduce.median_ms
     found, exposed = list[Finding](), dict[str, float]()  # by phase: time of communication / time of compute
     for phase, what, comm_ms, alone_ms, beside_ms in (
@@ -226,9 +226,6 @@ def advise(report: Report, precision: Precision, batch: int, weight_slots: SlotC
     if not exposed:
         return [*found, Finding("ok", "choose StreamShard(model): two slots suffice")]
     choices = []
-    if of_four and of_four[0].median_ms < 2 * gather.median_ms:
-        size = f"{-(-of_four[0].unit_bytes // 2**10)}KiB"
-        choices.append(f'min_unit_size="{size}": four layers are all-gathered in less than twice the time of one')
     if "backward" in exposed:
         if weight_slots != 2:
             what = "nothing" if weight_slots == "all" else "fewer layers"

@@ -28,7 +28,6 @@ from streamshard.nested import map_tensors, tensors_in
 from streamshard.planning.layout import kind_of
 from streamshard.tools.activations import Build, cast_params, model_without_memory, run_tokens
 
-_SMALL_NUMEL = 1 << 22  # of a smaller layer, the start of a collective may take longer than sending its bytes
 _SECONDS = 1.0  # for each measurement, if one repeat does not take longer
 _MOST_REPEATS = 30
 
@@ -154,7 +153,7 @@ class Layer:
     Attributes:
         name: the layer's name.
         count: the number of layers of its class.
-        sizes: for `measure`: one layer in a unit; if the layer is small, also four in a unit.
+        size: for `measure`: elements to all-gather, and to reduce.
 
     Raises:
         ConfigError: the model has no layers, or its forward cannot run with fake tensors.
@@ -181,7 +180,7 @@ class Layer:
         self.name = unit.name
         self.count = sum(type(other.modules[0]) is type(unit.modules[0]) for other in units)
         numel, trained = sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
-        self.sizes = [(numel, trained), (4 * numel, 4 * trained)][: 2 if numel < _SMALL_NUMEL else 1]
+        self.size = numel, trained
         self.forward()
         self.backward()
 

@@ -151,11 +151,10 @@ def test_ranks_measure_what_training_sends(context: RankContext, way: Any) -> No
     with way():
         ranks = _communicator()
         layer = Layer(_build(), torch.bfloat16, (2, 4), CPU)
-        speeds, found = measure(ranks, layer.sizes, layer, Precision())
+        speeds, found = measure(ranks, [layer.size], layer, Precision())
         assert isinstance(ranks.transport, NcclTransport) == (way is simulated_device)
     numel = sum(param.numel() for param in TinyLM().blocks[0].parameters())
-    assert [each.name for each in speeds] == ["all-gather", "reduction"] * 2
-    assert [each.unit_bytes for each in speeds] == [2 * numel, 4 * numel, 8 * numel, 16 * numel]
+    assert [(each.name, each.unit_bytes) for each in speeds] == [("all-gather", 2 * numel), ("reduction", 4 * numel)]
     assert all(each.gb_s == each.unit_bytes / each.median_ms / 1e6 for each in speeds)
     assert found is not None and (found.name, found.count) == ("blocks.0", 3)
     assert min(speeds[0].median_ms, found.forward_ms, found.backward_beside_ms) > 0
@@ -167,8 +166,8 @@ def test_ranks_measure_on_gpus(context: RankContext) -> None:
     """Devices, matmuls, collectives and a layer, whose weights and inputs are on the device."""
     ranks = _communicator(context.device)
     layer = Layer(_build(), torch.bfloat16, (2, 4), context.device)
-    speeds, found = measure(ranks, layer.sizes, layer, Precision())
-    assert len(speeds) == 4 and found is not None and found.backward_beside_ms > 0
+    speeds, found = measure(ranks, [layer.size], layer, Precision())
+    assert len(speeds) == 2 and found is not None and found.backward_beside_ms > 0
     with mock.patch.object(doctor, "matmul_tflops", return_value=1.0):  # a played device takes seconds for one
         assert context.device.type == "cpu" or _found(context.device)[0].startswith("ok       ")
 
@@ -183,7 +182,7 @@ def test_a_frozen_layer_is_not_reduced(context: RankContext) -> None:
         return model
 
     layer = Layer(build, torch.bfloat16, (2, 4), CPU)
-    (gather, reduce, *_), found = measure(_communicator(), layer.sizes, layer, Precision())
+    (gather, reduce), found = measure(_communicator(), [layer.size], layer, Precision())
     assert gather.unit_bytes > 0 and reduce.unit_bytes == 0 and found is not None
 
 
@@ -199,7 +198,7 @@ def test_a_layer_shows_the_communication_that_it_does_not_hide(context: RankCont
 
     layer = Layer(_build(), torch.bfloat16, (2, 4), CPU)
     with mock.patch.object(SharedMemoryTransport, "start_gather", start_slowly):
-        (gather, *_), found = measure(_communicator(), layer.sizes, layer, Precision())
+        (gather, _), found = measure(_communicator(), [layer.size], layer, Precision())
     assert found is not None
     assert min(gather.median_ms, found.forward_beside_ms, found.backward_beside_ms) >= 100
 
@@ -235,7 +234,7 @@ class _MaskedModel(nn.Module):
 def test_the_layer_is_the_largest_one_called_as_the_model_calls_it() -> None:
     """With tensors of the same shapes, keyword arguments, and a mask that hides nothing."""
     layer = Layer(_MaskedModel, torch.bfloat16, (2, 4), CPU)
-    assert (layer.name, layer.count, layer.sizes[0]) == ("layers.1", 3, (1072, 1072))
+    assert (layer.name, layer.count, layer.size) == ("layers.1", 3, (1072, 1072))
     x, mask, scale = _Masked.given[-1]
     assert type(x) is torch.Tensor and x.shape == (2, 4, 16) and x.dtype is torch.bfloat16 and x.std() > 0.5
     assert type(mask) is torch.Tensor and mask.shape == (2, 4, 1) and mask.dtype is torch.bool and mask.all()
@@ -253,13 +252,9 @@ def test_a_model_without_layers_has_nothing_to_measure() -> None:
 _Unit = tuple[float, float]  # milliseconds of its all-gather and of its reduction
 
 
-def _report(layer: LayerSpeed, *units: _Unit, transport: str = "nccl", ranks: int = 8, machines: int = 1) -> Report:
-    """The first unit takes 100 KiB in the wire dtype, the second one four times as much."""
-    collectives = [
-        CollectiveSpeed(name, size * 4**place * 1024, ms, 1.0)
-        for place, times in enumerate(units)
-        for name, size, ms in zip(("all-gather", "reduction"), (100, 200), times, strict=True)
-    ]
+def _report(layer: LayerSpeed, unit: _Unit, transport: str = "nccl", ranks: int = 8, machines: int = 1) -> Report:
+    names = "all-gather", "reduction"
+    collectives = [CollectiveSpeed(name, 1024, ms, 1.0) for name, ms in zip(names, unit, strict=True)]
     return Report(ranks, machines, 40 << 30, [], transport, collectives, layer)
 
 
@@ -306,14 +301,6 @@ def test_slots_and_gradients_do_not_help_forward() -> None:
     *_, advice = lines = _advice(_report(late, UNIT), "all")
     assert lines[0].endswith(": 10.00 ms per layer are exposed, in 32 layers")
     assert len(lines) == 3 and advice == "note     choose a larger batch of 5: compute grows, communication does not"
-
-
-def test_small_layers_are_combined_if_one_large_collective_is_faster() -> None:
-    """Four layers in less than twice the time of one."""
-    for of_four_ms, is_slow_to_start in ((1.9, True), (2.1, False)):
-        lines = _advice(_report(LATE, (1.0, 20.0), (of_four_ms, 80.0)))
-        told = 'note     choose min_unit_size="400KiB": four layers are all-gathered in less than twice the time of one'
-        assert (told in lines) == is_slow_to_start
 
 
 @pytest.mark.parametrize(
@@ -391,7 +378,7 @@ def test_ranks_measure_a_layer_of_a_model_and_advise(tmp_path: Path) -> None:
     report = json.loads(told)
     assert (report["world_size"], report["transport"]) == (2, "shared-memory")
     assert (report["layer"]["name"], report["layer"]["count"]) == ("blocks.0", 4)
-    assert [each["unit_bytes"] for each in report["collectives"]] == [8896, 8896, 4 * 8896, 4 * 8896]
+    assert [each["unit_bytes"] for each in report["collectives"]] == [8896, 8896]
     lines = [finding["what"] for finding in report["findings"]]
     assert any("communication" in line and "behind forward" in line for line in lines)
     assert any(line.startswith("choose ") for line in lines)
