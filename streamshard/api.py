@@ -157,11 +157,7 @@ class StreamShard(WatchedRoot):
         return clip_grads(engine, params_of(self).values(), max_norm, norm_type)
 
     def join_hook(
-        self,
-        *,
-        repeat: Callable[[], object] | None = None,
-        divide_by_initial_world_size: bool = True,
-        **others: Any,
+        self, *, repeat: Callable[[], object] | None = None, divide_by_initial_world_size: bool = True, **others: Any
     ) -> JoinHook:
         """Called by ``torch.distributed.algorithms.Join([model], repeat=function)`` with its keyword arguments.
 

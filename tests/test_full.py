@@ -21,7 +21,7 @@ from streamshard.integrations import peft
 from streamshard.integrations.peft import save_on_first
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, engine_inside, stack_step
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, stack_step
 
 
 @on_ranks(1, 2)
@@ -192,7 +192,7 @@ def test_the_rank_that_cannot_keep_full_tensors_raises_on_all(context: RankConte
     def without_room(engine: Engine, _: Any, *wanted: Any) -> Any:
         return gather_full(engine, take if context.rank == 0 else None, *wanted)
 
-    calls = (model.full_state_dict, lambda: save_on_first(model, engine_inside(model), tmp_path / "out", print))
+    calls = (model.full_state_dict, lambda: save_on_first(model, tmp_path / "out", print))
     with pytest.MonkeyPatch.context() as patch:
         for module in (full, peft):
             patch.setattr(module, "gather_full", without_room)
@@ -206,5 +206,5 @@ def test_the_rank_that_cannot_keep_full_tensors_raises_on_all(context: RankConte
     def save(directory: str) -> None:
         torch.save(model.state_dict(), Path(directory) / "weights")
 
-    save_on_first(model, engine_inside(model), tmp_path / "out", save)
+    save_on_first(model, tmp_path / "out", save)
     assert_same(torch.load(tmp_path / "out" / "weights"), model.full_state_dict(rank0_only=False), "full", EXACT)

@@ -28,6 +28,7 @@ from streamshard.functions import export_safetensors
 from streamshard.planning.structure import modules_inside
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
+_Path = str | os.PathLike[str]
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N script.py (on CPUs too), or torchrun"
 
@@ -164,11 +165,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return StreamShard.full_state_dict(inner, rank0_only=False)  # type: ignore[arg-type]  # it is one
 
     def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
+        self, model: nn.Module, save_directory: _Path, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
         """Write the weights. Call it on every rank.
 
@@ -183,7 +180,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> Any:
+    def save_state(self, output_dir: _Path | None = None, **kwargs: Any) -> Any:
         """Save every prepared or registered object in a checkpoint. Call it on every rank, between steps.
 
         With automatic naming the checkpoint is ``project_dir/checkpoints/checkpoint-N``. When it is complete, older
@@ -208,7 +205,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         save_checkpoint(directory, **parts, step=0, keep=1)
         return directory
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+    def load_state(self, input_dir: _Path | None = None, **kwargs: Any) -> None:
         """Continue from a checkpoint of `save_state`, on any number of ranks. Call it on every rank.
 
         Args:
@@ -225,7 +222,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
                 _load_loader(loader, saved[name])
         self.step = saved["accelerator"]["step"]
 
-    def _directory(self, given: str | os.PathLike[str] | None) -> Path:
+    def _directory(self, given: _Path | None) -> Path:
         """The user's directory, or the directory of automatic naming."""
         if given is None and self.project_configuration.automatic_checkpoint_naming:
             return Path(self.project_dir) / "checkpoints"

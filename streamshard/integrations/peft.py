@@ -25,7 +25,6 @@ from torch import nn
 
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.ranks import raise_if, run_on_all_ranks
-from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ShardingError
@@ -84,17 +83,12 @@ def _methods_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
 
 
 def save_on_first(
-    model: nn.Module,
-    engine: Engine,
-    directory: str | os.PathLike[str],
-    save: Callable[[str], object],
-    wanted: Collection[nn.Parameter] | None = None,
+    model: nn.Module, directory: Path, save: Callable[[str], object], wanted: Collection[nn.Parameter] | None = None
 ) -> None:
     """Let rank 0 call `save` while its parameters hold full tensors, in CPU memory. Collective.
 
     Args:
         model: sharded; on rank 0 it is an unsharded model while `save` runs.
-        engine: the model's engine.
         directory: the destination. Its files are replaced one by one after `save` has returned.
         save: called with a temporary directory, and writes all files into it.
         wanted: the parameters that `save` reads, in their dtype before sharding; None: all.
@@ -106,13 +100,14 @@ def save_on_first(
     def take(shard: Param, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", shard.dtype, copy=True)
 
+    engine = engine_of(model)
     full, failure = gather_full(engine, take if engine.ranks.is_first else None, wanted)
 
     def write() -> None:
         raise_if(failure)
         if engine.ranks.is_first:
             with under_params(engine, full), plain_classes(model):
-                _write(Path(directory), save)
+                _write(directory, save)
 
     run_on_all_ranks(engine.ranks, f"save to {directory}", write)
 
@@ -159,7 +154,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
     given.pop("is_main_process", None)
     if has_adapters(self):
         wanted = run_on_all_ranks(engine.ranks, "find what PEFT saves", lambda: _wanted(self, given))
-        save_on_first(self, engine, save_directory, functools.partial(own, **given), wanted)
+        save_on_first(self, Path(save_directory), functools.partial(own, **given), wanted)
         return
     max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
     for name in (name for name, value in given.items() if name in known and value != known[name].default):
@@ -172,9 +167,9 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
 
 def _save_itself(self: Any, name: str, path: str | os.PathLike[str], *args: Any, **given: Any) -> None:
     """The library's method `name`, called on all ranks, runs on rank 0."""
-    engine = engine_at_rest(not_a_layer(self), name)
+    engine_at_rest(not_a_layer(self), name)
     own = getattr(super(type(self), self), name)
-    save_on_first(self, engine, path, lambda directory: own(directory, *args, **given))
+    save_on_first(self, Path(path), lambda directory: own(directory, *args, **given))
 
 
 def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:

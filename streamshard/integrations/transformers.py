@@ -174,7 +174,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             if self.args.should_save:
                 super()._save(str(directory), state_dict=state_dict)
         elif self._writes_itself:
-            save_on_first(self.model, engine_of(self.model), directory, super()._save)
+            save_on_first(self.model, directory, super()._save)
         else:
             if hasattr(self.model, "save_pretrained"):
                 self.model.save_pretrained(directory)

@@ -29,11 +29,7 @@ Build = Callable[[], nn.Module]
 
 
 def estimate_activations(
-    build: nn.Module | Build,
-    units: UnitsArgument,
-    dtype: torch.dtype,
-    batch: int | None,
-    seq: int | None,
+    build: nn.Module | Build, units: UnitsArgument, dtype: torch.dtype, batch: int | None, seq: int | None
 ) -> tuple[int, int]:
     """Run a forward, and add up the tensors that autograd keeps.
 

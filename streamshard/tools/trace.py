@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -103,12 +102,7 @@ class _Recorder(Observer):
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def on_collective(
-        self,
-        stream: StreamName,
-        collective: Collective,
-        tag: int | None,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
     ) -> None:
         """See `Observer`. The flat parameters of a unit share one span."""
         unit = self._unit_of[tag] if tag is not None and tag < len(self._unit_of) else None
