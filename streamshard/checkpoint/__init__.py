@@ -7,5 +7,5 @@ load    the newest intact checkpoint of a `directory` -> `restore` compares it w
         copies from the files into pieces (`manifest`, `safetensors_file`)
 export  `disk_layout` says which ranges of parameters each tensor of Hugging Face's files consists of -> `export`:
         each rank writes its ranges of the same files, and reads such files
-FSDP2   `dcp` translates names of torch.distributed.checkpoint, `dcp_files` reads its files
+FSDP2   `dcp` converts from and to the files of torch.distributed.checkpoint
 """

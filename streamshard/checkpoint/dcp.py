@@ -1,20 +1,26 @@
 """Convert checkpoints from and to torch.distributed.checkpoint (DCP), as FSDP2 writes it: weights and optimizer state.
 
-This module translates names. torch writes DCP's files; `dcp_files` reads them.
-
 With FSDP2, users call ``get_state_dict`` and ``dcp.save({"model": ..., "optimizer": ...})``. Keys are then
 ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and ``optimizer.param_groups.0.lr``; with
 ``flatten_optimizer_state_dict`` the last is ``optimizer.param_groups.<name>.lr``. Accelerate writes models and
 optimizers to separate directories.
+
+A directory has a pickle, ``.metadata``. It says in which part of which file each piece of a tensor, and each value,
+lies. Each part is an archive as ``torch.save`` writes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
+import math
 import os
+import pickle
 import tempfile
 import warnings
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +30,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from streamshard.checkpoint.block_state import is_part
-from streamshard.checkpoint.dcp_files import METADATA_NAME, DcpFiles
 from streamshard.checkpoint.directory import PARTIAL, next_number, open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece
-from streamshard.checkpoint.json_codec import CPU, decode, encode
+from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
-from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
+from streamshard.checkpoint.safetensors_file import FILE_NAME, bytes_of, open_regular, read_text, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_path
 from streamshard.core.late_step import NUMBERS
 from streamshard.errors import CheckpointError, ConfigError
 
-
-def _files_of(root: Path) -> list[DcpFiles]:
-    """A DCP directory, or Accelerate's two."""
-    candidates = [root, root / "pytorch_model_fsdp_0", root / "optimizer_0"]
-    found = [path for path in candidates if (path / METADATA_NAME).is_file()]
-    if not found:
-        raise CheckpointError(
-            f"{root} is no directory of torch.distributed.checkpoint: there is no {METADATA_NAME} in it, nor in "
-            "pytorch_model_fsdp_0 in it"
-        )
-    return [DcpFiles(path) for path in found]
+_METADATA_NAME = ".metadata"
 
 
 # ------------------------------------------------------------------------------------------------ to DCP
@@ -151,12 +146,12 @@ def from_dcp(
         ConfigError: no key has the prefix.
     """
     root = parse_path("out", out)
-    files_of = {key: files for files in _files_of(parse_path("directory", directory)) for key in files}
+    files_of = {key: files for files in _files_of(parse_path("directory", directory)) for key in files.entries}
     own, prefix = f"{optimizer}.", f"{model}." if model else ""
     weights = {
         key.removeprefix(prefix): files.read(key)
         for key, files in files_of.items()
-        if key in files.tensors and key.startswith(prefix) and (model or not key.startswith(own))
+        if files.is_tensor(key) and key.startswith(prefix) and (model or not key.startswith(own))
         if "_extra_state" not in key.split(".")
     }
     if not weights:
@@ -235,3 +230,112 @@ def _joined(options_of: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]
     for name, options in options_of.items():
         groups.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(name)
     return list(groups.values())
+
+
+# ------------------------------------------------------------------------------------------------ DCP's files
+
+
+def _files_of(root: Path) -> list[DcpFiles]:
+    """The files of a DCP directory, or of Accelerate's two."""
+    candidates = [root, root / "pytorch_model_fsdp_0", root / "optimizer_0"]
+    found = [path for path in candidates if (path / _METADATA_NAME).is_file()]
+    if not found:
+        raise CheckpointError(
+            f"{root} is no directory of torch.distributed.checkpoint: there is no {_METADATA_NAME} in it, nor in "
+            "pytorch_model_fsdp_0 in it"
+        )
+    return [DcpFiles(path) for path in found]
+
+
+class DcpFiles:
+    """The files of one DCP directory. Pickles in them run no code, and name no files outside of the directory.
+
+    Args:
+        root: the directory.
+
+    Attributes:
+        entries: by key, the metadata of a tensor or a value.
+
+    Raises:
+        CheckpointError: the metadata cannot be read.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        with self._reading(_METADATA_NAME):
+            found = _Unpickler(io.BytesIO(read_text(root / _METADATA_NAME))).load()
+            self.entries: dict[str, Any] = found.state_dict_metadata
+            self._parts = {(i.fqn, getattr(i, "offset", None)): part for i, part in found.storage_data.items()}
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Turn errors about malformed files into a CheckpointError that names `what`."""
+        try:
+            yield
+        except Exception as error:  # Python's modules and torch raise errors of many kinds about malformed files
+            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            cause = str(error).partition("\n")[0]
+            raise CheckpointError(f"cannot read {what!r:.200} of {self._root}: {kind}{cause}") from error
+
+    def is_tensor(self, key: str) -> bool:
+        """Whether `key` is the key of a tensor, not of a value."""
+        return hasattr(self.entries[key], "chunks")
+
+    def read(self, key: str) -> Any:
+        """A full tensor, in new CPU memory, or a value.
+
+        Raises:
+            CheckpointError: names the tensor or value that cannot be read.
+        """
+        with self._reading(key):
+            if not self.is_tensor(key):
+                return self._load(key, None)
+            entry = self.entries[key]
+            shape, dtype = entry.size, entry.properties.state[0]
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(shape):
+                raise CheckpointError(f"its pieces do not hold each element of a tensor of shape {list(shape)} once")
+            whole = torch.empty(shape, dtype=dtype)
+            for chunk in entry.chunks:
+                box = zip(chunk.offsets, chunk.sizes, strict=True)
+                piece = whole[tuple(slice(start, start + size) for start, size in box)]
+                stored = self._load(key, chunk.offsets)
+                if stored.shape != piece.shape or stored.dtype != dtype:
+                    raise CheckpointError(f"its file does not hold a piece of shape {list(chunk.sizes)} and {dtype}")
+                piece.copy_(stored)
+            return whole
+
+    def _load(self, key: str, offset: tuple[int, ...] | None) -> Any:
+        """The tensor or value in one part of a file. The offset of a value is None."""
+        part = self._parts[key, offset]
+        if not FILE_NAME.fullmatch(part.relative_path):
+            raise CheckpointError(f"it is in a file {part.relative_path!r:.80}, wanted a file in the directory")
+        if getattr(part, "transform_descriptors", None):
+            raise CheckpointError("its files are compressed: save them without extensions")
+        with open_regular(self._root / part.relative_path) as file:
+            file.seek(part.offset)
+            archive = file.read(part.length)
+        if damaged := zipfile.ZipFile(io.BytesIO(archive)).testzip():  # torch.load does not compare checksums
+            raise CheckpointError(f"{damaged} in {part.relative_path} is damaged")
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive)):
+            raise CheckpointError(f"it holds {', '.join(unsafe)}, which torch.load(weights_only=True) does not load")
+        return torch.load(io.BytesIO(archive), map_location=CPU, weights_only=True)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records of all objects except dtypes, sizes and containers. So a pickle runs no code of anybody."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known: dict[str, type] = {"torch.Size": tuple, "collections.OrderedDict": dict}
+        if module == "torch" and name != "Size":
+            return dtype_named(name)
+        return known.get(f"{module}.{name}") or type(name, (_Record,), {})
+
+
+class _Record:
+    """Stands for an object of any class, and has its attributes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """Called in the place of the class. DCP's own classes take no arguments here."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
-from streamshard.checkpoint.dcp import from_dcp, to_dcp
+from streamshard.checkpoint.dcp import DcpFiles, from_dcp, to_dcp
 from streamshard.checkpoint.directory import open_verified
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.comm.ranks import RankGroup
@@ -245,3 +246,100 @@ def test_an_interrupt_is_one_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     with pytest.raises(CheckpointError, match="out exists: convert into a new directory"):
         to_dcp(tmp_path / "run", out)
+
+
+# ------------------------------------------------------------------------------------------------ DCP's files
+
+STATE = {"model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3)}}
+
+
+def test_tensors_and_values_that_torch_writes_come_back(tmp_path: Path) -> None:
+    """Tensors of many dtypes and strides, scalars, empty tensors, and values."""
+    dtypes = [torch.uint16, torch.uint64, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int8]
+    state: dict[str, Any] = {str(dtype): torch.tensor([1, 0, 1]).to(dtype) for dtype in dtypes}
+    state |= {
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "expanded": torch.ones(1).expand(3),
+        "number": torch.tensor(3),
+        "empty": torch.zeros(0, 3),
+        "list": [1, -5, 2**70, 1.5, "é", None, True, (1, 2), torch.float32],
+    }
+    write_dcp(tmp_path / "dcp", state)
+    files = DcpFiles(tmp_path / "dcp")
+    assert files.entries.keys() == state.keys()
+    for key, wanted in state.items():
+        found = files.read(key)
+        if isinstance(wanted, torch.Tensor):
+            assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+        else:
+            assert found == wanted
+
+
+class _Attack:
+    """Unpickling it makes a directory."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._mark),)
+
+
+def test_pickles_in_dcp_directories_run_no_code(tmp_path: Path) -> None:
+    """Neither the metadata's pickle nor a value's."""
+    attack: Any = _Attack(tmp_path / "mark")
+    write_dcp(tmp_path / "one", STATE, lambda metadata: setattr(metadata, "planner_data", attack))
+    from_dcp(tmp_path / "one", tmp_path / "run")
+    write_dcp(tmp_path / "two", STATE | {"optimizer": {"param_groups": [{"params": ["weight"], "lr": attack}]}})
+    with pytest.raises(CheckpointError, match=r"cannot read 'optimizer.*lr' of .*two: it holds posix.mkdir"):
+        from_dcp(tmp_path / "two", tmp_path / "run")
+    assert not (tmp_path / "mark").exists()
+
+
+def _tensor(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["model.a"]
+
+
+def _part(metadata: Any) -> Any:
+    return next(part for index, part in metadata.storage_data.items() if index.fqn == "model.a")
+
+
+WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a file outside": (lambda each: setattr(_part(each), "relative_path", "../x"), "wanted a file in the directory"),
+    "compressed files": (
+        lambda each: setattr(_part(each), "transform_descriptors", ["zstd"]),
+        "save them without extensions",
+    ),
+    "a larger shape": (
+        lambda each: setattr(_tensor(each), "size", torch.Size([2**40, 3])),
+        "do not hold each element of a tensor",
+    ),
+    "a lost piece": (lambda each: _tensor(each).chunks.clear(), "do not hold each element of a tensor"),
+    "another shape": (
+        lambda each: setattr(_tensor(each).chunks[0], "sizes", torch.Size([3, 2])),
+        r"does not hold a piece of shape \[3, 2\]",
+    ),
+    "another dtype": (
+        lambda each: setattr(_tensor(each).properties, "dtype", torch.int32),
+        "does not hold a piece of shape .* and torch.int32",
+    ),
+    "a part that is cut off": (lambda each: setattr(_part(each), "length", 100), "BadZipFile"),
+    "no places": (lambda each: setattr(each, "storage_data", None), "of .*dcp: AttributeError: .*NoneType"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_files_that_do_not_fit_their_metadata_are_refused(tmp_path: Path, what: str) -> None:
+    change, told = WRONG[what]
+    write_dcp(tmp_path / "dcp", STATE, change)
+    with pytest.raises(CheckpointError, match=f"cannot read .*({told})"):
+        from_dcp(tmp_path / "dcp", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_flipped_bit_in_a_weight_is_noticed(tmp_path: Path) -> None:
+    write_dcp(tmp_path / "dcp", STATE)
+    file = tmp_path / "dcp" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(torch.arange(6.0).numpy().tobytes(), bytes(24)))
+    with pytest.raises(CheckpointError, match=r"cannot read 'model.a' of .*data/0 in __0_0.distcp is damaged"):
+        from_dcp(tmp_path / "dcp", tmp_path / "run")
