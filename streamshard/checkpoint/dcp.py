@@ -12,7 +12,6 @@ lies. Each part is an archive as ``torch.save`` writes it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import math
 import os
@@ -34,7 +33,7 @@ from streamshard.checkpoint.directory import PARTIAL, next_number, open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
-from streamshard.checkpoint.safetensors_file import FILE_NAME, bytes_of, open_regular, read_text, sync_directory
+from streamshard.checkpoint.safetensors_file import FILE_NAME, digest_of, open_regular, read_text, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_path
@@ -178,10 +177,9 @@ def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[st
     bytes of another one, is saved as that one.
     """
     names: dict[str, str] = {}
-    first_of: dict[Any, str] = {}
+    first_of: dict[str, str] = {}
     for name in sorted(weights, key=lambda name: f"model/{name}" not in stepped):
-        data = weights[name].contiguous()
-        first = first_of.setdefault((data.shape, data.dtype, hashlib.sha256(bytes_of(data)).digest()), name)
+        first = first_of.setdefault(digest_of(None, {"": weights[name]}), name)
         names[name] = name if f"model/{name}" in stepped else first
     return names
 

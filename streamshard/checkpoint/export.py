@@ -28,7 +28,6 @@ beside the old weights.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -57,8 +56,8 @@ from streamshard.checkpoint.safetensors_file import (
     FileLayout,
     Held,
     OpenFiles,
-    bytes_of,
     copy_range,
+    digest_of,
     lay_out,
     opened,
     read_text,
@@ -295,12 +294,11 @@ class StoredDirectory(OpenFiles):
 
     def digest(self) -> str:
         """A hash of names, shapes and some bytes of each tensor. Weights of different training steps differ in it."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.tensors.items()):
-            digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
-            middle = tensor.view(-1)[tensor.numel() // 2 :][: _SAMPLE_BYTES // tensor.dtype.itemsize]
-            digest.update(bytes_of(middle))
-        return digest.hexdigest()
+        middles = {
+            name: tensor.view(-1)[tensor.numel() // 2 :][: _SAMPLE_BYTES // tensor.dtype.itemsize]
+            for name, tensor in self.tensors.items()
+        }
+        return digest_of({name: tensor.shape for name, tensor in self.tensors.items()}, middles)
 
     def _read_index(self, names: FileNames) -> dict[str, str]:
         """Read which file has each tensor."""

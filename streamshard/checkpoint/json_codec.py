@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from streamshard.errors import CheckpointError
+from streamshard.errors import CheckpointError, StreamShardError
 from streamshard.guards.sharded_tensor import is_piece
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
@@ -144,6 +144,8 @@ def decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], d
     """
     try:
         return _decode(saved, tensor_of, device)
+    except StreamShardError:  # of `tensor_of`
+        raise
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError, RuntimeError) as error:
         raise CheckpointError(f"a saved value is malformed: {type(error).__name__}: {error}") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -273,28 +274,25 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         owner = None if shard is None else owners.get(id(shard.param))
         if owner not in (None, ranks.rank):
             continue
-        own = decode(values, lambda name, where: got[name].to(where), device)  # noqa: B023  # called at once
-        if shard is not None and owner is None:
-            own = {name: _cut(name, value, shard) for name, value in own.items()}
-            if not steps_here(owner, engine, shard):
-                continue
-            own = put_together(own, shard.piece.local_shape)
-        elif isinstance(key, int):
-            own = put_together(own, tuple(params[key].shape))
+        cut = shard if owner is None else None
+        own = decode(values, partial(_part_of, got, cut), device)
+        if cut is not None and not steps_here(None, engine, cut):
+            continue
+        if isinstance(key, int):
+            own = put_together(own, tuple(params[key].shape) if cut is None else cut.piece.local_shape)
         state[key] = own
     optimizer.load_state_dict({**others, "state": state})
 
 
-def _cut(name: str, value: Any, shard: Param) -> Any:
-    """This rank's part of state of a sharded parameter."""
-    if isinstance(value, dict):  # a tensor that is taken apart
-        return {key: _cut(f"{name}.{key}", each, shard) for key, each in value.items()}
-    if not isinstance(value, torch.Tensor) or not value.shape and (shard.layout.shape or name in NUMBERS):
-        return value
-    span = span_of(name, shard, shard.layout.numel, value.shape)
-    if value.shape != span.shape:
+def _part_of(full: Mapping[str, torch.Tensor], shard: Param | None, name: str, where: torch.device) -> torch.Tensor:
+    """This rank's part of a tensor of state of `shard`, from the `full` tensors; None: all of it."""
+    whole = full[name].to(where)
+    if shard is None:
+        return whole
+    span = span_of(name, shard, shard.layout.numel, whole.shape)
+    if whole.shape != span.shape:
         raise ShardingError(
-            f"optimizer state {name!r} has shape {tuple(value.shape)}; {shard.name!r} has {shard.layout.shape}: was "
+            f"optimizer state {name!r} has shape {tuple(whole.shape)}; {shard.name!r} has {shard.layout.shape}: was "
             "the optimizer built over the same parameters?"
         )
-    return value.reshape(-1)[span.start :][: math.prod(span.local_shape)].view(span.local_shape).clone()
+    return whole.reshape(-1)[span.start :][: math.prod(span.local_shape)].view(span.local_shape).clone()

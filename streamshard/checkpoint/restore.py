@@ -27,10 +27,9 @@ from streamshard.checkpoint.run_parts import (
     Optimizers,
     Parts,
     class_name,
+    facts_of,
     has_state,
     name_parts,
-    param_names,
-    quantization_of,
 )
 from streamshard.checkpoint.safetensors_file import copy_range
 from streamshard.checkpoint.save import finish_running
@@ -161,11 +160,11 @@ class LoadPlan:
         return own if own in self._tensors else tensor
 
     def _plan_model(self, name: str, model: nn.Module, engine: Engine, saved: Mapping[str, Any]) -> None:
-        if (theirs := saved.get("quantization")) != quantization_of(engine) and theirs is not None:
+        own, pieces = facts_of(model, engine), local_pieces(model, engine, buffers=True)
+        if saved.get("quantization") not in (None, own["quantization"]):
             self._wrong.append(f"{name}: its packed weights were quantized with other scales, so their bytes differ")
-        pieces = local_pieces(model, engine, buffers=True)
         found: dict[str, str] = {}
-        for each, source in saved_names(model, engine).items():  # of tied names any will do
+        for each, source in own["names"].items():  # of tied names any will do
             if each in saved["names"]:
                 found.setdefault(source, saved["names"][each])
         unexpected = sorted({*saved["names"].values()} - {*found.values()})
@@ -179,7 +178,7 @@ class LoadPlan:
             self._wrong.append(f"{name} is {kind} and does not fit {type(model).__name__}: {told}")
 
     def _plan_optimizer(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        names, sharded = param_names(optimizer, self._parts)
+        names, sharded = self._parts.names_of(optimizer)
         rest = {key: self._decode(saved[key]) for key in saved if key not in ("class", "state")}
         here = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
         there = [group.pop("params") for group in rest["param_groups"]]

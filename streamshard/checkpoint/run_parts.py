@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -13,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.checkpoint.disk_layout import saved_names
+from streamshard.checkpoint.safetensors_file import digest_of
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest
 from streamshard.core.optimizer_hooks import params_in
@@ -28,7 +29,7 @@ Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = Optimizer | Mapping[str, Optimizer]
 
 Sharded = Mapping[nn.Parameter, tuple[Engine, Param]]
-"""Sharded parameters: their engines and shards."""
+"""The sharded parameters of an optimizer: by Parameter, the engine and this rank's part."""
 
 
 class Parts(NamedTuple):
@@ -37,7 +38,7 @@ class Parts(NamedTuple):
     Attributes:
         models: sharded models, and their engines.
         optimizers: optimizers of any parameters.
-        trees: plain values and objects with ``state_dict()``: `extra`, modules' extra state, random numbers.
+        trees: plain values and objects with ``state_dict()``: `extra`, extra state of modules, random numbers.
     """
 
     models: dict[str, tuple[nn.Module, Engine]]
@@ -46,8 +47,35 @@ class Parts(NamedTuple):
 
     @property
     def engine(self) -> Engine:
-        """The first model's: its ranks are all that save."""
+        """The first model's engine. Its ranks save the run."""
         return next(iter(self.models.values()))[1]
+
+    def names_of(self, optimizer: Optimizer) -> tuple[dict[nn.Parameter, str], Sharded]:
+        """Names of parameters: ``model/layers.0.weight``, or ``extra.head/weight`` for a module in `extra`.
+
+        Returns:
+            The names of all parameters of the run, and its sharded parameters.
+
+        Raises:
+            ConfigError: a parameter of `optimizer` is of no model that was given.
+        """
+        names: dict[nn.Parameter, str] = {}
+        sharded: dict[nn.Parameter, tuple[Engine, Param]] = {}
+        for key, (_, engine) in self.models.items():
+            for shard in engine.param_shards:
+                names[shard.param], sharded[shard.param] = f"{key}/{shard.name}", (engine, shard)
+        for key, each in self.trees.items():
+            if isinstance(each, nn.Module):
+                names.update((param, f"{key}/{name}") for name, param in params_of(each).items())
+        for param in params_in(optimizer.param_groups):
+            if param not in names:
+                piece = piece_of(param)
+                what = f"a parameter of shape {tuple(param.shape)}" if piece is None else repr(piece.name)
+                raise ConfigError(
+                    f"{type(optimizer).__name__} steps {what}, which is of no model that was given: give all modules "
+                    'whose parameters it steps, sharded ones in model={"a": a, "b": b}, others in extra={"head": head}'
+                )
+        return names, sharded
 
 
 def name_parts(
@@ -103,40 +131,18 @@ def class_name(value: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def quantization_of(engine: Engine) -> str | None:
-    """A digest of everything beside the packed weights of a model, without which their bytes mean nothing."""
-    digest, packed = hashlib.sha256(), [param for param in engine.param_shards if param.form.is_packed]
-    for param in packed:
-        digest.update(f"{param.name} {param.form.facts(param.param)}".encode())
-        for name, tensor in sorted(param.form.beside(param.param).items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest() if packed else None
+def facts_of(model: nn.Module, engine: Engine) -> dict[str, Any]:
+    """What the manifest says of a model, as JSON.
 
-
-def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, str], Sharded]:
-    """Names of the parameters of all models and of modules in `extra`, which begin with their name; and sharded ones.
-
-    Raises:
-        ConfigError: a parameter of the optimizer is of no model that was given.
+    Returns:
+        The class; by the names of the state dict, the parameter or buffer behind each (see `saved_names`); and a digest
+        of the scales and settings without which the bytes of packed weights mean nothing, None without packed weights.
     """
-    names: dict[nn.Parameter, str] = {}
-    sharded: dict[nn.Parameter, tuple[Engine, Param]] = {}
-    for key, (_, engine) in parts.models.items():
-        for shard in engine.param_shards:
-            names[shard.param], sharded[shard.param] = f"{key}/{shard.name}", (engine, shard)
-    for key, each in parts.trees.items():
-        if isinstance(each, nn.Module):
-            names.update((param, f"{key}/{name}") for name, param in params_of(each).items())
-    for param in params_in(optimizer.param_groups):
-        if param not in names:
-            piece = piece_of(param)
-            what = f"a parameter of shape {tuple(param.shape)}" if piece is None else repr(piece.name)
-            raise ConfigError(
-                f"{type(optimizer).__name__} steps {what}, which is of no model that was given: give all modules whose "
-                'parameters it steps, sharded ones in model={"a": a, "b": b}, others in extra={"head": head}'
-            )
-    return names, sharded
+    packed = [shard for shard in engine.param_shards if shard.form.is_packed]
+    scales = {f"{each.name} {name}": scale for each in packed for name, scale in each.form.beside(each.param).items()}
+    settings = [f"{each.name} {each.form.facts(each.param)}" for each in packed]
+    quantization = digest_of(settings, scales) if packed else None
+    return {"class": class_name(model), "names": saved_names(model, engine), "quantization": quantization}
 
 
 def _extra_state_of(module: nn.Module) -> SimpleNamespace:
@@ -161,6 +167,6 @@ class RandomState:
         """Put the generators into this state."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
-        if self._device.type in state and self._device.type != "cpu":
+        if self._device.type in state:
             module_of(self._device).set_rng_state(state[self._device.type], self._device)
         numpy.random.set_state(state["numpy"])

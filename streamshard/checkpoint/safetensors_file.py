@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -207,6 +208,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(array).cast("B")
+
+
+def digest_of(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of `tree`, which is JSON, and of the names, dtypes, shapes and values of `tensors`."""
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(bytes_of(tensor.detach().cpu().contiguous()))
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

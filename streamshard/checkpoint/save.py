@@ -13,8 +13,6 @@ write and fsync one file (every rank) -> publish by renaming (rank 0)
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 import os
 import threading
 from collections import Counter
@@ -26,21 +24,12 @@ import torch
 
 from streamshard import __version__
 from streamshard.checkpoint.directory import Partial, next_number, publish_checkpoint, write_together
-from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces, saved_names
+from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
 from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_replica, settle
-from streamshard.checkpoint.run_parts import (
-    Models,
-    Optimizers,
-    Parts,
-    class_name,
-    has_state,
-    name_parts,
-    param_names,
-    quantization_of,
-)
-from streamshard.checkpoint.safetensors_file import FileRecord, bytes_of, lay_out, write_file
+from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, facts_of, has_state, name_parts
+from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import make_host_group, state_of, weak
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
@@ -103,8 +92,8 @@ def save_checkpoint(
         CheckpointError: on every rank; names the rank, the file and the cause. The new checkpoint is removed, and older
             ones are unchanged. If the save is in the background, the next call or the handle's ``wait()`` raises.
         ConfigError: an argument that cannot work.
-        RankMismatchError: `directory`, `keep`, `step`, `wait`, the names of models and optimizers, or an optimizer's
-            options or step counts differ between ranks. Nothing is written.
+        RankMismatchError: `directory`, `keep`, `step`, `wait`, the names of models, optimizers or objects, or an
+            optimizer's options or step counts differ between ranks. Nothing is written.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory)
@@ -122,7 +111,7 @@ def save_checkpoint(
 def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
     """The checkpoint's number. Raises unless all ranks pass the same arguments, models and optimizers."""
     mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
-    mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers)}
+    mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers), "objects": sorted(parts.trees)}
 
     def begin() -> dict[str, Any]:
         finish_running()
@@ -171,25 +160,21 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
     def collect_here() -> tuple[dict[str, Any], dict[str, str]]:
         optimizer_parts = {}
         for name, (model, engine) in parts.models.items():
-            saved["models"][name] = {"class": class_name(model), "names": saved_names(model, engine)}
-            saved["models"][name]["quantization"] = quantization_of(engine)
+            saved["models"][name] = facts_of(model, engine)
             own = local_pieces(model, engine, buffers=engine.ranks.is_first).values()
             pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
         for name, optimizer in parts.optimizers.items():
-            optimizer_parts[name], moments = local_state(name, optimizer, *param_names(optimizer, parts), ranks)
+            optimizer_parts[name], moments = local_state(name, optimizer, *parts.names_of(optimizer), ranks)
             pieces.extend(moments)
         for name, value in parts.trees.items():
             values[name] = value.state_dict() if has_state(value) else value
             trees[name] = encode(values[name], name)
-        return optimizer_parts, {name: _digest(*tree) for name, tree in trees.items()}
+        return optimizer_parts, {name: digest_of(*tree) for name, tree in trees.items()}
 
     told = ranks.gather_results("save", collect_here)
-    digests = [each for _, each in told]
-    if any(each.keys() != digests[0].keys() for each in digests):
-        raise CheckpointError(f"ranks save different things: {[sorted(each) for each in digests]}")
     for name in parts.optimizers:
         saved["optimizers"][name] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
-    differing = {name for name in trees if len({each[name] for each in digests}) > 1}
+    differing = {name for name in trees if len({digests[name] for _, digests in told}) > 1}
     trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank)) for name in differing}
     their_trees = ranks.gather_results("save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
@@ -197,15 +182,6 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
         if name in differing or ranks.is_first:
             pieces.extend(TensorPiece.wholes(tensors))
     return saved, pieces
-
-
-def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Says whether two ranks have the same."""
-    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor.cpu().contiguous()))
-    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------ in the background
