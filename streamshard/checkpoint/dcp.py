@@ -73,7 +73,7 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     saved = files.manifest.state
     state: dict[str, Any] = {}
     for name, each in saved["models"].items():
-        tensors = {source: files.read_whole(f"{name}/{source}") for source in each["names"].values()}
+        tensors = {source: files.read_whole(f"{name}/{source}") for source in {*each["names"].values()}}
         state[name] = {own: tensors[source] for own, source in each["names"].items()}  # state dicts have all names
     state |= {name: _optimizer_out(files, each) for name, each in saved["optimizers"].items()}
 

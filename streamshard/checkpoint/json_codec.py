@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from streamshard.errors import CheckpointError, StreamShardError
+from streamshard.errors import CheckpointError
 from streamshard.guards.sharded_tensor import is_piece
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
@@ -140,27 +140,18 @@ def decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], d
         device: for tensors that were not in CPU memory.
 
     Raises:
-        CheckpointError: `encode` gives no such JSON.
+        Exception: of any kind; `encode` gives no such JSON.
     """
-    try:
-        return _decode(saved, tensor_of, device)
-    except StreamShardError:  # of `tensor_of`
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError, RuntimeError) as error:
-        raise CheckpointError(f"a saved value is malformed: {type(error).__name__}: {error}") from error
-
-
-def _decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], device: torch.device) -> Any:
     if isinstance(saved, list):
-        return [_decode(each, tensor_of, device) for each in saved]
+        return [decode(each, tensor_of, device) for each in saved]
     if not isinstance(saved, dict):
         return saved
     if _KIND not in saved:
-        return {key: _decode(each, tensor_of, device) for key, each in saved.items()}
+        return {key: decode(each, tensor_of, device) for key, each in saved.items()}
     where = device if "device" in saved else CPU
     if saved[_KIND] == "tensor":
         return tensor_of(saved["tensor"], where)
-    value = _decode(saved["value"], tensor_of, device)
+    value = decode(saved["value"], tensor_of, device)
     if saved[_KIND] == "number":
         return torch.tensor(value, dtype=dtype_named(saved["dtype"]), device=where)
     return _MADE_OF[saved[_KIND]](value)

@@ -75,7 +75,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a number of text": _set(number="x"),
     "no ranks": _set(world_size=0),
     "versions in a list": _set(versions=[]),
-    "a time that is no text": _set(versions={"streamshard": "0", "torch": "0", "saved_at": 1}),
     "state in a list": _set(state=[]),
 }
 
