@@ -166,7 +166,7 @@ def from_dcp(
     pieces = TensorPiece.wholes({f"model/{name}": weights[name] for name in sorted(set(names.values()))} | tensors)
     optimizers = {"optimizer": state} if taken else {}
     saved = {"models": {"model": {"class": None, "names": names}}, "optimizers": optimizers, "trees": {}}
-    path = write_checkpoint(root, next_number(root), None, RankGroup(), saved, pieces)
+    path = write_checkpoint(root, next_number(root), None, RankGroup(), saved, lambda: pieces)
     return path, sorted(left_out - {f"{own}{key}" for key in taken})
 
 

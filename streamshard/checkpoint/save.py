@@ -40,7 +40,6 @@ from streamshard.errors import (
     CommunicationError,
     ConfigError,
     RankMismatchError,
-    StreamShardError,
     describe,
     log,
     warn_user,
@@ -104,8 +103,8 @@ def save_checkpoint(
     number = _agree(root, keep, step, wait, parts)
     if not wait:
         return _save_in_background(root, number, keep, parts)
-    path = write_checkpoint(root, number, keep, parts.engine.ranks, *collect(parts))
-    return Saving(path)
+    state, pieces = collect(parts)
+    return Saving(write_checkpoint(root, number, keep, parts.engine.ranks, state, lambda: pieces))
 
 
 def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
@@ -197,14 +196,9 @@ def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts)
 
     def write() -> Path:
         try:
-            return write_checkpoint(root, number, keep, own_ranks, state, finish())
+            return write_checkpoint(root, number, keep, own_ranks, state, finish)
         except CommunicationError as error:
             raise CheckpointError(f"{root}/checkpoint-{number} was not saved: {error}") from error
-        except StreamShardError:  # on all ranks
-            raise
-        except BaseException as error:
-            own_ranks.fail(describe(error))
-            raise
 
     global _running
     try:
@@ -341,7 +335,12 @@ def background_ranks(ranks: Communicator) -> RankGroup:
 
 
 def write_checkpoint(
-    root: Path, number: int, keep: int | None, ranks: RankGroup, state: Mapping[str, Any], pieces: Sequence[TensorPiece]
+    root: Path,
+    number: int,
+    keep: int | None,
+    ranks: RankGroup,
+    state: Mapping[str, Any],
+    take: Callable[[], Sequence[TensorPiece]],
 ) -> Path:
     """Write this rank's file, then let rank 0 publish all files. Collective.
 
@@ -351,16 +350,17 @@ def write_checkpoint(
         keep: how many checkpoints to keep; None: all.
         ranks: the ranks.
         state: everything except tensors, as JSON, the same on all ranks.
-        pieces: this rank's pieces of tensors.
+        take: returns this rank's pieces of tensors.
 
     Returns:
         The checkpoint's path.
     """
     name = f"checkpoint-{number}"
     file = f"rank-{ranks.total_rank:05d}-of-{ranks.total_size:05d}.safetensors"
-    held = {piece.name: [(0, piece.data)] for piece in pieces}
 
     def write(partial: Path) -> tuple[FileRecord, dict[str, TensorRecord]]:
+        pieces = take()
+        held = {piece.name: [(0, piece.data)] for piece in pieces}
         if len(held) < len(pieces):
             twice = Counter(piece.name for piece in pieces).most_common(1)[0][0]
             raise CheckpointError(f"several tensors are named {twice!r}: give other keys in extra= or model=")

@@ -188,14 +188,7 @@ class LocalSGD(WrappedOptimizer):
             `warmup_steps`.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        *,
-        period: int,
-        warmup_steps: int = 0,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, *, period: int, warmup_steps: int = 0) -> None:
         super().__init__(optimizer, model)
         if period < 1:
             raise ConfigError(f"period={period}: wanted at least 1")
