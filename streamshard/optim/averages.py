@@ -1,4 +1,4 @@
-"""Averages of weights: a second sharded model holds them. `update_parameters` averages pieces and buffers into it."""
+"""Averages of weights: `update_parameters` averages a sharded model's pieces and buffers into a second one."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ def update_parameters(
     Args:
         averaged_model: made by `StreamShard` with the model's settings, of the model's class. It may be frozen.
         model: made by `StreamShard`.
-        n_averaged: how many models are in the average so far. 0: the average becomes a copy of `model`, and needs no
-            values before.
-        avg_fn: gets an averaged tensor, the model's, and `n_averaged`, and returns the new average, such as
+        n_averaged: how many models are in the average so far. With 0 the average becomes a copy of `model`; it may be
+            empty before.
+        avg_fn: called with an averaged tensor, the model's tensor, and `n_averaged`; returns the new average, such as
             ``torch.optim.swa_utils.get_ema_avg_fn(0.999)``.
-        multi_avg_fn: gets lists of such tensors, and changes the averaged ones in place, such as
-            ``torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)``. Without a function: the mean of all models.
+        multi_avg_fn: called with a list of averaged tensors, a list of the model's tensors, and `n_averaged`; changes
+            the averaged tensors in place, such as ``torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)``. Without
+            `avg_fn` and `multi_avg_fn`: the mean of all models.
         use_buffers: average floating-point buffers too. False: copy them.
 
     Raises:
         ConfigError: `n_averaged` is not a number of models, or both functions are given.
-        ShardingError: before anything is changed: names the first parameter or buffer that only one model has, or that
-            has another shape, dtype or pieces in the other model.
+        ShardingError: nothing has changed; names the first parameter or buffer that only one model has, or that has
+            another shape, dtype or pieces in the other model.
     """
     if not isinstance(n_averaged, int) or n_averaged < 0:
         raise ConfigError(f"n_averaged={n_averaged!r}: wanted the number of models in the average so far, at least 0")
@@ -73,10 +74,10 @@ def update_parameters(
 
 
 def _pairs(kind: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[_Pair]:
-    """The tensors of both models, by name.
+    """Each tensor of the averaged model with the model's tensor of the same name.
 
     Raises:
-        ShardingError: they do not fit together. All ranks get the same error.
+        ShardingError: the models do not fit together. All ranks get the same error.
     """
     if odd := next((name for name in (*mine, *theirs) if name not in mine or name not in theirs), None):
         who = "the model" if odd in theirs else "the averaged model"
@@ -88,9 +89,8 @@ def _pairs(kind: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, tor
         found, wanted = (f"{tuple(each.shape)} {each.dtype}" for each in (tensor, other))
         if found != wanted or not is_cut_alike:
             raise ShardingError(
-                f"update_parameters: the {kind} {name!r} has another shape or dtype, or is cut at other places, in the "
-                f"averaged model ({found}, {pieces[0] or 'whole'}) than in the model ({wanted}, "
-                f"{pieces[1] or 'whole'}): shard two models of one class with the same settings on the same ranks, and "
-                "freeze the same parameters in both"
+                f"update_parameters: {kind} {name!r} has another shape, dtype or cut in the averaged model ({found}, "
+                f"{pieces[0] or 'whole'}) than in the model ({wanted}, {pieces[1] or 'whole'}): shard two models of "
+                "one class with the same settings on the same ranks, and freeze the same parameters in both"
             )
     return [(tensor.detach(), theirs[name].detach()) for name, tensor in mine.items()]

@@ -1,4 +1,4 @@
-"""An optimizer inside a `WholeParameterOptimizer`: for some parameters of one of the user's groups."""
+"""An optimizer inside a `WholeParameterOptimizer`. It steps some parameters of one of the user's groups."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PLAIN = (int, float, str, bool, tuple, type(None))
 
 
 class GroupClass(NamedTuple):
-    """How to make the optimizer of a group.
+    """How to make the optimizer of one of the user's groups.
 
     Attributes:
         kind: the optimizer's class.
         options: arguments of the constructor.
-        given: the group's options, as the user has given them to the constructor.
-        initial: by parameter, state that the constructor makes from all parameters together, such as APOLLO's seeds.
-            Numbers and strings only.
-        stacked: names of the state that plain PyTorch stacks over a group, in the entry of its first parameter.
+        given: options of the group, as the user has passed them to `WholeParameterOptimizer`.
+        initial: by parameter, the numbers and strings that the constructor puts into its state, such as APOLLO's seeds.
+            They may depend on all parameters of the group.
+        stacked: keys of state that plain PyTorch stacks over a group, in the state of its first parameter.
     """
 
     kind: type[Optimizer]
@@ -38,19 +38,19 @@ class GroupClass(NamedTuple):
 class InnerOptimizer:
     """An ordinary optimizer for some parameters of one of the user's groups.
 
-    Each parameter is in a group of its own, unless the class works element by element. Some optimizers stack the state
+    Each parameter gets a group of its own, unless the class works element by element. Some optimizers stack the state
     of a group in the state of its first parameter. With one parameter in a group, this state belongs to the parameter.
 
     Args:
-        made: how to make it.
-        number: the group's number.
+        made: how to make the optimizer.
+        number: number of the user's group.
         group: the user's group.
-        targets: by the user's parameter, the one that is stepped in its place: the full parameter, or the same.
-        is_together: parameters are in one group, as in plain PyTorch.
+        targets: by the user's parameter, the parameter to step in its place: the full one, or the user's own.
+        is_together: put all parameters into one group, as plain PyTorch does.
 
     Attributes:
         optimizer: the ordinary optimizer.
-        number: the group's number.
+        number: see above.
         had_grads: whether a parameter had a gradient in the last step.
     """
 
@@ -66,11 +66,10 @@ class InnerOptimizer:
         self._group = group
         self._targets = targets
         wholes = list(targets.values())
-        is_together = is_together or is_elementwise_class(made.kind)
-        split = [wholes] if is_together else [[each] for each in wholes]
+        split = [wholes] if is_together or is_elementwise_class(made.kind) else [[each] for each in wholes]
         groups = [{**options_of(made.given), "params": each} for each in split]
         self.optimizer: Optimizer = made.kind(groups, **made.options)
-        for param, target in self._targets.items():
+        for param, target in targets.items():
             if values := made.initial.get(param):
                 self.optimizer.state[target].update(values)
         self.take_options()
@@ -85,16 +84,16 @@ class InnerOptimizer:
         """Step, after `take_options`."""
         for group in self.optimizer.param_groups:
             if any(param.grad is not None for param in group["params"]):
-                self._last, self.had_grads = group, True  # a group without gradients may not count this step
+                self._last, self.had_grads = group, True  # some optimizers count only steps with gradients
                 break
         self.optimizer.step()
 
     def give_options(self) -> None:
-        """Copy the options to the user's group after a step. The group's tensors stay the same objects."""
+        """Copy the options to the user's group after a step. Tensors in the user's group stay the same objects."""
         for key, value in options_of(self._last).items():
-            theirs = self._group.get(key)
-            if isinstance(theirs, torch.Tensor) and isinstance(value, torch.Tensor) and theirs.shape == value.shape:
-                theirs.copy_(value)
+            old = self._group.get(key)
+            if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
+                old.copy_(value)
             else:
                 self._group[key] = value
 
@@ -109,28 +108,28 @@ class InnerOptimizer:
 
         Args:
             state: keyed by the user's parameters.
-            is_loaded: `state` comes from a state dict, so its dtypes and devices may differ. Otherwise it comes from an
-                optimizer of the same class, and is not converted.
+            is_loaded: `state` comes from a state dict, so the class converts its dtypes and devices. Otherwise it comes
+                from an optimizer of the same class.
         """
         own = self.optimizer.state
         own.update({key: copy.deepcopy(value) for key, value in state.items() if not isinstance(key, torch.Tensor)})
         for param, target in self._targets.items():
             if param in state:
                 own[target] = {**own.get(target, {}), **state[param]}
-        if is_loaded:  # only the class knows the dtypes of its state
+        if is_loaded:
             self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def refuse_extras(self) -> None:
         """Raise if the optimizer's state dict has entries besides state and groups: they would not be saved."""
         if extras := [key for key in self.optimizer.state_dict() if key not in ("state", "param_groups")]:
             raise ConfigError(
-                f"{type(self.optimizer).__name__} has {extras} in its state_dict() beside 'state' and 'param_groups'. "
-                "WholeParameterOptimizer trains with it and cannot save it: save the weights alone"
+                f"{type(self.optimizer).__name__}.state_dict() has {extras} beside 'state' and 'param_groups', which "
+                "WholeParameterOptimizer cannot save: save the weights alone"
             )
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of a group's options, so that an in-place change by one optimizer's step does not reach another's."""
+    """Copies of a group's options. A step may change its options in place, and must not change another optimizer's."""
     return {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 

@@ -12,12 +12,13 @@ def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
     """Give each parameter to the rank with the least load so far, the most expensive parameter first.
 
     Greedy by decreasing cost (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"; ZeroRedundancyOptimizer does
-    the same by size): with no load before, the busiest rank has at most 4/3 of the least possible. Equal costs are
-    taken in order, so neighbours in the model go to different ranks.
+    the same by size): if all loads are 0 before, the busiest rank gets at most 4/3 of the smallest possible load.
+    Parameters of equal cost keep their order, so neighbours in the model go to different ranks.
 
     Args:
         costs: cost of each parameter's step, in any unit; at least 0.
-        loads: by rank, the cost of what the rank owns already, in the same unit. New assignments are added.
+        loads: by rank, the cost of the parameters that it owns already, in the same unit. Changed in place: the cost of
+            each assigned parameter is added.
 
     Returns:
         The owner of each parameter: a rank.
@@ -40,10 +41,10 @@ def plan_rounds(
     Args:
         costs, owners: as in `assign_owners`.
         numels: elements of each parameter.
-        round_numel: elements that a rank may own in one round; at least 1.
+        round_numel: the largest number of elements that a rank owns in one round; at least 1.
 
     Returns:
-        The indices of each round's parameters, ascending.
+        By round, the indices of its parameters, ascending.
     """
     rounds: list[list[int]] = []
     owned: dict[tuple[int, int], int] = {}  # elements, by round and rank

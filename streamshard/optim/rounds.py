@@ -5,15 +5,15 @@
 `Rounds` owns the buffers and the fences. See [Note: rounds].
 
 [Note: rounds]
-The pieces of a round are packed (compute stream), exchanged (comm), laid out as full parameters and
-stepped (compute), their new weights are exchanged (comm) and copied to the pieces (compute). All rounds use the same
-buffers. The order on the compute stream is: lay out round k, pack round k + 1, step round k, finish round k - 1, send
-round k back. So while round k is stepped, round k + 1 travels to its owners and round k - 1 back, and each buffer is
-free when it is written again. Fences: rule 5 before each exchange (what it sends is written), rule 7 behind it (what
-arrives is complete). An owner sends its own pieces to itself, like all others.
+The compute stream packs the pieces of a round, the comm stream exchanges them, and the compute stream lays them out as
+full parameters and steps these. Then the comm stream exchanges the new weights, and the compute stream copies them to
+the pieces. All rounds use the same buffers. The order on the compute stream is: lay out round k, pack round k + 1, step
+round k, finish round k - 1, send round k back. So while the owners step round k, round k + 1 travels to its owners and
+round k - 1 back, and each buffer is free when it is written again. Fences: rule 5 before each exchange (the sent buffer
+is written), rule 7 behind it (the received buffer is complete). An owner sends its own pieces to itself too.
 
-The length of a message depends only on the plan, never on which parameters have a gradient. So ranks that disagree
-about gradients get an error, not messages of the wrong length. Before the first exchange ranks compare digests of which
+The plan alone decides the lengths of messages, whichever parameters have a gradient. So ranks that disagree about
+gradients get an error, not messages of the wrong length: before the first exchange each rank sends a digest of which
 parameters have gradients. On a device the host reads the result before the next step, so it never waits for the device.
 """
 
@@ -33,7 +33,7 @@ from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import data_of
 from streamshard.planning.memory import Category
 
-_ALIGNED_NUMEL = 128  # fp32 elements: 512 bytes, as of tensors that torch allocates, so kernels do the same
+_ALIGNED_NUMEL = 128  # fp32 elements, 512 bytes: torch aligns its own tensors so, and kernels may depend on it
 _DIGEST_RANGE = 1 << 24  # integers that fp32 holds exactly
 
 
@@ -42,7 +42,7 @@ class WholeParam(NamedTuple):
 
     Attributes:
         param: the user's sharded parameter.
-        piece: which elements of the full tensor this rank has.
+        piece: describes this rank's elements of the full tensor.
         owner: the rank of the shard group that steps the parameter.
         whole: on the owner, the [full shape] parameter that its optimizer steps; None on other ranks.
         cost: the cost of its step.
@@ -55,7 +55,7 @@ class WholeParam(NamedTuple):
     cost: float
 
 
-_Grads = Mapping[int, "torch.Tensor | None"]  # by ids of WholeParams, this rank's pieces of their gradients
+_Grads = Mapping[int, "torch.Tensor | None"]  # by id of a WholeParam, this rank's piece of its gradient
 
 
 class Rounds:
@@ -70,9 +70,8 @@ class Rounds:
         self._ranks = ranks
         self._ledger_of = rounds[0][0].piece.ledger_of
         self._buffers: list[torch.Tensor] = []
-        numels = [max(each) for each in zip(*map(_buffer_numels, rounds), strict=True)]
-        ledger = self._ledger_of()
-        self._buffers = [ledger.allocate(Category.OPTIMIZER_ROUNDS, numel, torch.float32) for numel in numels]
+        for numels in zip(*map(_buffer_numels, rounds), strict=True):
+            self._buffers.append(self._ledger_of().allocate(Category.OPTIMIZER_ROUNDS, max(numels), torch.float32))
         self._rounds = [_Round(params, ranks, self._buffers) for params in rounds]
 
         streams, compute, comm = ranks.streams, StreamName.COMPUTE, ranks.stream
@@ -82,9 +81,9 @@ class Rounds:
         self._returned = Fence(streams, Rule.RESULTS_ARRIVED, comm, "new weights of pieces", compute)
         device = ranks.streams.device
         self._digests = torch.zeros(2, device=device)
-        self._largest = torch.zeros(2, pin_memory=device.type != "cpu")  # over ranks
-        self._had_grads: dict[str, bool] = {}  # by name, of the last step until it was checked
-        self._event: Any = None  # on a device: `_largest` is on the host
+        self._largest = torch.zeros(2, pin_memory=device.type != "cpu")  # the maximum over ranks, on the host
+        self._had_grads: dict[str, bool] = {}  # by name, in the last step; empty once it was checked
+        self._event: Any = None  # on a device: `_largest` has arrived
 
     def __del__(self) -> None:
         if (ledger := self._ledger_of()) is not None:
@@ -94,12 +93,11 @@ class Rounds:
         """One step of all rounds, inside ``torch.no_grad()``.
 
         Args:
-            steps: none of them raises. The first one is called while the first round travels. Another one for each
-                round is called when the round's weights and gradients have arrived; it steps the parameters that this
-                rank owns.
+            steps: functions that do not raise. The first one runs while the first round travels. Then comes one for
+                each round: it steps this rank's parameters of the round, when their weights and gradients are there.
 
         Raises:
-            RankMismatchError: see `check`; on a CPU of this step, before anything is stepped, on a device of the last.
+            RankMismatchError: see `check`. On a CPU nothing was stepped; on a device the error is about the last step.
         """
         self.check()
         grads = {id(each): _flat_grad(each) for own in self._rounds for each in own.params}
@@ -121,10 +119,10 @@ class Rounds:
             self._finish(self._rounds[-1], grads)
 
     def check(self) -> None:
-        """Raise on all ranks if they had gradients for different parameters in the last step. Collective only then.
+        """Compare which parameters had gradients in the last step on each rank. Collective only if ranks differ.
 
         Raises:
-            RankMismatchError: names the first such parameter.
+            RankMismatchError: on all ranks; names the first parameter that had a gradient on some ranks only.
         """
         had_grads, self._had_grads = self._had_grads, {}
         if not had_grads or not self.grads_differ():
@@ -134,10 +132,9 @@ class Rounds:
             if len(set(found)) > 1:
                 # On a device the host does not read other ranks' numbers before it steps.
                 outcome = "load a checkpoint" if self._ranks.streams.has_streams else "nothing was stepped"
-                raise RankMismatchError(
-                    f"parameter {name!r} had a gradient on ranks {[rank for rank, had in enumerate(found) if had]} "
-                    f"only: {outcome}. Set grad = None on all ranks or on none"
-                )
+                having = [rank for rank, had in enumerate(found) if had]
+                advice = f"{outcome}. Set grad = None on all ranks or on none"
+                raise RankMismatchError(f"parameter {name!r} had a gradient on ranks {having} only: {advice}")
 
     def grads_differ(self) -> bool:
         """Whether ranks disagreed in the last step. On a device the host waits until that step has begun."""
@@ -147,7 +144,7 @@ class Rounds:
         return bool(self._largest[0] != -self._largest[1])
 
     def _compare(self, digest: int) -> None:
-        """Start to compare this rank's digest with those of the others. Collective."""
+        """Start to compare the digests of all ranks: the maximum of each, and of its negative. Collective."""
         for place, value in zip(self._digests, (digest, -digest), strict=True):
             place.fill_(value)
         self._ranks.all_reduce(self._digests, maximum=True)
@@ -186,7 +183,7 @@ class Rounds:
     def _finish(self, own: _Round, grads: _Grads) -> None:
         self._returned.wait()  # rule 7
         _copy([(_flat_data(each), place) for each, _, _, place in own.sent if grads[id(each)] is not None])
-        # On all ranks, also where one has no elements: a backward of an earlier forward raises.
+        # On all ranks, also without elements: so a backward of an earlier forward raises everywhere.
         torch.autograd.graph.increment_version([each.param for each in own.params if grads[id(each)] is not None])
 
 
@@ -203,26 +200,25 @@ def _buffer_numels(params: Sequence[WholeParam]) -> tuple[int, ...]:
 
 
 class _Round:
-    """One round on this rank: which pieces go where, and the views of the buffers that are copied.
+    """One round on this rank: its two exchanges, and the buffer views to copy before and after them.
 
     In a message parameters lie in the order of `params`.
 
     Args:
-        params: see below.
+        params: the parameters of the round, of all owners.
         ranks: the shard group.
-        buffers: of `_buffer_numels` elements or more; all rounds use them, one after another. What is sent to owners
-            (the gradient and the weights of one piece after another), the same where it arrives, full gradients and
-            weights of the parameters that this rank owns, new weights that are sent back, the same where they arrive.
+        buffers: five buffers, of `_buffer_numels` elements or more; all rounds use them, one after another:
+            gradients and weights of pieces to send to owners; the same as received by an owner; full gradients and
+            weights of the parameters that this rank owns; new weights to send back; new weights of pieces as received.
 
     Attributes:
-        params: the parameters of the round, of all owners.
-        sent: for each parameter of which this rank has elements: the parameter, and the buffer views for its gradient
-            its weights and its new weights, [n] fp32 each.
-        arrived: pairs of a part of a full gradient or weight, and the buffer view in which it arrives.
-        wholes: for each parameter that this rank owns: the parameter, the one that its optimizer steps, the full
-            gradient and weights, and the tensor that replaces them between steps.
-        results: for each part of new weights: the stepped parameter, the buffer view for the part, and which part it
-            is.
+        params: see above.
+        sent: for each parameter of which this rank has elements: the parameter, and the buffer views of its gradient,
+            weights and new weights, [n] fp32 each.
+        arrived: pairs: a part of a full gradient or weight, and the buffer view that has received it.
+        wholes: for each parameter that this rank owns: the parameter, the full one that the optimizer steps, its
+            gradient and weights, and the tensor that replaces both between steps.
+        results: for each part of new weights: the stepped parameter, the buffer view to send, and the part as a slice.
         to_owners, to_pieces: the two exchanges.
     """
 
@@ -252,7 +248,7 @@ class _Round:
 
 
 def _taking(buffer: torch.Tensor) -> Callable[[int], torch.Tensor]:
-    """A function that returns the next so many elements of `buffer`."""
+    """A function that returns the next `numel` elements of `buffer` at each call."""
     start = 0
 
     def take(numel: int) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""Trials of an optimizer on small parameters, before it is run on whole parameters of a model.
+"""Trials of an optimizer on small parameters, before a `WholeParameterOptimizer` runs it on a model.
 
-Each rank steps the parameters that it owns, with an optimizer of its own. Checkpoints move parameters between ranks. An
-optimizer is refused if it would then silently train differently from plain PyTorch:
+Each rank steps its own parameters, with an optimizer of its own. Checkpoints move parameters between ranks. The trial
+refuses optimizers that would silently train differently from plain PyTorch:
 
-- it takes a norm over all of its parameters, or estimates one learning rate for all (Prodigy, D-Adaptation);
-- it draws random numbers, which other parameters would get;
-- its constructor looks at values, which arrive later;
-- it keeps a gradient's memory, where another gradient is next;
-- it keeps something that an optimizer's state dict does not hold, or state of several parameters together;
-- it calls torch.distributed itself, although only the owner steps a parameter.
+- a norm over all parameters, or one learning rate estimated from all of them (Prodigy, D-Adaptation);
+- random numbers: parameters are stepped in another order, and would get other numbers;
+- a constructor that reads weights: there are none yet;
+- a gradient kept in memory without a copy: the next gradient is written there;
+- something kept outside of the state dict, or state of several parameters together: a checkpoint would lose it;
+- calls of torch.distributed: only one rank steps a parameter.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.core.optimizer_hooks import full_name
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, describe
 from streamshard.optim.inner import PLAIN, GroupClass, InnerOptimizer, options_of
 from streamshard.optim.rounds import stand_in
 from streamshard.torch_private import OpOverload, TorchDispatchMode
 
 _STEPS = 8
 _DIM = 16
-_EACH = 3  # parameters of each shape: two owners, one of which has two
-_LR = 1e-3  # in the place of 0, with which a schedule may begin
-# Relative to the norm of a parameter's change. Rounding errors of bf16 are 0.001, and published optimizers that do not
-# step each parameter by itself differ by 0.08 and more.
+_EACH = 3  # parameters of each shape: one owner has one of them, the other has two
+_LR = 1e-3  # replaces a learning rate of 0, with which a schedule may begin
+# Relative to the norm of a parameter's change. Rounding errors of bf16 are 0.001. Published optimizers that do not step
+# each parameter by itself differ by 0.08 and more.
 _TOLERANCE = 0.01
 
 
@@ -46,7 +46,10 @@ def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict
 def try_constructor(
     kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], GroupClass]:
-    """Construct a `kind` for `groups`. Returns the options of the last group, with defaults, and its class.
+    """Construct a `kind` for `groups`, with parameters that have no memory.
+
+    Returns:
+        The options of the last group, with the constructor's defaults, and how to make the group's optimizer.
 
     Raises:
         ConfigError: the constructor raises, or splits a group.
@@ -55,16 +58,11 @@ def try_constructor(
     try:
         made: Any = kind(given, **options)
     except Exception as error:
-        raise ConfigError(
-            f"{full_name(kind)} cannot be made for a group of parameters with the options "
-            f"{[*options_of(groups[-1]), *options]}: {type(error).__name__}: {error}"
-        ) from error
+        given_options = [*options_of(groups[-1]), *options]
+        raise ConfigError(f"{full_name(kind)} with the options {given_options} raised {describe(error)}") from error
     wanted, found = ([len(each["params"]) for each in owner] for owner in (groups, made.param_groups))
     if found != wanted:
-        raise ConfigError(
-            f"{kind.__name__} makes groups of {found} parameters of groups of {wanted}: wanted an optimizer that keeps "
-            "groups as they are given"
-        )
+        raise ConfigError(f"{kind.__name__} makes groups of {found} parameters of groups of {wanted}: pass its groups")
     last = made.param_groups[-1]
     initial = {
         param: {key: value for key, value in made.state.get(target, {}).items() if isinstance(value, PLAIN)}
@@ -74,15 +72,15 @@ def try_constructor(
 
 
 def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
-    """Raise unless a group is stepped on its owners as by plain PyTorch, also after a checkpoint. Takes milliseconds.
+    """Step small parameters as plain PyTorch does, and as owners do, and compare. Takes hundredths of a second.
 
     Args:
         made: how to make the group's optimizer.
-        group: the user's group. The trial uses small parameters for each number of dimensions, on the same device; for
-            meta on the CPU.
+        group: the user's group. For each number of dimensions in it, the trial makes small parameters: on the same
+            device, or on the CPU if the group is on the meta device.
 
     Returns:
-        Names of the state that plain PyTorch stacks over a group, in the entry of its first parameter.
+        Keys of state that plain PyTorch stacks over a group, in the state of its first parameter.
 
     Raises:
         ConfigError: the results differ, a step raises, or it calls torch.distributed.
@@ -97,7 +95,7 @@ def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
         options["lr"] = options["lr"] + _LR
     trials = []
     try:
-        # Both have the same random numbers. Compiled functions run as they are written: nothing is compiled.
+        # Both ways get the same random numbers. Compiled functions run uncompiled.
         for has_owners in (False, True):
             with torch.random.fork_rng(**forked), torch.compiler.set_stance("force_eager"):
                 trials.append(_try(made, options, shapes, device, has_owners))
@@ -105,22 +103,19 @@ def try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{name} was tried on small parameters {shapes}, to see whether it steps each of them by itself, and "
-            f"raised {type(error).__name__}: {error}. WholeParameterOptimizer runs optimizers that step without a "
-            "closure, and parameters of any shape"
+            f"{name}, tried on small parameters {shapes}, raised {describe(error)}. WholeParameterOptimizer runs "
+            "optimizers that step without a closure, and step parameters of any shape"
         ) from error
     together, owned = trials
     option = _differing_option([*together.groups, *owned.groups])
     if option is not None or not _are_near(together.changes, owned.changes):
-        why = "" if option is None else f", which it keeps as {option!r} of their group"
+        why = "" if option is None else f", such as {option!r} of their group"
         raise ConfigError(
-            f"{name} with these options changes a parameter by what the other parameters are (a norm or learning rate "
-            f"of all of them{why}), by random numbers, or by the values that parameters have when it is made; or it "
-            "keeps the memory of a gradient or parameter without clone(), or keeps something in attributes, or state "
-            "of several parameters together. So each rank would step the parameters that it owns differently from "
-            "plain PyTorch, or a checkpoint would continue with other numbers. WholeParameterOptimizer runs optimizers "
-            "that step each parameter by itself, keep state[param] of each, and numbers in their groups; for a norm "
-            "over all gradients use model.clip_grad_norm_"
+            f"{name} with these options does not step each parameter by itself: its steps depend on other parameters "
+            f"(a norm or learning rate of all{why}), on random numbers, on weights in the constructor, on memory of "
+            "gradients kept without clone(), or on something that a checkpoint loses. WholeParameterOptimizer runs "
+            "optimizers that keep state[param] of each parameter, and numbers in their groups. For a norm over all "
+            "gradients use model.clip_grad_norm_"
         )
     group_state, other_state, *_ = together.states
     tensors = {key: value for key, value in group_state.items() if isinstance(value, torch.Tensor)}
@@ -136,7 +131,7 @@ def _are_near(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> 
 
 
 def _differing_option(groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first number in groups that is not the same in all of them."""
+    """The first option that is a number and differs between `groups`."""
     for key, value in groups[0].items():
         if isinstance(value, int | float | torch.Tensor) and torch.as_tensor(value).numel() == 1:
             values = torch.stack([torch.as_tensor(group[key], dtype=torch.float64).cpu().view(()) for group in groups])
@@ -146,12 +141,12 @@ def _differing_option(groups: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 class _Trial(NamedTuple):
-    """What a trial has found.
+    """The results of a few steps.
 
     Attributes:
-        changes: of each parameter, in a few steps.
-        groups: the optimizers' groups after these steps.
-        states: each parameter's.
+        changes: by parameter, the change of its weights.
+        groups: the optimizers' groups.
+        states: by parameter, its state.
     """
 
     changes: list[torch.Tensor]
@@ -162,12 +157,12 @@ class _Trial(NamedTuple):
 def _try(
     made: GroupClass, options: dict[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device, has_owners: bool
 ) -> _Trial:
-    """Step parameters of these shapes with large and small gradients, which have a common direction over steps.
+    """Step parameters of these shapes with large and small gradients, which keep a common direction.
 
-    One optimizer steps all parameters as plain PyTorch does, or two owners have an optimizer each, made before
-    parameters have values. The last owner steps first, so that random numbers differ. After each step the memory of
-    gradients and parameters is overwritten, so that an optimizer that keeps it gives other results. Half-way a
-    parameter and its state move to the first owner, as after a checkpoint.
+    Without owners, one optimizer steps all parameters, as plain PyTorch does. With `has_owners`, two owners have an
+    optimizer each, made before parameters have values. The last owner steps first, so that random numbers differ. After
+    each step the memory of gradients and parameters is overwritten, so that optimizers that keep it get other results.
+    Half-way one parameter and its state move to the first owner, as after a checkpoint.
     """
     generator = torch.Generator().manual_seed(0)
     starts, directions = ([torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2))
@@ -190,7 +185,7 @@ def _try(
             for inner in inners:
                 inner.load(state, is_loaded=False)
         for index, (param, direction) in enumerate(zip(params, directions, strict=True)):
-            scale = 10.0 ** ((3 * index + 2 * number) % 7 - 4)  # norms over all parameters differ from step to step
+            scale = 10.0 ** ((3 * index + 2 * number) % 7 - 4)  # so each step has another norm over all parameters
             param.grad = scale * (direction + torch.randn(param.shape, generator=generator).to(device))
         for param, whole in wholes.items():
             whole.data, whole.grad = param.data.clone(), param.grad
@@ -212,7 +207,7 @@ def _try(
 
 
 class _RefusesCollectives(TorchDispatchMode):
-    """Inside, a collective raises. See `try_steps`."""
+    """Inside, a collective raises."""
 
     def __init__(self, kind: type[Optimizer]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
@@ -221,9 +216,8 @@ class _RefusesCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ConfigError(
-                f"{full_name(self._kind)} calls torch.distributed in its step ({func.name()}). Gradients are reduced "
-                "already, and each parameter is stepped on one rank: use the class for one process (MuonAdamW instead "
-                "of DistMuonAdamW, SingleDeviceMuon instead of Muon). If one class is for both, tell its module that "
-                "there is one rank: module.dist = types.SimpleNamespace(is_available=lambda: False)"
+                f"{full_name(self._kind)} calls torch.distributed in its step ({func.name()}), but one rank steps "
+                "alone: use the class for one process (MuonAdamW, not DistMuonAdamW; SingleDeviceMuon, not Muon). If "
+                "one class is for both, set dist = types.SimpleNamespace(is_available=lambda: False) in its module"
             )
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""`WholeParameterOptimizer`: runs any optimizer unmodified. The owner of each parameter steps the full tensor."""
+"""`WholeParameterOptimizer`: runs any optimizer unmodified. One rank, the owner, steps each full parameter."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from streamshard.optim.rounds import Rounds, WholeParam, stand_in
 from streamshard.optim.trial import constructor_options, try_constructor, try_steps
 from streamshard.torch_private import untraced
 
-_CLASS = "optimizer_class"  # what a group may name
+_CLASS = "optimizer_class"  # key of a group
 _FP32_BYTES = 4
 
 
 class WholeParameterOptimizer(Optimizer):
     """Runs optimizers that need the full parameter to update any of its elements: Muon, SOAP, Shampoo, Adafactor.
 
-    During a step each sharded parameter is full on one rank, its *owner*. Pieces of its gradient and weights travel
-    there by all-to-all, `optimizer_class` steps an ordinary ``nn.Parameter``, and pieces of the new weights travel
-    back. So the optimizer runs unmodified, with the numbers of plain PyTorch. The owner keeps the state: each rank
-    holds about 1/N. Groups whose class works element by element, such as AdamW, are stepped on pieces, in place.
+    During a step each sharded parameter is full on one rank, its *owner*. Ranks send their pieces of gradients and
+    weights to the owner by all-to-all. There `optimizer_class` steps an ordinary ``nn.Parameter``. The owner sends the
+    pieces of the new weights back. So the optimizer runs unmodified, with plain PyTorch's numbers. The owner keeps the
+    state: each rank has about 1/N. Elementwise classes, such as AdamW, step on pieces, in place.
 
     With replicas each shard group has its own owners, which compute the same: nothing is sent between replicas.
 
     Args:
-        params: parameters or parameter groups, as for any optimizer, made before or after ``StreamShard(model)``. A
-            group may name an ``optimizer_class`` of its own; its other entries are that class's options.
-        optimizer_class: steps all other groups. It has to step each parameter independently. The constructor tests this
-            on small parameters, and refuses an optimizer with a norm or a learning rate over all parameters.
-        cost: returns the cost of stepping a parameter (of full shape), in any unit. Owners are chosen so that ranks
+        params: parameters or param groups, as for any optimizer, made before or after ``StreamShard(model)``. A group
+            may have an ``optimizer_class`` of its own; the group's other entries are options of this class.
+        optimizer_class: steps all other groups. It has to step each parameter by itself. The constructor tests this on
+            small parameters, and refuses an optimizer with a norm or a learning rate over all parameters.
+        cost: returns the cost of stepping a parameter (of full shape), in any unit. Owners are chosen so that all ranks
             have about the same sum. None: the number of elements. For Muon ``lambda p: p.numel() * min(p.shape)``.
-        round_size: bytes of fp32 weights that a rank steps in one round, or the size of its largest parameter if that
-            is more. Rounds overlap, so a rank needs about eight times as much memory; ``memory_report()`` counts it.
+        round_size: bytes of fp32 weights that a rank steps in one round; a larger parameter is alone in its round.
+            Rounds overlap, so a rank needs about eight times as much memory; ``memory_report()`` counts it.
         **defaults: options of `optimizer_class`.
 
     Raises:
         ConfigError: an option is wrong, or an optimizer does not step each parameter by itself.
     """
 
-    # GradScaler then unscales gradients itself, and calls step() only if none has overflowed.
+    # GradScaler unscales gradients itself, and skips step() if a gradient has overflowed.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -67,16 +67,15 @@ class WholeParameterOptimizer(Optimizer):
         self._main_class, self._main_options = _checked(optimizer_class), defaults
         self._cost = cost or torch.numel
         self._round_numel = max(parse_bytes("round_size", round_size) // _FP32_BYTES, 1)
-        self._classes: list[GroupClass] = []  # of each group
+        self._classes: list[GroupClass] = []  # by group
         self._owners: dict[nn.Parameter, int] = {}
-        self._loads: list[float] = []  # by rank, the cost of what it owns
-        # What follows is for the parameters as they were at the last `_bind`.
-        self._trained: list[tuple[int, bool]] | None = None  # ids, and whether gradients are required
-        self._sharded: set[int] = set()  # ids
+        self._loads: list[float] = []  # by rank, the cost of the parameters that it owns
+        # The parameters for which the attributes below were made: ids, whether each trains, and whether it is sharded.
+        self._bound: list[tuple[int, bool, bool]] | None = None
         self._wholes: list[WholeParam] = []
-        self._rounds: Rounds | None = None  # None: no rank owns anything that trains
-        self._parts: list[list[InnerOptimizer]] = [[]]  # in place; of each round
-        self._error: Exception | None = None  # in the step that runs now
+        self._rounds: Rounds | None = None  # None: no rank owns a parameter that trains
+        self._parts: list[list[InnerOptimizer]] = [[]]  # the optimizers that step in place; those of each round
+        self._error: Exception | None = None  # in the step under way
         super().__init__(params, {})
 
     # -- the optimizers inside --------------------------------------------------------------------------------------
@@ -86,24 +85,25 @@ class WholeParameterOptimizer(Optimizer):
         """All optimizers inside: one for each group, for pieces and plain parameters; one for each group and round."""
         return [inner for part in self._parts for inner in part]
 
+    def _found(self) -> list[tuple[int, bool, bool]]:
+        params = params_in(self.param_groups)
+        return [(id(param), param.requires_grad, piece_of(param) is not None) for param in params]
+
     def _bind_if_changed(self) -> None:
         """Make the optimizers inside, if parameters or their ``requires_grad`` have changed, or some were sharded."""
-        params = params_in(self.param_groups)
-        is_same = self._trained == [(id(param), param.requires_grad) for param in params]
-        if not is_same or any(id(param) not in self._sharded and piece_of(param) is not None for param in params):
+        if self._bound != self._found():
             if self._rounds is not None:
                 self._rounds.check()
             self._bind(is_loaded=False)
 
     def _bind(self, *, is_loaded: bool) -> None:
-        params = params_in(self.param_groups)
-        self._sharded = {id(param) for param in params if piece_of(param) is not None}
         self._wholes = self._choose_owners()
         for each in self._wholes:
             if each.whole is None:
                 self.state.pop(each.param, None)
         elsewhere = {each.param for each in self._wholes}
-        self._rounds, self._parts = None, [self._make_inners({p: p for p in params if p not in elsewhere})]
+        in_place = {param: param for param in params_in(self.param_groups) if param not in elsewhere}
+        self._rounds, self._parts = None, [self._make_inners(in_place)]
         if trained := [each for each in self._wholes if each.param.requires_grad]:
             costs, owners = [each.cost for each in trained], [each.owner for each in trained]
             numels = [each.piece.place.numel for each in trained]
@@ -115,7 +115,7 @@ class WholeParameterOptimizer(Optimizer):
                 self._parts.append(self._make_inners(owned))
         for inner in self._inners:
             inner.load(self.state, is_loaded=is_loaded)
-        self._trained = [(id(param), param.requires_grad) for param in params]  # last: the next call repeats an error
+        self._bound = self._found()  # last: the next call repeats an error
         self._link()
 
     def _make_inners(self, targets: Mapping[nn.Parameter, nn.Parameter]) -> list[InnerOptimizer]:
@@ -156,7 +156,7 @@ class WholeParameterOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         finally:
-            self.defaults = options_of(next(iter(self.param_groups), {}))  # schedulers look here for what there is
+            self.defaults = options_of(next(iter(self.param_groups), {}))  # schedulers look here for known options
         self._classes.append(made)
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -166,16 +166,16 @@ class WholeParameterOptimizer(Optimizer):
         """Step all groups. Collective if parameters are sharded.
 
         Args:
-            closure: computes the loss and new gradients. It is called once, before anything is stepped.
+            closure: computes the loss and new gradients. Called once, before anything is stepped.
 
         Returns:
-            What `closure` returns.
+            The result of `closure`.
 
         Raises:
-            Exception: an inner optimizer's exception, on its rank, after the exchanges. Parameters that were stepped
-                before keep their new weights. If a `DistributedOptimizer` wraps this optimizer, all ranks raise.
+            Exception: an optimizer inside has raised. Only its rank raises, after the exchanges; parameters that were
+                stepped before keep their new weights. Inside a `DistributedOptimizer` all ranks raise.
             RankMismatchError: ranks disagree about which parameters have a gradient. On a CPU nothing was stepped. On a
-                device parameters were stepped, and the error comes in the next step.
+                device the error comes in the next step, and parameters were stepped.
         """
         loss = None
         if closure is not None:
@@ -194,7 +194,7 @@ class WholeParameterOptimizer(Optimizer):
             self._step_inners(self._parts[0])
         else:
             self._rounds.run([functools.partial(self._step_inners, part) for part in self._parts])
-        for inner in {inner.number: inner for inner in sorted(inners, key=lambda inner: inner.had_grads)}.values():
+        for inner in sorted(inners, key=lambda inner: inner.had_grads):  # of each group, one with gradients comes last
             inner.give_options()
         self._link()
         error, self._error = self._error, None
@@ -205,7 +205,7 @@ class WholeParameterOptimizer(Optimizer):
         try:
             for inner in inners if self._error is None else ():
                 inner.step()
-        except Exception as error:  # raised when the exchanges are over: the other ranks take part in them
+        except Exception as error:  # raised after the exchanges, because other ranks wait for them
             self._error = error
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class WholeParameterOptimizer(Optimizer):
     def owners(self) -> Mapping[int, int]:
         """By the id of a parameter, the rank that steps the full parameter."""
         self._bind_if_changed()
-        if self._sharded:
+        if any(is_sharded for _, _, is_sharded in self._bound or ()):
             return {id(each.param): each.owner for each in self._wholes}
         return {id(param): 0 for param in self._stepped_whole()}  # one rank, or the model is not sharded yet
 
@@ -231,11 +231,11 @@ class WholeParameterOptimizer(Optimizer):
 
     @property
     def described_class(self) -> str:
-        """Names of its class and its groups' classes. They have to be the same when a checkpoint is loaded."""
+        """The names of its class and of its groups' classes. A checkpoint loads only into the same classes."""
         return f"{full_name(type(self))}({', '.join(full_name(made.kind) for made in self._classes)})"
 
     def settle(self, ranks: Communicator) -> None:
-        """Copy options that steps change from owners to all ranks. Called before states are collected. Collective.
+        """Copy options that a step has changed from owners to all ranks, before state is collected. Collective.
 
         Raises:
             RankMismatchError: ranks had gradients for different parameters in the last step.
@@ -244,7 +244,7 @@ class WholeParameterOptimizer(Optimizer):
         if self._rounds is not None:
             self._rounds.check()
         self._link()
-        numbers = {inner.number for part in self._parts[1:] for inner in part}  # of groups in which it owns some
+        numbers = {inner.number for part in self._parts[1:] for inner in part}  # groups with parameters of this rank
         options = {number: options_of(self.param_groups[number]) for number in sorted(numbers)}
         shared = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
         for their_options, theirs in reversed(ranks.gather_objects((options, shared))):
@@ -254,10 +254,12 @@ class WholeParameterOptimizer(Optimizer):
             self.state.update({key: value for key, value in theirs.items() if key not in shared})
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: pieces, and state that it owns. Full state: `streamshard.full_optimizer_state_dict`.
+        """State of this rank's pieces, and of the parameters that it owns.
+
+        For full state call `streamshard.full_optimizer_state_dict`.
 
         Raises:
-            ConfigError: an inner optimizer's state dict has other entries than state and groups.
+            ConfigError: the state dict of an optimizer inside has other entries than state and groups.
         """
         self._bind_if_changed()
         for inner in self._inners:
@@ -267,19 +269,19 @@ class WholeParameterOptimizer(Optimizer):
         return PiecesOfState(state) if self._owners else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's part. Or load full state on every rank; each rank takes its part.
+        """Load this rank's part, or full state: each rank takes its part.
 
-        If only rank 0 has the full state, use `streamshard.load_optimizer_state_dict`.
+        If only rank 0 has the full state, call `streamshard.load_optimizer_state_dict`.
         """
         state: dict[Any, Any] = self.split_stacks(state_dict)["state"]
-        super().load_state_dict({**state_dict, "state": {}})  # only the classes inside know the dtypes of their state
+        super().load_state_dict({**state_dict, "state": {}})  # the classes inside convert the state
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, params_in(self.param_groups), strict=True))
         self.state = defaultdict(dict, {by_number.get(number, number): values for number, values in state.items()})
         self._bind(is_loaded=True)
 
     def split_stacks(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Give each parameter its part of state that plain PyTorch stacks over a group, as nanochat's MuonAdamW does.
+        """Split state that an optimizer stacks over a group, as nanochat's MuonAdamW does, into its parameters' parts.
 
         Args:
             state_dict: full state, or state that is split already.
@@ -292,7 +294,7 @@ class WholeParameterOptimizer(Optimizer):
         return {**state_dict, "state": state}
 
     def join_stacks(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse of `split_stacks`, for groups of which each parameter has state."""
+        """The reverse of `split_stacks`, for groups in which each parameter has state."""
         state = dict(state_dict["state"])
         for numbers, key in self._stacks(state_dict):
             if all(key in state.get(number, {}) for number in numbers):
@@ -303,7 +305,7 @@ class WholeParameterOptimizer(Optimizer):
         return {**state_dict, "state": {key: values for key, values in state.items() if values}}
 
     def _stacks(self, state_dict: Mapping[str, Any]) -> list[tuple[list[int], str]]:
-        """Numbers of parameters whose state plain PyTorch stacks, and the state's name."""
+        """Groups of parameters whose state is stacked, by number, and the key of the state."""
         groups = zip(self._classes, state_dict["param_groups"], strict=False)  # torch compares the groups
         return [(group["params"], key) for made, group in groups for key in made.stacked]
 
@@ -320,10 +322,8 @@ class WholeParameterOptimizer(Optimizer):
         ranks = found[0][1].ranks
         for _, piece in found:
             if piece.ranks is not ranks:
-                raise ConfigError(
-                    f"parameter {piece.name!r} is of another model than {found[0][1].name!r}: make one "
-                    "WholeParameterOptimizer for each model"
-                )
+                two = f"parameter {piece.name!r} is of another model than {found[0][1].name!r}"
+                raise ConfigError(f"{two}: make one WholeParameterOptimizer for each model")
         costs = {param: self._cost(param) for param, _ in found}
         self._loads = self._loads or [0.0] * ranks.world_size
         new = [param for param in costs if param not in self._owners]

@@ -1,8 +1,8 @@
-"""`DistributedOptimizer` and `LocalSGD`: they add to the step of another optimizer, and forward everything else.
+"""`DistributedOptimizer` and `LocalSGD`: each wraps another optimizer, the inner optimizer, and adds to its step.
 
-Learning-rate schedulers, `torch.amp.GradScaler`, accelerate and this package's functions for optimizer state take a
-wrapper for an ordinary optimizer. A wrapper looks up param groups and state of the inner optimizer each time, because
-an optimizer's ``load_state_dict`` replaces these objects.
+Learning-rate schedulers, `torch.amp.GradScaler`, accelerate and StreamShard's functions for optimizer state treat a
+wrapper as an ordinary optimizer. A wrapper looks up the inner optimizer's param groups and state each time, because
+``load_state_dict`` replaces these objects.
 """
 
 from __future__ import annotations
@@ -22,58 +22,56 @@ from streamshard.core.module_state import engine_of
 from streamshard.device import on_device
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
 
-_INNER_NAMES = ("param_groups", "state", "defaults")  # what other code assigns to an optimizer as well
-_LOCK = "_streamshard_step_lock"  # in the model's __dict__: all its DistributedOptimizers share it
-_COUNTER = "step"  # in state dicts, as PostLocalSGDOptimizer has it
+_INNER_NAMES = ("param_groups", "state", "defaults")  # schedulers and loaders assign these attributes too
+_LOCK = "_streamshard_step_lock"  # key in the model's __dict__: all DistributedOptimizers of a model share the lock
+_COUNTER = "step"  # key in state dicts, the same as PostLocalSGDOptimizer's
 
 
 class WrappedOptimizer(Optimizer):
-    """Base of optimizers that wrap another optimizer's step.
+    """Base of the wrappers: calls the inner optimizer's methods. A subclass overrides the methods that it changes.
 
-    Here ``step`` is the inner optimizer's; a subclass overrides it, and any other method that it changes. Hooks that
-    are registered on the wrapper belong to the inner optimizer: they run within its step and get it as argument.
+    Hooks that you register on the wrapper are hooks of the inner optimizer: they run in its step, and get it as
+    argument.
 
     Args:
-        optimizer: of the model's parameters or some of them.
+        optimizer: the inner optimizer, of some or all parameters of the model.
         model: made by `StreamShard`.
 
     Attributes:
         optimizer: the inner optimizer.
-        engine: the model's.
+        engine: the model's engine.
 
     Raises:
         ConfigError: `optimizer` is not an optimizer, or has no parameter of the model.
         ShardingError: `model` is not sharded.
     """
 
-    # A fused optimizer would unscale gradients and skip overflows inside its step, told how by attributes that
-    # GradScaler sets on what it is given. Without this it unscales them itself and calls step() only if all is well.
+    # GradScaler would set attributes on the wrapper, by which a fused inner optimizer unscales gradients in its step.
+    # With False, GradScaler unscales gradients itself, and skips step() if a gradient has overflowed.
     _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        # Not super().__init__(): it would make param groups, state and hooks of the wrapper's own.
+        # No super().__init__(): it would give the wrapper its own param groups, state and hooks.
         self.engine = engine_of_both(optimizer, model)
         self.optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
-        """Get other attributes from the inner optimizer: param groups, state, defaults, hooks, methods."""
-        if name == "optimizer":  # not there yet
+        """Get any other attribute from the inner optimizer: param groups, state, defaults, hooks, methods."""
+        if name == "optimizer":  # in the constructor: there is no inner optimizer yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set param groups, state and defaults on the inner optimizer; ``step`` (schedulers wrap it) on the wrapper."""
+        """Set param groups, state and defaults on the inner optimizer; all others, such as ``step``, on the wrapper."""
         if name in _INNER_NAMES:
             setattr(self.optimizer, name, value)
         else:
             object.__setattr__(self, name, value)
 
     def __getstate__(self) -> NoReturn:
-        # Called by copy and pickle.
-        raise ShardingError(
-            f"{type(self).__name__} cannot be copied or pickled, its model is sharded: save "
-            "streamshard.full_optimizer_state_dict(model, optimizer)"
-        )
+        # copy and pickle call this method.
+        advice = "save streamshard.full_optimizer_state_dict(model, optimizer)"
+        raise ShardingError(f"{type(self).__name__} cannot be copied or pickled, its model is sharded: {advice}")
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's step, with its arguments and result."""
@@ -97,51 +95,50 @@ class WrappedOptimizer(Optimizer):
 
 
 class DistributedOptimizer(WrappedOptimizer):
-    """An optimizer whose step returns when all ranks have stepped, and raises on all ranks if it fails on one.
+    """An optimizer whose step ends when all ranks have stepped. If a step fails on one rank, all ranks raise.
 
-    torch.distributed.optim.DistributedOptimizer does this over RPC. Here each rank already owns its shard and has an
-    optimizer for it, so ranks only exchange whether their steps succeeded.
+    torch.distributed.optim.DistributedOptimizer does this over RPC. Here each rank has an optimizer for its own shard,
+    so ranks only exchange whether their steps succeeded.
 
-    Any number of threads may call ``step``, of one or several DistributedOptimizers of a model: on each rank one steps
-    at a time. The n-th step of one rank waits for the n-th step of the others, in any thread. So every rank needs the
-    same number of steps, but threads may step in any order. The caller has to take care of three things:
+    Several threads may call ``step``, also of several DistributedOptimizers of one model. On each rank one thread steps
+    at a time. Each rank's n-th step waits for the n-th step of all other ranks, whichever threads call them. So all
+    ranks need the same number of steps, and threads may step in any order. The caller takes care of three things:
 
-    - No forward or backward may run meanwhile, in any thread: gradients would change under a step, and ranks would
-      issue collectives in different orders.
+    - No forward or backward runs during a step, in any thread. Otherwise gradients would change under the step, and
+      ranks would issue collectives in different orders.
     - A closure that runs the model, or a hook that takes a norm of gradients, issues collectives inside a step. Then
-      threads must step in the same order on all ranks. If such a collective fails on one rank alone, the others wait
+      threads step in the same order on all ranks. If such a collective fails on one rank alone, the other ranks wait
       until the process group's timeout, as outside of a step.
-    - On CUDA a thread steps on its own current stream, which is the default one unless it sets another.
+    - On CUDA a thread steps on its own current stream: the default stream, unless the thread sets another one.
 
     Args:
-        optimizer: of the model's parameters or some of them, on every rank.
+        optimizer: the inner optimizer, of some or all parameters of the model, on every rank.
         model: made by `StreamShard`.
 
     Attributes:
-        lock: held by the thread that steps. All DistributedOptimizers of a model share it.
+        lock: the thread that steps holds it. All DistributedOptimizers of a model share it.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         super().__init__(optimizer, model)
         if isinstance(optimizer, LocalSGD):
             raise ConfigError(
-                "DistributedOptimizer around LocalSGD: where a step fails on one rank the others would wait for its "
-                "part of an average. Put it inside: LocalSGD(DistributedOptimizer(optimizer, model), model, ...)"
+                "DistributedOptimizer around LocalSGD: if a step failed on one rank, other ranks would wait in an "
+                "average. Put it inside: LocalSGD(DistributedOptimizer(optimizer, model), model, ...)"
             )
         self.lock: threading.RLock = model.__dict__.setdefault(_LOCK, threading.RLock())
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step on this rank, then wait for the other ranks' hosts (one vote). No device waits.
+        """Step on this rank, then wait until all ranks have stepped. Hosts wait for each other; no device waits.
 
         Args:
-            *args, **kwargs: the inner optimizer's. It calls a closure with gradients enabled, any number of times: once
-                for torch.optim's optimizers, except LBFGS, which needs full parameters.
+            *args, **kwargs: of the inner optimizer's step.
 
         Returns:
-            What the inner optimizer's step returns: the closure's loss on this rank, else None.
+            What the inner optimizer's step returns: the closure's loss on this rank, or None.
 
         Raises:
-            OptimizerError: the step raised on some rank. That rank chains the original exception. The other ranks have
+            OptimizerError: the step raised on some rank. That rank chains its own exception. The other ranks have
                 stepped. You can continue with these weights, or load a checkpoint.
             CommunicationError: a rank has died, or did not step.
         """
@@ -151,7 +148,7 @@ class DistributedOptimizer(WrappedOptimizer):
             try:
                 result = super().step(*args, **kwargs)
             except Exception as raised:
-                if ranks.failure is not None:  # the others cannot be told
+                if ranks.failure is not None:  # this rank cannot tell other ranks
                     raise
                 error = raised
             if ranks.any_rank(error is not None):
@@ -162,20 +159,18 @@ class DistributedOptimizer(WrappedOptimizer):
 class LocalSGD(WrappedOptimizer):
     """An optimizer that lets the replicas of a 2-D mesh drift apart, and averages their weights every `period` steps.
 
-    The algorithm is that of torch.distributed.optim.PostLocalSGDOptimizer with PeriodicModelAverager and DDP's
-    post-local SGD hook (Lin et al., "Don't Use Large Mini-Batches, Use Local SGD"). Here an average moves only this
-    rank's shard.
+    The algorithm is torch.distributed.optim.PostLocalSGDOptimizer's, with PeriodicModelAverager and DDP's post-local
+    SGD hook (Lin et al., "Don't Use Large Mini-Batches, Use Local SGD"). Each rank averages only its shard.
 
-    In the first `warmup_steps` steps gradients are averaged over replicas, as without LocalSGD. Later steps reduce
-    gradients within each shard group only. Weights are averaged after the first such step, and then after every
-    `period` steps.
+    The first `warmup_steps` steps average gradients over replicas, as without LocalSGD. Later steps reduce gradients
+    within each shard group only. The first of these later steps averages weights, and then every `period`-th step.
 
-    Every rank makes the optimizer at the same time, and takes the same number of steps. The state dict has the step
+    All ranks make the optimizer at the same time, and take the same number of steps. The state dict has the step
     counter under PostLocalSGDOptimizer's name, ``"step"``. Between averages replicas differ: exports and
     `full_state_dict` hold the first replica's weights.
 
     Args:
-        optimizer: of the model's parameters or some of them.
+        optimizer: the inner optimizer, of some or all parameters of the model.
         model: made by `StreamShard` on a 2-D mesh, replicate x shard.
         period: steps from one average to the next, at least 1.
         warmup_steps: steps before replicas train on their own.
@@ -194,10 +189,8 @@ class LocalSGD(WrappedOptimizer):
             raise ConfigError(f"period={period}: wanted at least 1")
         replicas = self.engine.reductions.replicas
         if replicas is None:
-            raise ConfigError(
-                "LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, replicate x shard, "
-                "such as mesh=init_device_mesh(device_type, (replicas, ranks in each))"
-            )
+            mesh = "mesh=init_device_mesh(device_type, (replicas, ranks in each))"
+            raise ConfigError(f"LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, {mesh}")
         self.replicas = replicas
         self.replicas.agree_on_warmup(warmup_steps)
         self.period = period
@@ -205,7 +198,7 @@ class LocalSGD(WrappedOptimizer):
         self._count(0)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner optimizer's step, then the average if one is due: a collective for each unit."""
+        """The inner optimizer's step, then an average if one is due: a collective for each unit."""
         result = super().step(*args, **kwargs)
         since = self.step_count - self.warmup_steps
         if since >= 0 and since % self.period == 0:
@@ -235,14 +228,14 @@ class LocalSGD(WrappedOptimizer):
         self.replicas.averages_grads = count < self.warmup_steps
 
     def _pieces(self) -> Iterator[list[torch.Tensor]]:
-        """By unit, the pieces to average: those of parameters with a gradient, as in PeriodicModelAverager."""
+        """By unit, the pieces to average: of parameters with a gradient, as PeriodicModelAverager does."""
         ours = {param for group in self.param_groups for param in group["params"] if param.grad is not None}
         for unit in self.engine.units:
             yield [shard.main for shard in unit.params if shard.param in ours]
 
 
 def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
-    """The engine of `model`. Checks that `optimizer` has at least one of its parameters.
+    """The engine of `model`. Checks that `optimizer` has at least one parameter of `model`.
 
     Raises:
         ConfigError: `optimizer` is not an optimizer, or has none of the model's parameters.
@@ -253,7 +246,5 @@ def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
     engine = engine_of(model)
     ours = {shard.param for shard in engine.param_shards}
     if ours.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
-        raise ConfigError(
-            f"{type(optimizer).__name__} has no parameter of this model: was it made of another model's parameters?"
-        )
+        raise ConfigError(f"{type(optimizer).__name__} has no parameter of this model: make it of model.parameters()")
     return engine
