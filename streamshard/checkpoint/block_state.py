@@ -1,11 +1,11 @@
-"""Optimizer state that has no number for each element: what 8-bit, 4-bit and fp8 optimizers keep for blocks.
+"""State in blocks: the codes and scales of 8-bit, 4-bit and fp8 optimizers.
 
 [Note: state in blocks]
-torchao's moment is a tensor made of parts: codes, a scale for each block of elements, and a table of the values that
-codes stand for. bitsandbytes keeps the same parts as tensors of their own. Each number of a part is for 1, 2 (4-bit
-codes) or more elements of the parameter, always a power of two, and pieces begin at multiples of `BLOCK_NUMEL`. So the
-parts of all ranks, one after another, are the parts of the full moment, and any number of ranks can cut them again. All
-ranks have the same table.
+torchao's moment is a tensor made of parts: codes, a scale for each block of elements, and a table with a value for each
+code. bitsandbytes keeps the same parts as separate tensors. Each number of a part belongs to 1, 2 (4-bit codes) or more
+elements of the parameter, always a power of two, and pieces begin at multiples of `BLOCK_NUMEL`. So the parts of all
+ranks, one after another, are the parts of the full moment, and any number of ranks can cut them again. The table is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _ATTRIBUTES = "attributes"
 
 
 def is_part(name: str) -> bool:
-    """Whether the tensor that is saved under `name` is a part. See [Note: state in blocks]."""
+    """Whether `name` is the name of a part in files. See [Note: state in blocks]."""
     return _PART.fullmatch(name) is not None
 
 
 def _class_of(name: str) -> Any:
-    """torchao's class of this name. A checkpoint may name any: only these are looked up, and nothing is imported."""
+    """torchao's class of this name, if it is in `_CLASSES` and torchao was imported. A checkpoint may have any name."""
     return getattr(sys.modules.get("torchao.optim.adam"), name, None) if name in _CLASSES else None
 
 
 def take_apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """State of one parameter, where dicts of their parts stand for torchao's tensors."""
+    """State of one parameter, with a dict of parts in the place of each tensor of torchao."""
     apart = dict(values)
     for key, value in values.items():
         if type(value) is _class_of(name := type(value).__name__):
             parts, attributes = value.__tensor_flatten__()
-            # None stands for the shape: each rank's own.
+            # None replaces the shape, which differs between ranks.
             attributes = [None if isinstance(each, tuple) else each for each in attributes]
             apart[key] = {name: {part: getattr(value, part) for part in parts}, _ATTRIBUTES: attributes}
     return apart
 
 
 def put_together(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """The reverse of `take_apart`, for tensors of this shape."""
+    """The reverse of `take_apart`, for tensors of `shape`."""
     whole = dict(values)
     for key, value in values.items():
         name = next(iter(value), None) if isinstance(value, dict) else None
@@ -75,12 +75,13 @@ class Span(NamedTuple):
 
 
 def span_of(name: str, shard: Param, numel: int, shape: tuple[int, ...]) -> Span:
-    """This rank's part of a tensor of state. It has a number for each element, unless it is a part.
+    """This rank's part of a tensor of state, which has a number for each element or for each block.
 
     Args:
         name: of the tensor.
         shard: the parameter.
-        numel, shape: for so many elements of the parameter, this rank's or all, the tensor has this shape.
+        numel: elements of the parameter, all or this rank's.
+        shape: of the tensor for these elements.
 
     Raises:
         ShardingError: on all ranks alike; a block is cut between ranks.
@@ -92,9 +93,7 @@ def span_of(name: str, shard: Param, numel: int, shape: tuple[int, ...]) -> Span
     if block == 1:
         return Span(shard.layout.shape, start, shard.piece.local_shape)
     if any(shard.piece.range_of(rank).start % block for rank in range(shard.piece.ranks.world_size)):
-        raise ShardingError(
-            f"{name!r} is of blocks of {block} elements, and {shard.name!r} is cut between ranks within a block: write "
-            f"StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
-        )
+        advice = f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
+        raise ShardingError(f"{name!r} has blocks of {block} elements, and {shard.name!r} is cut inside one: {advice}")
     start, stop, last = (-(-each // block) for each in (start, stop, last))
     return Span((last,), start, (stop - start,))

@@ -1,12 +1,12 @@
-"""A model's tensors on disk, and the ranges of parameters and buffers of which each consists.
+"""A model's tensors in files, and the ranges of parameters and buffers that make up each tensor.
 
-The plan is the same on every rank.
+All ranks make the same plan.
 
 [Note: rearrangements]
-transformers splits, joins and reorders some weights when it saves them (stacked experts become one tensor each), and
-does the reverse when it loads them. A rank has only a range of such a tensor. So transformers' own code runs on meta
-tensors, which have shapes, strides and storages but no data, and `Rearrangement` records which storages were copied
-into which. The result is a list of runs: "elements [a, b) of this tensor are elements [c, d) of that one".
+transformers splits, joins and reorders some weights when it saves them, and does the reverse when it loads them:
+stacked experts become one tensor per expert. A rank has only a range of such a weight. So transformers' own code runs
+on meta tensors, which have shapes, strides and storages but no data. `Rearrangement` records which storages were copied
+into which. The result is a list of runs, such as "elements [0, 8) of tensor a are elements [16, 24) of parameter b".
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError
+from streamshard.planning.structure import join_names
 from streamshard.torch_private import TorchDispatchMode
 
 _MANY_RUNS = 1 << 16
@@ -31,7 +32,7 @@ _SHORT_RUN_NUMEL = 16
 
 
 class Run(NamedTuple):
-    """``destination[start : start + numel] == source[source_start : source_start + numel]``, both flattened."""
+    """``tensor[start : start + numel] == source[source_start : source_start + numel]``, both flattened."""
 
     source: str
     source_start: int
@@ -40,27 +41,25 @@ class Run(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """A storage that was filled by joining `parts` along one dim: row by row, `row_numels[i]` elements of part i."""
+    """A storage filled by joining `parts` along one dim. Each row has `row_numels[i]` elements of ``parts[i]``."""
 
     parts: tuple[torch.Tensor, ...]
     row_numels: tuple[int, ...]
 
 
 class Rearrangement(TorchDispatchMode):
-    """While active, follows meta tensors through views, copies and joins. See [Note: rearrangements].
-
-    Arithmetic is not followed.
+    """While active, records views, copies and joins of meta tensors. See [Note: rearrangements].
 
     Args:
         sources: contiguous meta tensors by name, each with a storage of its own.
-        doing: what is being done, for messages.
+        doing: the action, for messages: "saving" or "loading".
     """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], doing: str = "saving") -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
         self._origins: dict[int, str | _Joined] = {_storage(tensor): name for name, tensor in sources.items()}
         self._doing = doing
-        self._alive = list(sources.values())  # a freed storage's number would be given to another
+        self._alive = list(sources.values())  # another storage could get the number of a freed one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -74,14 +73,14 @@ class Rearrangement(TorchDispatchMode):
         return result
 
     def runs(self, name: str, tensor: torch.Tensor) -> tuple[Run, ...]:
-        """The runs that make up `tensor`, in its own (row-major) order, joined where they touch.
+        """The runs that make up `tensor`, in row-major order, as long as possible.
 
         Args:
-            name: of the tensor, for the messages.
-            tensor: a result of what ran while this mode was active.
+            name: of the tensor, for messages.
+            tensor: made while this mode was active.
 
         Raises:
-            CheckpointError: its values are computed from the sources rather than moved, or are moved one by one.
+            CheckpointError: the values of `tensor` are not copied from the sources but computed, or copied one by one.
         """
         found: list[Run] = []
         position = 0
@@ -93,15 +92,13 @@ class Rearrangement(TorchDispatchMode):
                 found.append(Run(source, source_start, position, numel))
             position += numel
             if len(found) > _MANY_RUNS and position < len(found) * _SHORT_RUN_NUMEL:
-                raise CheckpointError(
-                    f"{self._doing} {name!r} would move its elements one by one, which ranks cannot do in place"
-                )
+                raise CheckpointError(f"{self._doing} {name!r} would move its elements one by one: that takes too long")
         return tuple(found)
 
     def _record(self, result: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
         parts = [part for part in parts if part.numel()]
         if not result.is_contiguous() or any(part.dtype is not result.dtype for part in parts):
-            return  # not recorded: `runs` raises for this storage
+            return  # `runs` raises for a storage without record
         row_numels = tuple(math.prod(part.shape[dim:]) for part in parts)
         self._origins[_storage(result)] = _Joined(tuple(parts), row_numels)
         self._alive.append(result)
@@ -114,9 +111,7 @@ class Rearrangement(TorchDispatchMode):
     def _of_storage(self, name: str, storage: int, offset: int, numel: int) -> Iterator[tuple[str, int, int]]:
         origin = self._origins.get(storage)
         if origin is None:
-            raise CheckpointError(
-                f"{self._doing} {name!r} computes new values from the weights, which ranks cannot do in place"
-            )
+            raise CheckpointError(f"{self._doing} {name!r} computes new values: ranks can only move weights")
         if isinstance(origin, str):
             yield origin, offset, numel
             return
@@ -131,13 +126,13 @@ class Rearrangement(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # meta storages all have data pointer 0; this tells them apart
+    return int(tensor.untyped_storage()._cdata)  # the data pointer of all meta storages is 0
 
 
 def _contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
     """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
     dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
-    block, end = 1, start + numel  # so many elements in row-major order are neighbours in storage
+    block, end = 1, start + numel  # each `block` elements in row-major order are neighbours in storage
     while dims and dims[-1][1] == block:
         block *= dims.pop()[0]
     while start < end:
@@ -152,11 +147,11 @@ def _contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tup
 
 
 class TensorPiece(NamedTuple):
-    """What a rank holds of the tensor `name`: elements [start, start + data.numel()) of the flattened tensor.
+    """A rank's part of a tensor: elements [start, start + data.numel()) of the flattened tensor.
 
     Attributes:
-        name: of the tensor; on all ranks that have some of it the same.
-        shape: of the whole.
+        name: of the tensor, the same on all ranks.
+        shape: of the full tensor.
         start: first element.
         data: [n] 1-D contiguous, any device.
     """
@@ -168,25 +163,25 @@ class TensorPiece(NamedTuple):
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> TensorPiece:
-        """A piece that is all of `tensor`."""
+        """A piece that has all elements of `tensor`."""
         return cls(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
 
     @classmethod
     def wholes(cls, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
-        """Whole tensors, by name."""
+        """A piece for each tensor, with all of its elements."""
         return [cls.whole(name, tensor) for name, tensor in tensors.items()]
 
     def record(self, rank: int) -> TensorRecord:
-        """What other ranks hear of the piece, which `rank` has."""
+        """Describes the piece of `rank` to other ranks."""
         stop = self.start + self.data.numel()
         pieces = (PieceRecord(rank, self.start, stop),) if self.start < stop else ()
         return TensorRecord(self.shape, self.data.dtype, pieces)
 
 
 def saved_names(model: nn.Module, engine: Engine) -> dict[str, str]:
-    """Every name of the model's state dict, in its order, and the parameter or buffer behind it.
+    """By each name of the model's state dict, in its order, the name of the parameter or buffer.
 
-    Tied names lead to the same parameter, which is called by its shard's name; a buffer is called by its own.
+    Tied names lead to one parameter, whose name is the name of its `Param`.
 
     Raises:
         CheckpointError: a parameter has no shard.
@@ -194,32 +189,32 @@ def saved_names(model: nn.Module, engine: Engine) -> dict[str, str]:
     source_of = {name: shard.name for shard in engine.param_shards for name in (shard.name, *shard.aliases)}
     names: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = prefix + "." if prefix else ""
-        for key, param in module._parameters.items():
-            if param is not None:
-                if dot + key not in source_of:
-                    raise CheckpointError(f"parameter {dot + key!r} was added after the model was sharded")
-                names[dot + key] = source_of[dot + key]
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                names[dot + key] = dot + key
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            name = join_names(prefix, key)
+            if tensor is None or key in module._non_persistent_buffers_set:
+                continue
+            if key in module._parameters and name not in source_of:
+                raise CheckpointError(f"parameter {name!r} was added after the model was sharded")
+            names[name] = source_of.get(name, name)
     return names
 
 
 def plan_disk(
     model: nn.Module, engine: Engine, dtype: torch.dtype | None
 ) -> tuple[Mapping[str, torch.Tensor], dict[str, tuple[Run, ...]]]:
-    """The tensors of `model` on disk as `save_pretrained` stores them, on the meta device, in the order of the files.
-
-    Also, of each, the ranges of the model's parameters and buffers that its elements are, in order.
+    """Plan an export of `model`.
 
     Args:
         model: the sharded model.
         engine: its engine.
-        dtype: of floating-point tensors; None is what each parameter had before sharding and each buffer has now.
+        dtype: of floating-point tensors; None: each parameter's dtype before sharding, and each buffer's own.
+
+    Returns:
+        Meta tensors as `save_pretrained` stores them, by name, in the order of the files; and by name, the ranges of
+        parameters and buffers that make up each tensor.
 
     Raises:
-        CheckpointError: a tensor on disk would not consist of ranges of parameters.
+        CheckpointError: a tensor would not consist of ranges of parameters.
     """
     names = saved_names(model, engine)
     dropped = conventions().left_out(model, [group for group in by_source(names).values() if len(group) > 1])
@@ -235,9 +230,9 @@ def plan_disk(
 
 
 def local_pieces(model: nn.Module, engine: Engine, *, buffers: bool) -> dict[str, TensorPiece]:
-    """What this rank holds, by parameter name; with `buffers`, persistent buffers too, whole.
+    """This rank's pieces of parameters, by name: its own memory. With `buffers` also all persistent buffers.
 
-    Buffers that are not contiguous are copied.
+    A buffer that is not contiguous is copied: see `put_back_buffers`.
 
     Raises:
         CheckpointError: a buffer has no values.
@@ -254,14 +249,14 @@ def local_pieces(model: nn.Module, engine: Engine, *, buffers: bool) -> dict[str
 
 
 def put_back_buffers(model: nn.Module, pieces: Mapping[str, TensorPiece]) -> None:
-    """Copy loaded values into buffers that are not contiguous, from the contiguous copies that were read."""
+    """Copy loaded values from `pieces` into buffers that are not contiguous."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in pieces and not buffer.is_contiguous():
             buffer.copy_(pieces[name].data.view(buffer.shape))
 
 
 def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator[tuple[int, torch.Tensor]]:
-    """What `pieces` hold of a tensor that consists of `runs`: each first element, and the data from there on."""
+    """The parts of a tensor made of `runs` that `pieces` have: for each, its first element in the tensor, and data."""
     for run in (run for run in runs if run.source in pieces):
         piece = pieces[run.source]
         first = max(run.source_start, piece.start)
@@ -273,7 +268,7 @@ def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator
 def whole_tensors(
     model: nn.Module, engine: Engine, names: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Meta tensors in state dict order, of full shapes; floating-point ones in `dtype`, if given."""
+    """Full meta tensors for `names`, in their order; floating-point tensors are in `dtype`, unless it is None."""
     found = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)}
     found.update((shard.name, (shard.layout.shape, shard.dtype)) for shard in engine.param_shards)
     tensors = {}

@@ -1,29 +1,26 @@
-"""Directories that `from_pretrained` loads: export a sharded model's weights to one, and load one.
-
-Each rank reads its own bytes. An export goes so:
+"""Exports: write a sharded model's weights to a directory that `from_pretrained` loads, and load such a directory.
 
     plan -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
 
 All ranks synchronise at each arrow. If one rank fails, all ranks raise a `CheckpointError` that names it. Each rank
-writes its own byte ranges into the same files. Nothing is gathered.
+writes its own byte ranges into the same files, and reads its own bytes. Nothing is gathered.
 
 [Note: publishing an export]
-All files are written into a partial directory inside the export's directory, and synced.
-Its lock refuses a second process that exports there: see [Note: two runs in one directory] in `directory.py`. Readers
-begin at the *front*: ``model.safetensors``, or the index if there is no such file. The index names the other files. So
-renaming a new front over the old one replaces the whole export:
+All files are written into a partial directory inside the export's directory, and synced. Its lock refuses a second
+process that exports there: see [Note: two runs in one directory] in `directory.py`. Readers begin at the *front*:
+``model.safetensors``, or the index if there is no such file. The index names the other files. So renaming a new front
+over the old one replaces the whole export:
 
-1. Several files get their names. In a directory without weights these are save_pretrained's, such as
+1. Several files get their names. In a directory without weights these are save_pretrained's names, such as
    ``model-00001-of-00003.safetensors``. In any other directory the names contain the export's random token, such as
    ``model-89abcdef-00001-of-00003.safetensors``. So no name of a numbered file ever stands for different bytes: a
    program that has read the old index opens the old files, or gets FileNotFoundError. It never opens new ones.
 2. The config is replaced, then the front. If an index replaces ``model.safetensors``, that file is removed after the
    index is in place.
-3. Numbered files that the front does not name are removed.
+3. All other numbered files are removed: of the old export, and of exports that were killed.
 
-After a kill or a power failure, readers find the old weights or the new ones. The next export removes other files. The
-config cannot be replaced in the same rename as the weights: an error or a kill between the two leaves the new config
-beside the old weights.
+After a kill or a power failure, readers find the old weights or the new ones. The config cannot be replaced in the same
+rename as the weights: an error or a kill between the two leaves the new config beside the old weights.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,13 +76,13 @@ class FileNames:
     """The names of the files of an export.
 
     Args:
-        stem: how they begin: "model", or "diffusion_pytorch_model" for models of diffusers.
+        stem: how all names begin: "model", or "diffusion_pytorch_model" for models of diffusers.
 
     Attributes:
         stem: see above.
-        single: the name of the file if there is one.
-        index: the name of the file that names the others if there are several.
-        numbered: matches the names of several files, as written first or with the random token of a later export.
+        single: the name of the file, if one file has all tensors.
+        index: the name of the index, if there are several files.
+        numbered: matches the names of several files, with or without a random token.
     """
 
     def __init__(self, stem: str) -> None:
@@ -100,27 +97,27 @@ MODEL_FILES = FileNames("model")
 def export_shards(
     model: nn.Module, engine: Engine, root: Path, dtype: torch.dtype | str | None, max_shard_size: int | str
 ) -> list[str]:
-    """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
+    """Write an export. Collective. Extra memory: `CHUNK_BYTES` on each rank.
 
     Args:
-        model: the model.
-        engine: its engine. Each of its ranks calls this function.
+        model: the sharded model.
+        engine: its engine.
         root: the directory, on storage that all ranks share. Made if it does not exist.
         dtype, max_shard_size: see `streamshard.export_safetensors`.
 
     Returns:
-        The names of the files written, the index last.
+        The names of the written safetensors files, the index last.
 
     Raises:
-        CheckpointError: on every rank, if any rank fails; names the rank and the cause. The directory then has the
-            earlier export, or the new one, complete.
+        CheckpointError: on every rank; names the rank that failed, and the cause. The directory then has the earlier
+            export, or the new one, complete.
     """
     ranks = engine.ranks
     wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
     names = FileNames(conventions().file_stem(model))
 
     def plan() -> tuple[list[FileLayout], Held, torch.dtype | None]:
-        # Replicas hold the same, or in local SGD nearly the same: one of them writes.
+        # Replicas have the same weights, or in local SGD nearly the same: the first one writes.
         pieces = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
         stored, runs_of = plan_disk(model, engine, wanted)
         held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
@@ -129,16 +126,17 @@ def export_shards(
 
     def write(partial: Path) -> int:
         if ranks.is_first:
-            _sweep(root, names)
             conventions().write_config(model, partial, first_dtype)
         return sum(write_ranges(partial, file, held, is_first=ranks.is_first) for file in files)
 
-    def publish(partial: Partial, written: list[int]) -> list[str]:
-        if sum(written) != sum(file.size_bytes for file in files):
+    def publish(partial: Partial, n_bytes: list[int]) -> list[str]:
+        if sum(n_bytes) != sum(file.size_bytes for file in files):
             raise CheckpointError(f"ranks did not write every byte of {root} once")
         named = _name(root, partial.path, files, names)
-        _publish(partial, root, names, encode_index(named, sum(shard.layout.numel for shard in engine.param_shards)))
-        return [file.name for file in named] + ([names.index] if len(named) > 1 else [])
+        written = [file.name for file in named]
+        index = encode_index(named, sum(shard.layout.numel for shard in engine.param_shards))
+        _publish(partial, root, names, written, index)
+        return [*written, names.index] if len(written) > 1 else written
 
     files, held, first_dtype = run_on_all_ranks(ranks, "plan the export", plan)
     doing = f"export to {root}"
@@ -148,7 +146,7 @@ def export_shards(
 
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that the user passed, as a dtype or as text.
+    """Read a dtype from a dtype or from its name.
 
     Raises:
         ConfigError: `dtype` is not a floating-point dtype.
@@ -167,8 +165,8 @@ def plan_files(
 ) -> list[FileLayout]:
     """Distribute tensors over files as huggingface_hub does, with the same file names and contents.
 
-    One pass in order. A tensor that is too large for any file gets its own file, numbered before the file that is being
-    filled (huggingface_hub/serialization/_base.py).
+    One pass in order. A tensor that is too large for any file gets its own file, numbered before the file that other
+    tensors are filling (huggingface_hub/serialization/_base.py).
 
     Args:
         tensors: on the meta device, in the order of the state dict.
@@ -198,7 +196,7 @@ def plan_files(
 
 
 def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
-    """The JSON that says in which file each tensor is, as `save_pretrained` writes it."""
+    """The index as `save_pretrained` writes it: JSON with the file of each tensor."""
     total_bytes = sum(file.size_bytes - len(file.header) for file in files)
     index = {
         "metadata": {"total_parameters": total_parameters, "total_size": total_bytes},
@@ -208,7 +206,7 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
 
 
 def _name(root: Path, partial: Path, files: Sequence[FileLayout], names: FileNames) -> list[FileLayout]:
-    """Rename the files in `partial` to the names that they will have in `root`. See [Note: publishing an export]."""
+    """Rename the files in `partial` to their names in `root`. See [Note: publishing an export]."""
     has_weights = any(
         name in (names.single, names.index) or names.numbered.fullmatch(name) for name in os.listdir(root)
     )
@@ -219,13 +217,14 @@ def _name(root: Path, partial: Path, files: Sequence[FileLayout], names: FileNam
     return named
 
 
-def _publish(partial: Partial, root: Path, names: FileNames, index: bytes) -> None:
+def _publish(partial: Partial, root: Path, names: FileNames, written: Collection[str], index: bytes) -> None:
     """Move the files from `partial` to `root`, so that readers find them. See [Note: publishing an export].
 
     Args:
         partial: has all files except the index.
         root: the export's directory.
         names: of its files.
+        written: the names of the safetensors files.
         index: the index's content; not needed for a single file.
     """
     own, front, other = partial.path, names.single, names.index
@@ -243,28 +242,11 @@ def _publish(partial: Partial, root: Path, names: FileNames, index: bytes) -> No
     os.replace(own / front, root / front)
     sync_directory(root)
     (root / other).unlink(missing_ok=True)
-    _sweep(root, names)
+    for name in os.listdir(root):
+        if names.numbered.fullmatch(name) and name not in written and not (root / name).is_dir():
+            (root / name).unlink()
     sync_directory(root)
     remove_partial(partial)  # before other ranks go on
-
-
-def _sweep(root: Path, names: FileNames) -> None:
-    """Remove numbered files of exports that were replaced or killed.
-
-    Keeps files that the index names. Keeps all files if there is neither an index nor a single file, or if the index
-    cannot be read.
-    """
-    named: set[str] = set()
-    try:
-        named.update(json.loads(read_text(root / names.index))["weight_map"].values())
-    except FileNotFoundError:
-        if not (root / names.single).is_file():
-            return
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, CheckpointError):
-        return
-    for name in os.listdir(root):
-        if names.numbered.fullmatch(name) and name not in named and not (root / name).is_dir():
-            (root / name).unlink()
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -293,7 +275,7 @@ class StoredDirectory(OpenFiles):
         self.tensors = {name: self.stored(file, name) for name, file in file_of.items()}
 
     def digest(self) -> str:
-        """A hash of names, shapes and some bytes of each tensor. Weights of different training steps differ in it."""
+        """A hash of names, shapes, dtypes and some bytes of each tensor: different for different training steps."""
         middles = {
             name: tensor.view(-1)[tensor.numel() // 2 :][: _SAMPLE_BYTES // tensor.dtype.itemsize]
             for name, tensor in self.tensors.items()
@@ -301,13 +283,11 @@ class StoredDirectory(OpenFiles):
         return digest_of({name: tensor.shape for name, tensor in self.tensors.items()}, middles)
 
     def _read_index(self, names: FileNames) -> dict[str, str]:
-        """Read which file has each tensor."""
+        """By tensor, the name of its file."""
         index = self.root / names.index
         if not index.is_file():
-            raise CheckpointError(
-                f"{self.root} has neither {names.single} nor {names.index}. Checkpoints of save_checkpoint are read "
-                "by load_checkpoint"
-            )
+            neither = f"{self.root} has neither {names.single} nor {names.index}"
+            raise CheckpointError(f"{neither}. load_checkpoint reads checkpoints of save_checkpoint")
         try:
             file_of: dict[str, str] = dict(json.loads(read_text(index))["weight_map"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -324,17 +304,15 @@ def load_shards(model: nn.Module, engine: Engine, root: Path, *, strict: bool = 
     names = FileNames(conventions().file_stem(model))
     stored = run_on_all_ranks(ranks, f"load {root}", lambda: StoredDirectory(root, names))
     if not ranks.are_equal(stored.digest()):
-        raise CheckpointError(
-            f"could not load {root}: ranks see different files there. Another process is replacing them: load again; "
-            "or the disks of two hosts hold different copies"
-        )
+        causes = "another process is replacing them (load again), or disks of two hosts have different copies"
+        raise CheckpointError(f"could not load {root}: ranks see different files there: {causes}")
 
     def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, TensorPiece]]:
         return *_compare(model, engine, stored.tensors), local_pieces(model, engine, buffers=True)
 
     runs, difference, pieces = run_on_all_ranks(ranks, f"load {root}", compare)
-    if strict and any(difference):
-        raise difference.error(root, model)  # on every rank: they have read the same headers
+    if strict and any(difference):  # on every rank: all have read the same headers
+        raise difference.error(root, model)
 
     def read() -> None:
         with torch.no_grad():
@@ -353,7 +331,7 @@ def load_shards(model: nn.Module, engine: Engine, root: Path, *, strict: bool = 
 
 
 class Difference(NamedTuple):
-    """Names that differ between the files and the model, in the model's order or alphabetical.
+    """Names that differ between the files and the model, in the model's order or in alphabetical order.
 
     Attributes:
         missing: names that the model has and the files do not.
@@ -379,9 +357,10 @@ class Difference(NamedTuple):
 def _compare(
     model: nn.Module, engine: Engine, stored: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Run]], Difference]:
-    """Match the tensors in the files with the model's parameters and buffers, and find what does not fit.
+    """Match the tensors in the files with the model's parameters and buffers.
 
-    A transformers model loads as ``from_pretrained`` does; any other model loads the tensors with its names.
+    Returns:
+        By tensor in the files, the runs that load from it; and the names that do not fit.
     """
     names = saved_names(model, engine)
     wanted = whole_tensors(model, engine, names, None)
@@ -391,7 +370,7 @@ def _compare(
     difference = Difference([], [], [])
     runs: dict[str, list[Run]] = {}
     for source, own in by_source(names).items():
-        found = next((name for name in own if name in made), None)  # of tied names one is enough; the first counts
+        found = next((name for name in own if name in made), None)  # one of several tied names is enough
         bad = next((name for name in own if name in failed), None)
         try:
             if found is not None:

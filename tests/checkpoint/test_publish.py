@@ -17,9 +17,8 @@ import pytest
 from torch import nn
 
 from streamshard import export_safetensors
-from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint.directory import create_partial
-from streamshard.checkpoint.export import MODEL_FILES, StoredDirectory
+from streamshard.checkpoint.export import StoredDirectory
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
 from tests.checkpoint.changes import at_change
@@ -161,17 +160,13 @@ def test_no_name_of_a_numbered_file_is_used_again(context: RankContext, tmp_path
 
 
 @on_ranks(1)
-def test_sweep_keeps_what_is_not_an_exports(context: RankContext, tmp_path: Path) -> None:
-    """Names that look alike are the user's; while the index cannot be read, its files stay."""
+def test_an_export_removes_only_files_of_earlier_exports(context: RankContext, tmp_path: Path) -> None:
+    """Names that look alike are the user's."""
     model = sharded(filled(Plain))
     _export(model, tmp_path, TWO)
     own = ["model-fp16-00001-of-00002.safetensors", "model-old.partial", "model.safetensors.partial", "model-1.bin"]
     for name in own:
         (tmp_path / name).write_text("mine")
-    before = set(names_in(tmp_path))
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    exports_module._sweep(tmp_path, MODEL_FILES)
-    assert set(names_in(tmp_path)) == before
     _export(model, tmp_path, TWO)
     assert set(own) < set(names_in(tmp_path))
     assert "model-00001-of-00002.safetensors" not in names_in(tmp_path)
