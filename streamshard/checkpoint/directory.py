@@ -1,23 +1,23 @@
-"""The checkpoints of a run, side by side in one directory: find the newest intact one, add one, delete old ones.
+"""A directory of checkpoints: find the newest intact checkpoint, add one, delete old ones.
 
-`write_together` is how saves and exports write files: rank 0 makes a partial directory, all ranks write into it, rank 0
+Saves and exports write files with `write_together`: rank 0 makes a partial directory, all ranks write into it, rank 0
 publishes it.
 
 [Note: whole and intact]
-A checkpoint is *whole* if its manifest can be read and used, and its files are there with their recorded sizes. It is
-*intact* if the files also match their checksums and hold the tensors that the manifest names. Saves and `latest` ask
-for the first, which reads no tensors; loads for the second, before anything changes. A checkpoint that is damaged, or
-that the system cannot read, never stops a save or the load of another one, and is never deleted.
+A checkpoint is *whole* if its manifest can be read and used, and all files are there with their recorded sizes. It is
+*intact* if the files also match their checksums and have the tensors that the manifest names. Saves and `latest` look
+for whole checkpoints, and read no tensors. Loads look for intact checkpoints, before anything changes. A checkpoint
+that is damaged, or that the system cannot read, stops no save and no load of another one, and is never deleted.
 
 [Note: how a checkpoint appears]
 A save writes into a *partial* directory, whose name ends in ``.partial`` and is never used again. When all files are on
-the disk, one rename gives the directory its name. Until then there is no checkpoint, afterwards there is a whole one.
-Nothing is ever overwritten: if ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``.
+the disk, one rename gives the directory its name. Before the rename there is no checkpoint, afterwards a whole one.
+Saves overwrite nothing: if ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``.
 
 [Note: two runs in one directory]
 A requeued job may start while its predecessor still saves. So each save holds a lock (flock) on the manifest in its
 partial directory. The manifest is created first and filled last. The system releases the lock when the process ends,
-however it ends. A save deletes partial directories whose lock is free: killed runs have left them.
+in any way. A save deletes partial directories whose lock is free: killed runs have left them.
 """
 
 from __future__ import annotations
@@ -44,27 +44,26 @@ from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, StreamShardError, describe, log, printable
 
 PARTIAL = ".partial"
-"""Suffix of a directory's name until the directory is complete."""
+"""The end of a directory's name until the directory is complete."""
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})(?!\d)(-\d+)?")
 _LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")
 
 _AHEAD = 1 << 20
-"""By how much the generation of a checkpoint that cannot be read now is at most larger than the largest known one."""
+"""A checkpoint that cannot be read now may have a generation up to this much larger than the largest known one."""
 
 _Written = TypeVar("_Written")
 _Published = TypeVar("_Published")
 
 
 class Entry(NamedTuple):
-    """A checkpoint in a directory, as far as its manifest and the sizes of its files say. Nobody has read the files.
+    """A checkpoint in a directory. Its manifest was read, and the sizes of its files; not the files themselves.
 
     Attributes:
         path: its path.
         manifest: None if it cannot be read or used.
         wrong: why the checkpoint cannot be used; "" if it is whole. See [Note: whole and intact].
-        may_be_whole: False if it is damaged. A system that cannot read it now (no permission, a failing disk) says
-            nothing about it.
+        may_be_whole: False if it is damaged. True if the system cannot read it now (no permission, a failing disk).
     """
 
     path: Path
@@ -74,7 +73,7 @@ class Entry(NamedTuple):
 
     @property
     def order(self) -> tuple[float, int, bool]:
-        """Sort key, newest last. One without a manifest may be the newest. A user's copy comes before its original."""
+        """Sort key: newest last, entries without a manifest behind all others, a user's copy before its original."""
         made = self.manifest
         return (math.inf, 0, False) if made is None else (made.generation, made.number, is_named_as_ours(self.path))
 
@@ -83,11 +82,12 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The latest whole checkpoint in `directory`; None if there is none.
 
     A checkpoint is whole if its manifest matches its checksum, and all files are there with their recorded sizes.
-    `load_checkpoint` verifies the files' contents. Checkpoints are ordered by a generation number, not by clocks. The
-    log names checkpoints that are passed over, and why.
+    `load_checkpoint` verifies the files' contents. Generation numbers order the checkpoints, not clocks. The log names
+    checkpoints that are passed over, and why.
 
     Raises:
-        CheckpointError: no checkpoint is whole, and the system cannot read one (no permission, a failing disk).
+        CheckpointError: no checkpoint is whole, and the system cannot read some checkpoint now (no permission, a
+            failing disk).
         ConfigError: `directory` is not a path.
     """
     root = parse_path("directory", directory)
@@ -106,12 +106,12 @@ def _warn(passed_over: Mapping[Path, str]) -> None:
 
 
 def survey(directory: Path) -> list[Entry]:
-    """Read the manifests of all checkpoints in `directory`, and its own if it is a checkpoint. Newest last.
+    """Read the manifests of all checkpoints in `directory`, and of `directory` if it is a checkpoint. Newest last.
 
-    Directories with a checkpoint's name and no manifest are among them.
+    A directory with a checkpoint's name and no manifest is a damaged checkpoint.
 
     Raises:
-        OSError: the directory cannot be read.
+        OSError: the system cannot read the directory.
     """
     inside = [path for path in sorted(_children(directory)) if not path.name.endswith(PARTIAL)]
     paths = [path for path in inside if is_named_as_ours(path) or is_checkpoint(path)]
@@ -121,12 +121,12 @@ def survey(directory: Path) -> list[Entry]:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether `directory` has a manifest, of any kind."""
+    """Whether `directory` has a manifest, damaged or not."""
     return os.path.lexists(directory / MANIFEST_NAME)
 
 
 def read_entry(path: Path) -> Entry:
-    """Read the manifest of a checkpoint, and look at the sizes of its files."""
+    """Read the manifest of a checkpoint, and check the sizes of its files."""
     manifest = None
     try:
         manifest = read_manifest(path)
@@ -139,7 +139,7 @@ def read_entry(path: Path) -> Entry:
 
 
 def no_checkpoint(directory: Path, why_of: Mapping[Path, str]) -> CheckpointError:
-    """The error to raise for a directory without an intact checkpoint, with the reason for each entry."""
+    """The error about a directory without an intact checkpoint, with the reason for each checkpoint in it."""
     reasons = "; ".join(why_of.values()) or "wanted a directory that save_checkpoint has written to"
     return CheckpointError(
         f"{directory} holds no whole checkpoint: {reasons}. `streamshard convert DIR OUT --from dcp` makes one of a "
@@ -153,7 +153,7 @@ def next_number(directory: Path) -> int:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise unless all files are there, readable and as long as they were, whatever they contain.
+    """Check that all files are there, readable, and of their recorded sizes.
 
     Raises:
         CheckpointError: a file is missing, or has another size.
@@ -166,13 +166,12 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
         if size_bytes != record.size_bytes:
-            raise CheckpointError(
-                f"{directory} is not whole: {record.name} has {size_bytes} bytes, was written with {record.size_bytes}"
-            )
+            sizes = f"{size_bytes} bytes, wanted {record.size_bytes}"
+            raise CheckpointError(f"{directory} is not whole: {record.name} has {sizes}")
 
 
 def is_named_as_ours(path: Path) -> bool:
-    """Whether a save may have given `path` its name. Other names are the user's: copies and links."""
+    """Whether a save gives such names. Other names are the user's own copies and links."""
     return _NAME.fullmatch(path.name) is not None
 
 
@@ -187,10 +186,13 @@ def _children(directory: Path) -> list[Path]:
 
 
 def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Path, str]]:
-    """The files of a checkpoint, or of the newest intact one in a directory. Each rank verifies its share. Collective.
+    """Open the checkpoint `root`, or the newest intact checkpoint in the directory `root`. Collective.
+
+    Each rank verifies an equal share of the files.
 
     Returns:
-        The files; and by path, why checkpoints that are newer, or may be, are passed over. The first rank logs this.
+        The files; and by path, why each checkpoint was passed over that is newer or may be newer. The first rank logs
+        these reasons.
 
     Raises:
         CheckpointError: on every rank. `root` is a checkpoint and damaged: names the newest intact one beside it. Or no
@@ -231,10 +233,10 @@ def _newest_intact(
 
 
 def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
-    """The files of the checkpoint `path`; each rank has read an equal share of all bytes. Collective.
+    """Open the checkpoint `path`. Each rank verifies an equal share of the files. Collective.
 
     Raises:
-        CheckpointError: on all ranks; names the file or the value that is missing or damaged, or cannot be read.
+        CheckpointError: on all ranks; names the file that is missing, damaged or unreadable.
     """
 
     def find() -> Manifest:
@@ -245,7 +247,7 @@ def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
 
     manifest = run_on_all_ranks(ranks, f"load {path}", find)
     if not ranks.are_equal(repr((manifest.files, manifest.versions))):
-        raise CheckpointError(f"ranks see different checkpoints at {path}: it has to be on shared storage")
+        raise CheckpointError(f"ranks see different checkpoints at {path}: put it on storage that all ranks share")
     files = CheckpointFiles(path, manifest)
     run_on_all_ranks(ranks, f"verify {path}", lambda: files.verify(ranks.total_rank, ranks.total_size))
     return files
@@ -264,23 +266,23 @@ def write_together(
     publish: Callable[[Partial, list[_Written]], _Published],
     alone: bool = False,
 ) -> _Published:
-    """Write files from all ranks into a partial directory, which the first rank publishes. Collective.
+    """Let all ranks write files into a partial directory, then let the first rank publish it. Collective.
 
     Args:
         ranks: the ranks.
-        doing: what is done, for messages.
-        root: gets the partial directory.
+        doing: the action, for messages.
+        root: the directory in which the partial directory is made.
         name, alone: see `create_partial`.
-        write: called with the partial directory, on every rank.
-        publish: called with the partial directory and what `write` has returned on each rank; on the first rank.
+        write: called on every rank with the partial directory.
+        publish: called on the first rank with the partial directory, and the results of `write` by rank.
 
     Returns:
-        What `publish` has returned, on every rank.
+        The result of `publish`, on every rank.
 
     Raises:
         CheckpointError: on every rank; names the rank and the cause. The partial directory is gone.
     """
-    mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
+    mine: list[Partial] = []  # on the first rank only: it alone deletes and renames the directory
 
     def start() -> str:
         mine.append(create_partial(root, name, alone=alone))
@@ -293,16 +295,16 @@ def write_together(
     except BaseException:
         for partial in mine:
             remove_partial(partial)
-        with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
+        with contextlib.suppress(StreamShardError):  # if ranks cannot reach each other any more
             run_on_all_ranks(ranks, doing, lambda: None)  # no rank returns before the directory is gone
         raise
 
 
 class Partial(NamedTuple):
-    """A directory that one save writes to. See [Note: two runs in one directory].
+    """A directory into which one save writes. See [Note: two runs in one directory].
 
     Attributes:
-        path: its name ends in ``.partial``.
+        path: its path, which ends in ``.partial``.
         manifest: a file in it, open and locked; empty until the checkpoint is published.
     """
 
@@ -311,16 +313,16 @@ class Partial(NamedTuple):
 
 
 def create_partial(directory: Path, name: str, *, alone: bool = False) -> Partial:
-    """Make a partial directory in `directory` for what will be called `name`, and delete those of killed runs.
+    """Make a partial directory in `directory`, and delete partial directories of killed runs.
 
     Args:
         directory: made if it is not there.
-        name: of the checkpoint, or ``"model"`` for an export.
-        alone: another process may not write to `directory` at the same time.
+        name: the begin of the partial directory's name: the checkpoint's name, or ``"model"`` for an export.
+        alone: raise if another process is writing to `directory`.
 
     Raises:
-        CheckpointError: with `alone`, another process is writing there.
-        OSError: it cannot be made.
+        CheckpointError: with `alone`: another process is writing to `directory`.
+        OSError: the system cannot make the directory.
     """
     os.makedirs(directory, exist_ok=True)
     partial = _create(directory, name)
@@ -339,23 +341,23 @@ def create_partial(directory: Path, name: str, *, alone: bool = False) -> Partia
 def _create(directory: Path, name: str) -> Partial:
     while True:
         path = directory / f"{name}.{secrets.token_hex(4)}{PARTIAL}"
-        with contextlib.ExitStack() as undo:  # also of an interrupt: a lock would refuse the next export
+        with contextlib.ExitStack() as undo:  # after an interrupt too: a lock that stays refuses the next export
             undo.callback(shutil.rmtree, path, ignore_errors=True)
             try:
                 os.mkdir(path)
                 manifest = FileIO(os.open(path / MANIFEST_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "r+")
-            except FileNotFoundError:  # another run has deleted it before it was locked
+            except FileNotFoundError:  # another run has deleted the directory before it was locked
                 continue
             undo.callback(manifest.close)
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(manifest, fcntl.LOCK_EX)  # waits for another run that deletes the directory right now
+                fcntl.flock(manifest, fcntl.LOCK_EX)  # waits while another run deletes the directory
             if (path / MANIFEST_NAME).exists():
                 undo.pop_all()
                 return Partial(path, manifest)
 
 
 def remove_partial(partial: Partial) -> None:
-    """Delete the partial directory, unless it was published."""
+    """Delete a partial directory, unless it was published."""
     try:
         shutil.rmtree(partial.path, ignore_errors=True)
     finally:
@@ -363,13 +365,13 @@ def remove_partial(partial: Partial) -> None:
 
 
 def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -> Path:
-    """Make a checkpoint of `partial`, whose files are all there, then delete all but the newest `keep`.
+    """Make a checkpoint of `partial`, which has all files, then delete all but the newest `keep` checkpoints.
 
-    A copy under another name, a link, and a write-protected directory are not deleted. An error leaves everything as it
-    was. After the rename nothing raises: a checkpoint that cannot be deleted is logged.
+    Copies under other names, links and write-protected directories are not deleted. An error leaves everything as it
+    was. After the rename nothing raises: the log names a checkpoint that cannot be deleted.
 
     Returns:
-        The checkpoint's path: ``checkpoint-N``, or ``checkpoint-N-2`` and so on if that exists.
+        The checkpoint's path: ``checkpoint-N``, or ``checkpoint-N-2`` and so on if ``checkpoint-N`` exists.
     """
     check_sizes(partial.path, manifest)
     directory = partial.path.parent
@@ -390,10 +392,10 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
 
 
 def _next_generation(earlier: Sequence[Entry]) -> int:
-    """One more than the largest in the directory, or far more if it has a checkpoint that the system cannot read now.
+    """One more than the largest generation among `earlier`; far more if the system cannot read one of them now.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the generation would be larger than `MAX_GENERATION`.
     """
     known = max((each.manifest.generation for each in earlier if each.manifest is not None), default=0)
     unread = sum(each.manifest is None and each.may_be_whole for each in earlier)
@@ -403,14 +405,14 @@ def _next_generation(earlier: Sequence[Entry]) -> int:
 
 
 def _delete_old(paths: Sequence[Path], keep: int) -> None:
-    """Delete all but the last `keep` of our own checkpoints. Each that cannot be deleted is logged."""
+    """Delete all but the last `keep` checkpoints with names that saves give. Log those that cannot be deleted."""
     own = [path for path in paths if is_named_as_ours(path) and not path.is_symlink()]
     for old in own[: max(len(own) - keep, 0)]:
         try:
             is_ours = os.access(old, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
-            if is_ours and os.stat(old).st_mode & stat.S_IWUSR:  # root may write to all
+            if is_ours and os.stat(old).st_mode & stat.S_IWUSR:  # root may write to any
                 gone = old.with_name(f"{old.name}.{secrets.token_hex(4)}{PARTIAL}")
-                os.rename(old, gone)  # first: what a kill leaves is no checkpoint, and the next save deletes it
+                os.rename(old, gone)  # so a kill leaves no damaged checkpoint, and the next save deletes the rest
                 shutil.rmtree(gone)
                 log.info("deleted %s: it is older than the newest %d", old, keep + 1)
         except OSError as error:
@@ -431,7 +433,7 @@ def _rename_to_unused(partial: Path, path: Path) -> Path:
 
 
 def _delete_unless_locked(left: Path) -> bool:
-    """Delete what a killed run has left. False if its lock is held. See [Note: two runs in one directory]."""
+    """Delete the partial directory of a killed run; False: its run lives. See [Note: two runs in one directory]."""
     try:
         with open(left / MANIFEST_NAME, "r+b") as manifest:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)

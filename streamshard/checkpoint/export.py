@@ -91,9 +91,6 @@ class FileNames:
         self.numbered = re.compile(stem + r"-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 
 
-MODEL_FILES = FileNames("model")
-
-
 def export_shards(
     model: nn.Module, engine: Engine, root: Path, dtype: torch.dtype | str | None, max_shard_size: int | str
 ) -> list[str]:
@@ -160,9 +157,7 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def plan_files(
-    tensors: Mapping[str, torch.Tensor], max_file_bytes: int, names: FileNames = MODEL_FILES
-) -> list[FileLayout]:
+def plan_files(tensors: Mapping[str, torch.Tensor], max_file_bytes: int, names: FileNames) -> list[FileLayout]:
     """Distribute tensors over files as huggingface_hub does, with the same file names and contents.
 
     One pass in order. A tensor that is too large for any file gets its own file, numbered before the file that other
@@ -266,7 +261,7 @@ class StoredDirectory(OpenFiles):
         CheckpointError: the directory has no weights, or files are damaged or contradict the index.
     """
 
-    def __init__(self, root: Path, names: FileNames = MODEL_FILES) -> None:
+    def __init__(self, root: Path, names: FileNames) -> None:
         super().__init__(root)
         if (self.root / names.single).is_file():
             file_of = dict.fromkeys(self.open(names.single).keys(), names.single)

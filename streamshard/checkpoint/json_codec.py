@@ -1,7 +1,7 @@
 """Values of the user's objects as JSON and tensors, and back.
 
-JSON has no tuples, no infinite numbers, and only strings as keys of dicts. Such a value becomes an object with the key
-"$", which names its kind. Any other object is refused: to read it back, a checkpoint would need its class's code.
+JSON has no tuples, no infinite numbers, and only strings as keys. These values become an object with the key "$", which
+names their kind. All other objects are refused: reading them would need the code of their classes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def encode(value: Any, path: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """`value` as JSON, and its tensors by name, detached, not copied.
 
     Args:
-        value: None, numbers, strings, lists, tuples, dicts, counters, tensors, dtypes, NumPy arrays of torch's dtypes,
-            and nested ones. NumPy's numbers come back as Python's.
-        path: its name. Names of its tensors begin with it.
+        value: None, numbers, strings, tensors, dtypes, NumPy arrays of torch's dtypes; and lists, tuples, dicts and
+            counters of such values. NumPy's numbers come back as Python's numbers.
+        path: name of the value. The names of its tensors begin with it.
 
     Raises:
-        CheckpointError: names the path of any other value.
+        CheckpointError: names the path of a value of another kind.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encode(value, path, tensors), tensors
@@ -61,34 +61,31 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}{kind}: a checkpoint holds numbers, strings, "
         "lists, tuples, dicts, tensors and arrays of torch's dtypes. Give an object with state_dict() and "
-        "load_state_dict() by itself, extra={name: object}, and any other object as the values that it is made of"
+        "load_state_dict() by itself, extra={name: object}, and the values inside of any other object"
     )
 
 
 def _of_numpy(value: Any) -> bool | int | float | torch.Tensor | None:
-    """The number or tensor with the values of a NumPy number or array; None if there is none."""
+    """A NumPy number as a Python number, a NumPy array as a tensor; None if `value` is neither, or has no such form."""
     if isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
-        number = value.item()  # of long doubles and durations: another number of NumPy's, or no number
+        number = value.item()  # long doubles stay NumPy's numbers, and durations become integers
         return number if isinstance(number, bool | int | float) and value.dtype.kind != "m" else None
     if type(value) is not numpy.ndarray:
         return None
     try:
         return torch.from_numpy(numpy.require(value, requirements=("C", "W")))
-    except (TypeError, ValueError):  # strings, objects, long doubles; another byte order
+    except (TypeError, ValueError):  # strings, objects, long doubles, another byte order
         return None
 
 
 def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or value.is_quantized:
-        raise CheckpointError(
-            f"{path} is a {type(value).__name__} of layout {value.layout}: a checkpoint holds plain tensors. Give "
-            "value.full_tensor(), value.to_dense() and the like, or the tensors that it is made of"
-        )
+        advice = "a checkpoint holds plain tensors. Give value.full_tensor(), value.to_dense() or the tensors inside"
+        raise CheckpointError(f"{path} is a {type(value).__name__} of layout {value.layout}: {advice}")
     if is_piece(value):
         raise CheckpointError(
-            f"{path} is one rank's piece of a sharded tensor: a checkpoint holds pieces of models and of moments only. "
-            "Average weights in a second sharded model, by streamshard.optim.update_parameters, and save both: "
-            'model={"model": model, "average": average} . Of a number give float(value)'
+            f"{path} is one rank's piece of a sharded tensor. Average weights in a second sharded model with "
+            "streamshard.optim.update_parameters, and save both models. Of a number give float(value)"
         )
     if value.is_meta:
         raise CheckpointError(f"{path} is on the meta device: it has no values yet")
@@ -97,14 +94,14 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     if not data.shape and not data.dtype.is_complex:
         number = _encode(data.item(), path, tensors)
         return {_KIND: "number", "dtype": name_of(data.dtype), "value": number, **where}
-    while path in tensors:  # a key may have a dot in it
+    while path in tensors:  # keys may contain dots
         path += "'"
     tensors[path] = data
     return {_KIND: "tensor", "tensor": path, **where}
 
 
 def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """An OrderedDict or a defaultdict comes back as a dict."""
+    """JSON of a dict or a counter. OrderedDicts and defaultdicts come back as dicts."""
     kind = "Counter" if isinstance(value, Counter) else "dict"
     if kind == "dict" and all(type(key) is str and key != _KIND for key in value):
         return {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
@@ -116,7 +113,7 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.T
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Such as ``"bfloat16"``."""
+    """The dtype's name, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -132,15 +129,15 @@ def dtype_named(name: object) -> torch.dtype:
 
 
 def decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], device: torch.device) -> Any:
-    """The value that was given to `encode`. `saved` may come from anybody: nothing in it is run or imported.
+    """The reverse of `encode`. Runs and imports nothing, whoever has written `saved`.
 
     Args:
         saved: the JSON.
-        tensor_of: gives a new tensor on a device, by its name.
-        device: for tensors that were not in CPU memory.
+        tensor_of: returns a new tensor, given its name and device.
+        device: of tensors that were not in CPU memory.
 
     Raises:
-        Exception: of any kind; `encode` gives no such JSON.
+        Exception: of many kinds; `encode` returns no such JSON.
     """
     if isinstance(saved, list):
         return [decode(each, tensor_of, device) for each in saved]

@@ -1,14 +1,14 @@
-"""The manifest of a checkpoint: which files there are, and where in them each tensor lies.
+"""The manifest of a checkpoint: the files, and the place of each tensor in them.
 
-The manifest is JSON. Its first line holds its own SHA-256, and it lists checksums of all other files, so any changed
-byte of a checkpoint is noticed. Anyone can compute checksums, so `read_manifest` also checks that file names stay
-inside the directory, that the tensors fit into their files, and that values refer to each tensor once. So reading a
-checkpoint takes no more time and memory than its files have bytes.
+The manifest is JSON. Its first line has its own SHA-256, and it lists checksums of all other files. So any changed byte
+of a checkpoint is noticed. Anyone can compute checksums, so `read_manifest` also checks that file names stay inside the
+directory and that pieces lie inside their tensors. `CheckpointFiles` checks that each piece is in its file, and reads
+each tensor once. So a load takes no more time and memory than the files have bytes.
 
 [Note: names of tensors]
-A weight is called "model/", then its name; state of an optimizer "optimizer/model/", the weight's name, "." and the
-key (converted from DCP: "optimizer.state.model/" and so on); a tensor in `extra` "extra.", then its key. If ranks or
-replicas have different tensors of one name, "rank3/" or "replica1/" comes first. No other name begins so.
+Examples: a weight is "model/layers.0.weight", its moment "optimizer/model/layers.0.weight.exp_avg" (converted from DCP:
+"optimizer.state.model/layers.0.weight.exp_avg"), a tensor in `extra` "extra.positions". If ranks or replicas have
+different tensors of one name, "rank3/" or "replica1/" comes first. No other name begins so.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from streamshard.errors import CheckpointError
 MANIFEST_NAME = "checkpoint.json"
 FORMAT = 7
 MAX_GENERATION = 1 << 40
-"""No run saves as often. A larger generation is damage: the checkpoint would be the newest for ever."""
+"""No run saves as often. A larger generation is damage: no later checkpoint could be newer."""
 
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = b"\n}\n"
 
 Found = tuple[torch.Tensor, int, torch.Tensor]
-"""A view of a mapped file, the place in it of the first element, and what is filled from there."""
+"""Arguments of `copy_range`: a view of a mapped file, the first element in it, and the target."""
 
 
 class PieceRecord(NamedTuple):
-    """Elements [start, stop) of a flattened tensor, in file number `file`, under the tensor's name, 1-D.
+    """Elements [start, stop) of a flattened tensor. The file has them as a 1-D tensor of the same name.
 
     Attributes:
-        file: its place in the manifest's list of files.
+        file: the file's place in the manifest's list of files.
         start: first element.
-        stop: after the last element.
+        stop: one behind the last element.
     """
 
     file: int
@@ -63,10 +63,10 @@ class PieceRecord(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A tensor, in pieces that together hold each of its elements once.
+    """A tensor in pieces. Each element is in one piece.
 
     Attributes:
-        shape: of the whole.
+        shape: of the full tensor.
         dtype: of the tensor.
         pieces: in the order of their elements.
     """
@@ -76,11 +76,11 @@ class TensorRecord(NamedTuple):
     pieces: tuple[PieceRecord, ...]
 
     def ordered(self, name: str) -> TensorRecord:
-        """The same, with its pieces in order. It may come from anybody.
+        """The same record with its pieces in order.
 
         Raises:
             CheckpointError: pieces leave gaps, overlap, or lie outside of the shape; or a number is no size.
-            TypeError: starts cannot be ordered.
+            TypeError: starts are not numbers.
         """
         pieces = tuple(sorted(self.pieces, key=lambda piece: piece[1:]))
         edges = [0, *chain(*(piece[1:] for piece in pieces)), math.prod(self.shape)]
@@ -93,10 +93,10 @@ class TensorRecord(NamedTuple):
 
 
 def join_records(by_rank: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
-    """All tensors, from the records of what each rank has of them.
+    """All tensors, from each rank's records of its own pieces.
 
     Raises:
-        CheckpointError: the pieces of a tensor leave gaps, overlap, or differ in shape or dtype.
+        CheckpointError: pieces of a tensor leave gaps or overlap, or their records differ in shape or dtype.
     """
     found: dict[str, TensorRecord] = {}
     for records in by_rank:
@@ -109,15 +109,15 @@ def join_records(by_rank: Iterable[Mapping[str, TensorRecord]]) -> dict[str, Ten
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint consists of. Everything in it is plain JSON.
+    """The content of a manifest.
 
     Attributes:
-        number: of the checkpoint among those of its directory; users give the step.
-        world_size: ranks that have saved, replicas included.
+        number: of the checkpoint, as in ``checkpoint-1000``; usually the step.
+        world_size: number of ranks that have saved, replicas included.
         versions: versions of streamshard and torch, and the time of the save; for people.
-        files: all files except the manifest. Pieces refer to them by their place in this list.
+        files: all files except the manifest.
         tensors: by name.
-        state: everything except tensors.
+        state: everything except tensors, as JSON.
         generation: orders the checkpoints of a directory, without clocks: one more than the largest generation in the
             directory when the checkpoint was published.
     """
@@ -131,10 +131,10 @@ class Manifest(NamedTuple):
     generation: int = 0
 
     def encode(self) -> bytes:
-        """The file's content.
+        """The file's bytes.
 
         Raises:
-            CheckpointError: it would be too large to be read.
+            CheckpointError: the file would be too large to read.
         """
         files = [record._asdict() for record in self.files]
         tensors = {name: {**each._asdict(), "dtype": name_of(each.dtype)} for name, each in self.tensors.items()}
@@ -146,16 +146,16 @@ class Manifest(NamedTuple):
 
 
 def sealed(body: bytes) -> bytes:
-    """A manifest's file with this JSON inside, and its SHA-256 in the first line."""
+    """The bytes of a manifest with the JSON `body`, and its SHA-256 in the first line."""
     return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in `directory`.
+    """Read the manifest of the checkpoint `directory`.
 
     Raises:
-        CheckpointError: there is none, it is damaged or malformed, or another version has written it.
-        OSError: it cannot be read, which does not say whether the checkpoint is whole.
+        CheckpointError: there is no manifest, it is damaged or malformed, or another version has written it.
+        OSError: the system cannot read it now. The checkpoint may be whole.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -171,11 +171,11 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"it has format {found!r:.20}, and this version reads format {FORMAT}")
         return _manifest_of(**content)
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError, CheckpointError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from None  # a traceback would show a stranger's words
+        raise CheckpointError(f"{path} cannot be used: {error}") from None  # a traceback may hold commands
 
 
 def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
-    """The manifest with these contents, which may come from anybody."""
+    """Check the contents of a manifest, which anybody may have written."""
     records = tuple(_file_of(**record) for record in files)
     if len({record.name for record in records}) < len(records):
         raise CheckpointError("it lists a file twice")
@@ -202,21 +202,21 @@ def _file_of(name: str, size_bytes: int, crc32: list[str]) -> FileRecord:
 
 
 def name_of_rank(name: str, rank: int) -> str:
-    """The name in files of a tensor of which each rank has saved its own. See [Note: names of tensors]."""
+    """The name in files of a tensor that differs between ranks. See [Note: names of tensors]."""
     return f"rank{rank}/{name}"
 
 
 def name_of_replica(name: str, replica: int) -> str:
-    """The name in files of a tensor of which each replica but the first has saved its own."""
+    """The name in files of a tensor that differs between replicas. The first replica's tensor keeps its own name."""
     return f"replica{replica}/{name}"
 
 
 class CheckpointFiles(OpenFiles):
-    """The files of one checkpoint, read by ranges of the tensors that are spread over them.
+    """The files of a checkpoint. Reads ranges of tensors whose pieces are in several files.
 
     Args:
         path: the checkpoint.
-        manifest: what is in it.
+        manifest: its manifest.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -225,13 +225,10 @@ class CheckpointFiles(OpenFiles):
         self._read: set[str] = set()
 
     def verify(self, part: int, parts: int) -> None:
-        """Compare the files with their checksums and with the manifest.
-
-        Args:
-            part, parts: do one of so many equal shares of the work.
+        """Compare an equal share of the files, number `part` of `parts`, with their checksums and with the manifest.
 
         Raises:
-            CheckpointError: names the file that is damaged.
+            CheckpointError: names a damaged file.
         """
         verify_files(self.root, self.manifest.files, part, parts)
         for name, record in self.manifest.tensors.items():
@@ -240,15 +237,15 @@ class CheckpointFiles(OpenFiles):
                     self._stored(name, record, piece)
 
     def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> torch.Tensor:
-        """A piece as a file stores it, 1-D: a view of the mapped file."""
+        """A piece as stored, 1-D: a view of the mapped file."""
         file = self.manifest.files[piece.file].name
         stored = self.stored(file, name)
         if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.dtype:
-            raise CheckpointError(f"{self.root / file} does not hold what it should of {name!r}")
+            raise CheckpointError(f"{self.root / file} does not have the piece of {name!r} that the manifest names")
         return stored
 
     def find(self, name: str, start: int, target: torch.Tensor) -> Iterator[Found]:
-        """Where elements [start, start + n) of the tensor `name` lie, as arguments of `copy_range` that fill `target`.
+        """The copies that fill `target` with elements [start, start + n) of the tensor `name`.
 
         The files stay mapped, so the copies work even if the files are deleted.
 
@@ -257,8 +254,11 @@ class CheckpointFiles(OpenFiles):
             start: first element.
             target: [n] 1-D contiguous, any device.
 
+        Yields:
+            Arguments of `copy_range`.
+
         Raises:
-            CheckpointError: names what is not where the manifest says.
+            CheckpointError: a file does not have a piece that the manifest names.
         """
         record, stop = self.manifest.tensors[name], start + target.numel()
         for piece in record.pieces:
@@ -271,8 +271,8 @@ class CheckpointFiles(OpenFiles):
         """A full tensor, in new memory.
 
         Raises:
-            CheckpointError: it was read before: values refer to each tensor once, else a few bytes could take any
-                amount of memory.
+            CheckpointError: the tensor was read before. Each value has tensors of its own, so the manifest is forged,
+                and could take any amount of memory.
         """
         if name in self._read:
             raise CheckpointError(f"its values refer to the tensor {name!r:.80} more than once")

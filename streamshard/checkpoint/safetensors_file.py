@@ -1,9 +1,9 @@
-"""Safetensors files: plan one to the byte, write it, verify it, and read tensors from several. No communication.
+"""Safetensors files: plan a file to the byte, write it, verify it, and read tensors. No communication.
 
 A file is an 8-byte little-endian header length, the header (JSON, padded with blanks to 8 bytes), then the tensors one
-after another without gaps. The safetensors library orders tensors by dtype, widest first, and then by name. So do we:
-equal tensors give equal files (safetensors/src/tensor.rs, `prepare`). The library writes a file in one piece from one
-process. Our ranks write ranges of one file, so the writer is our own. The reader is the library's.
+after another without gaps. Tensors are ordered by dtype, widest first, and then by name, as the safetensors library
+orders them (safetensors/src/tensor.rs, `prepare`): equal tensors give equal files. The library writes a file in one
+piece from one process. Here ranks write ranges of one file, so the writer is StreamShard's own. The library reads.
 
 [Note: checksums]
 A checkpoint records one CRC-32 for each `CHUNK_BYTES` of a file; the last chunk may be shorter. So ranks verify equal
@@ -34,19 +34,19 @@ from streamshard.config import is_utf8
 from streamshard.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
-"""Bytes per checksum, and the memory for copying to or from a device or to another dtype."""
+"""Bytes per checksum, and the extra memory of a copy from a device or into another dtype."""
 
 MAX_TEXT_BYTES = 1 << 30
-"""The largest manifest, index or metadata. Ten thousand ranks write 0.2 GB."""
+"""The largest manifest, index or metadata. A manifest of ten thousand ranks has 0.2 GB."""
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-"""Names that a manifest or metadata from anybody may give to files: in its directory, and not hidden there."""
+"""The file names that a manifest or metadata may have: files in its own directory, not hidden."""
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 _METADATA = "__metadata__"
 
-# In the order in which a file holds them.
+# In the order of a file's tensors.
 _DTYPE_NAMES = {
     torch.uint64: "U64",
     torch.int64: "I64",
@@ -70,12 +70,12 @@ _DTYPE_NAMES = {
 
 
 class FileLayout(NamedTuple):
-    """One file, down to the byte.
+    """A file, down to the byte.
 
     Attributes:
         name: its name in the directory.
-        header: its first bytes, length included.
-        places: of each tensor, the byte in the file of its first element, and its dtype.
+        header: its first bytes, with the header's length.
+        places: by tensor, the byte of its first element in the file, and its dtype.
         size_bytes: of the whole file.
     """
 
@@ -86,7 +86,7 @@ class FileLayout(NamedTuple):
 
 
 Held = Mapping[str, Sequence[tuple[int, torch.Tensor]]]
-"""By tensor, the ranges that a rank holds: the first element, and the data, 1-D contiguous, on any device."""
+"""By tensor, a rank's ranges of it: the first element, and the data, 1-D contiguous, on any device."""
 
 
 class FileRecord(NamedTuple):
@@ -104,14 +104,14 @@ class FileRecord(NamedTuple):
 
 
 def lay_out(name: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
-    """Plan one file that holds all of `tensors`, as `save_pretrained` would write it.
+    """Plan a file with all of `tensors`, as `save_pretrained` would write it.
 
     Args:
         name: of the file.
-        tensors: by name; only their shapes and dtypes count, so they may be on the meta device.
+        tensors: by name. Only their shapes and dtypes count, so they may be on the meta device.
 
     Raises:
-        CheckpointError: the format cannot hold a name or a dtype.
+        CheckpointError: safetensors has no such dtype, or cannot hold a name.
     """
     contents: dict[str, Any] = {_METADATA: {"format": "pt"}}
     places: dict[str, tuple[int, torch.dtype]] = {}
@@ -120,10 +120,8 @@ def lay_out(name: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         if tensor.dtype not in _DTYPE_NAMES:
             raise CheckpointError(f"{each!r} is {tensor.dtype}, which safetensors cannot hold")
         if each == _METADATA or not is_utf8(each):
-            raise CheckpointError(
-                f"a tensor is named {each!r}: safetensors files take names in UTF-8, and keep {_METADATA!r} for "
-                "their own data. Give it another name in the model"
-            )
+            limits = f"safetensors files take names in UTF-8, except {_METADATA!r}"
+            raise CheckpointError(f"a tensor is named {each!r}: {limits}. Give it another name in the model")
     order = [*_DTYPE_NAMES]
     for each, tensor in sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
         offsets = [position, position + tensor.nbytes]
@@ -140,15 +138,15 @@ def lay_out(name: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 def write_file(directory: Path, layout: FileLayout, held: Held) -> FileRecord:
-    """Write a new file and sync it to the disk. Extra memory: see `in_chunks`.
+    """Write a file and sync it to the disk. Extra memory: see `in_chunks`.
 
     Args:
-        directory: gets the file.
+        directory: the file's directory.
         layout: made by `lay_out`.
-        held: all tensors of the file, whole.
+        held: all tensors of the file, with all their elements.
 
     Raises:
-        CheckpointError: names the file that cannot be written.
+        CheckpointError: the file cannot be written.
     """
     sums, crc32 = [], 0
     with opened(directory / layout.name) as descriptor:
@@ -165,16 +163,16 @@ def write_file(directory: Path, layout: FileLayout, held: Held) -> FileRecord:
 
 
 def write_ranges(directory: Path, layout: FileLayout, held: Held, *, is_first: bool) -> int:
-    """Write ranges of a file that several ranks write, and sync them to the disk. Extra memory: see `in_chunks`.
+    """Write this rank's ranges of a file, and sync them to the disk. Extra memory: see `in_chunks`.
 
     Args:
-        directory: gets the file, or has it from another rank.
+        directory: the file's directory. Another rank may have made the file.
         layout: made by `lay_out`.
-        held: what this rank has of the file's tensors.
+        held: this rank's ranges of the file's tensors.
         is_first: write the header too.
 
     Returns:
-        The number of bytes.
+        The number of written bytes.
     """
     total = 0
     if is_first or any(held[name] for name in layout.places):
@@ -186,9 +184,9 @@ def write_ranges(directory: Path, layout: FileLayout, held: Held, *, is_first: b
 
 
 def in_chunks(layout: FileLayout, held: Held, *, has_header: bool = True) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a file, in order, and their places in it. The next bytes may overwrite the ones before.
+    """The bytes to write to a file, in order: the place of each chunk, and its bytes, which the next chunk overwrites.
 
-    Extra memory: `CHUNK_BYTES`, for data on a device or in another dtype than the file's.
+    Extra memory: `CHUNK_BYTES` for data on a device or in another dtype than the file's, else none.
     """
     if has_header:
         yield 0, memoryview(layout.header)
@@ -203,7 +201,7 @@ def in_chunks(layout: FileLayout, held: Held, *, has_header: bool = True) -> Ite
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, of any dtype."""
+    """The memory of a contiguous CPU tensor of any dtype."""
     if not tensor.numel():
         return memoryview(b"")
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -221,10 +219,10 @@ def digest_of(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A file to write to, made if it is not there: its descriptor. Synced to the disk when the context ends.
+    """The descriptor of a file for writing, made if it is not there. Synced to the disk when the context ends.
 
     Raises:
-        CheckpointError: names the file, and what went wrong inside the context too.
+        CheckpointError: the system has raised an error, inside the context too; names the file.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -233,12 +231,12 @@ def opened(path: Path) -> Iterator[int]:
             os.fsync(descriptor)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there: the directory must be on storage all ranks share") from error
-    except OSError as error:  # a failed write does not say which file it was
+    except OSError as error:  # the error of a write does not name the file
         raise CheckpointError(f"{path}: {error}") from error
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` at byte `offset` of the file; the system may take it in parts."""
+    """Write all of `data` at byte `offset` of the file. The system may take it in parts."""
     data = memoryview(data)
     while data:
         written = os.pwrite(descriptor, data, offset)
@@ -246,7 +244,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def sync_directory(root: Path) -> None:
-    """Return once the names in `root` are on the disk."""
+    """Sync the names in `root` to the disk."""
     descriptor = os.open(root, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -261,11 +259,11 @@ def sync_directory(root: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file, open for reading. A pipe would wait for its writer, and a device may have no end.
+    """Open a regular file for reading. Opening a pipe would wait for its writer, and a device may have no end.
 
     Raises:
-        CheckpointError: it is a pipe, a device or a directory, or a link to one.
-        OSError: it cannot be opened.
+        CheckpointError: `path` is a pipe, a device or a directory, or a link to one.
+        OSError: the system cannot open it.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -279,11 +277,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path) -> bytes:
-    """The content of a manifest, an index or metadata. A sparse file may have a petabyte, and take no space on disk.
+    """The content of a manifest, an index or metadata. A sparse file of a petabyte takes no space on the disk.
 
     Raises:
-        CheckpointError: it is not a regular file, or too large.
-        OSError: it cannot be read.
+        CheckpointError: `path` is not a regular file, or too large.
+        OSError: the system cannot read it.
     """
     with open_regular(path) as file:
         if (n_bytes := os.fstat(file.fileno()).st_size) > MAX_TEXT_BYTES:
@@ -292,9 +290,9 @@ def read_text(path: Path) -> bytes:
 
 
 class OpenFiles:
-    """The safetensors files of one directory. The library maps each into memory when a tensor of it is first read.
+    """The safetensors files of a directory. The library maps each file into memory at the first read.
 
-    A mapped file can be read to its end, even if another process replaces or deletes it. It takes no file descriptor.
+    A mapped file stays readable if another process replaces or deletes it, and takes no file descriptor.
 
     Args:
         root: the directory.
@@ -305,25 +303,25 @@ class OpenFiles:
         self._opened: dict[str, Any] = {}
 
     def open(self, name: str) -> Any:
-        """The library's `safe_open` of a file.
+        """The library's ``safe_open`` of a file.
 
         Raises:
-            CheckpointError: names the file that is missing, damaged or not a safetensors file.
+            CheckpointError: the file is missing, damaged, or not a safetensors file.
         """
         if name not in self._opened:
             path = self.root / name
             try:
                 open_regular(path).close()  # `safe_open` would wait for the writer of a pipe
                 self._opened[name] = safe_open(path, framework="pt")
-            except (OSError, ValueError, SafetensorError) as error:  # a traceback would show a stranger's words
+            except (OSError, ValueError, SafetensorError) as error:  # from None: a traceback may hold commands
                 raise CheckpointError(f"cannot read {path}: {error}") from None
         return self._opened[name]
 
     def stored(self, file: str, name: str) -> torch.Tensor:
-        """A tensor as it is stored: a view of the mapped file, for reading only.
+        """A tensor as stored: a view of the mapped file, for reading only.
 
         Raises:
-            CheckpointError: the file does not hold it, or holds it in a dtype that torch does not have.
+            CheckpointError: the file does not have the tensor, or torch does not have its dtype.
         """
         opened = self.open(file)
         try:
@@ -334,7 +332,7 @@ class OpenFiles:
 
 
 def copy_range(stored: torch.Tensor, start: int, target: torch.Tensor) -> None:
-    """Fill `target` by elements [start, start + target.numel()) of `stored` flattened, converted. Memory: one chunk.
+    """Copy elements [start, start + n) of `stored`, flattened, into `target`. Extra memory: `CHUNK_BYTES`.
 
     Args:
         stored: a view of a mapped file.
@@ -349,10 +347,10 @@ def copy_range(stored: torch.Tensor, start: int, target: torch.Tensor) -> None:
 
 
 def verify_files(root: Path, records: Sequence[FileRecord], part: int, parts: int) -> None:
-    """Compare files with their checksums, as one of `parts` readers that share all bytes evenly.
+    """Compare an equal share of the files' bytes, number `part` of `parts`, with their checksums.
 
     Raises:
-        CheckpointError: names the file that is not as it was written.
+        CheckpointError: names a file that cannot be read, or whose bytes have changed.
     """
     chunks = [(record, number) for record in records for number in range(len(record.crc32))]
     for record, number in chunks[len(chunks) * part // parts : len(chunks) * (part + 1) // parts]:

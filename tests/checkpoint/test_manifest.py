@@ -114,7 +114,7 @@ def test_a_directory_loads_its_newest_intact_checkpoint_and_one_checkpoint_is_re
     assert loaded.path == paths[2]
     assert loaded.passed_over.keys() == {paths[3], paths[4]}
     assert "is damaged: its checksums differ" in loaded.passed_over[paths[4]]
-    assert "safetensors does not hold what it should of" in loaded.passed_over[paths[3]]
+    assert "safetensors does not have the piece of" in loaded.passed_over[paths[3]]
     assert not load_checkpoint(paths[2], *run).passed_over
     words = "checkpoint-4/rank-00001.* is damaged: .* newest intact checkpoint beside it is .*/checkpoint-2$"
     with pytest.raises(CheckpointError, match=words):

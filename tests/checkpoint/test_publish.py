@@ -18,13 +18,14 @@ from torch import nn
 
 from streamshard import export_safetensors
 from streamshard.checkpoint.directory import create_partial
-from streamshard.checkpoint.export import StoredDirectory
+from streamshard.checkpoint.export import FileNames, StoredDirectory
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
 from tests.checkpoint.changes import at_change
 from tests.checkpoint.exporting import Plain, filled, names_in, sharded, stored_bytes
 from tests.ranks import RankContext, on_ranks
 
+NAMES = FileNames("model")
 # Limits of a file's bytes at which the model takes three files and two. What is tried grows with the square of that.
 THREE, TWO = 180, 250
 # As (old, new) max_shard_size: the same file, the same number of files, fewer, more, one to several and back.
@@ -51,7 +52,7 @@ class Exports(NamedTuple):
 
 
 def read_by_us(directory: Path) -> dict[str, bytes]:
-    return {name: exporting._bytes(each) for name, each in StoredDirectory(directory).tensors.items()}
+    return {name: exporting._bytes(each) for name, each in StoredDirectory(directory, NAMES).tensors.items()}
 
 
 def kinds_in(directory: Path) -> list[str]:

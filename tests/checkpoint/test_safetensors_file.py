@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from streamshard.checkpoint.export import StoredDirectory, encode_index, plan_files
+from streamshard.checkpoint.export import FileNames, StoredDirectory, encode_index, plan_files
 from streamshard.checkpoint.safetensors_file import _DTYPE_NAMES, FileLayout
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError
@@ -29,6 +29,8 @@ tensors = st.dictionaries(names, st.tuples(shapes, st.sampled_from([*_DTYPE_NAME
 filled = st.dictionaries(
     names, st.tuples(st.lists(st.integers(1, 4), max_size=3).map(tuple), st.sampled_from([*_DTYPE_NAMES])), max_size=12
 )
+
+NAMES = FileNames("model")
 
 
 def _metas(described: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -52,7 +54,7 @@ def write_empty(directory: Path, files: Sequence[FileLayout], index: bytes | Non
 @given(tensors)
 def test_file_equals_the_librarys(described: dict[str, Any]) -> None:
     """Header, order and padding are the library's own, for every dtype, shape and name; so is alignment."""
-    (file,) = plan_files(_metas(described), 1 << 30)
+    (file,) = plan_files(_metas(described), 1 << 30, NAMES)
     assert file.header + b"\0" * (file.size_bytes - len(file.header)) == save(_zeros(described), METADATA)
     assert len(file.header) % 8 == 0
     assert all(file.places[name][0] % dtype.itemsize == 0 for name, (_, dtype) in described.items())
@@ -60,7 +62,7 @@ def test_file_equals_the_librarys(described: dict[str, Any]) -> None:
 
 @given(filled, st.integers(1, 200))
 def test_split_equals_huggingface_hubs(described: dict[str, Any], max_bytes: int) -> None:
-    files = plan_files(_metas(described), max_bytes)
+    files = plan_files(_metas(described), max_bytes, NAMES)
     theirs = split_torch_state_dict_into_shards(_zeros(described), max_shard_size=max_bytes)
     want = theirs.filename_to_tensors or {"model.safetensors": []}
     assert {file.name: set(file.places) for file in files} == {name: set(held) for name, held in want.items()}
@@ -79,16 +81,16 @@ def test_invalid_sizes_raise(size: Any) -> None:
 def test_dtype_without_a_name_raises() -> None:
     """The format has no such thing; the tensor is named."""
     with pytest.raises(CheckpointError, match="'a' is torch.complex128, which safetensors cannot hold"):
-        plan_files(_metas({"a": ((1,), torch.complex128)}), 100)
+        plan_files(_metas({"a": ((1,), torch.complex128)}), 100, NAMES)
 
 
 @given(tensors, st.integers(1, 200))
 def test_files_are_read_as_they_were_planned(tmp_path_factory: Any, described: dict[str, Any], max_bytes: int) -> None:
     """Every tensor is found, with its shape and dtype, where the plan put it."""
     directory = tmp_path_factory.mktemp("planned")
-    files = plan_files(_metas(described), max_bytes)
+    files = plan_files(_metas(described), max_bytes, NAMES)
     write_empty(directory, files, encode_index(files, 0) if len(files) > 1 else None)
-    found = StoredDirectory(directory).tensors
+    found = StoredDirectory(directory, NAMES).tensors
     assert {name: (tuple(each.shape), each.dtype) for name, each in found.items()} == described
 
 
@@ -115,11 +117,11 @@ def _damage(tmp_path: Path, name: str, old: bytes, new: bytes) -> None:
 )
 def test_damaged_files_raise(old: bytes, new: bytes, tmp_path: Path) -> None:
     """A header that contradicts itself or the file is not believed."""
-    write_empty(tmp_path, plan_files(_metas(dict.fromkeys("ab", ((2,), torch.float32))), 100))
+    write_empty(tmp_path, plan_files(_metas(dict.fromkeys("ab", ((2,), torch.float32))), 100, NAMES))
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-2] + b"ab")
     _damage(tmp_path, "model.safetensors", old, new)
     with pytest.raises(CheckpointError, match="cannot read .*model.safetensors"):
-        StoredDirectory(tmp_path)
+        StoredDirectory(tmp_path, NAMES)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
@@ -130,20 +132,20 @@ def test_a_pipe_or_directory_in_place_of_a_file_raises_at_once(name: str, tmp_pa
     for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (partial(os.symlink, "nothing"), os.unlink)):
         make(path)
         with pytest.raises(CheckpointError, match="has neither"):
-            StoredDirectory(tmp_path)
+            StoredDirectory(tmp_path, NAMES)
         remove(path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_an_index_that_leads_to_no_regular_file_raises_at_once(tmp_path: Path, make: Callable[[Path], object]) -> None:
     """The library would wait for a pipe's writer."""
-    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4)
+    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4, NAMES)
     write_empty(tmp_path, files, encode_index(files, 2))
     path = tmp_path / files[0].name
     path.unlink()
     make(path)
     with pytest.raises(CheckpointError, match=f"{path} is not a regular file"):
-        StoredDirectory(tmp_path)
+        StoredDirectory(tmp_path, NAMES)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +163,16 @@ def test_an_index_that_leads_to_no_regular_file_raises_at_once(tmp_path: Path, m
 )
 def test_damaged_index_raises(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
     """An index that leads out of its directory, or to a file that has no such tensor, is not followed."""
-    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4)
+    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4, NAMES)
     write_empty(tmp_path, files, encode_index(files, 2))
     _damage(tmp_path, "model.safetensors.index.json", old, new)
     with pytest.raises(CheckpointError, match=message):
-        StoredDirectory(tmp_path)
+        StoredDirectory(tmp_path, NAMES)
 
 
 def test_directory_without_weights_raises(tmp_path: Path) -> None:
     """Numbered files alone are no export: the index comes last."""
-    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4)
+    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4, NAMES)
     write_empty(tmp_path, files)
     with pytest.raises(CheckpointError, match="has neither model.safetensors nor model.safetensors.index.json"):
-        StoredDirectory(tmp_path)
+        StoredDirectory(tmp_path, NAMES)
