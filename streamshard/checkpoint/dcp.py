@@ -53,18 +53,18 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     states, `extra` and extra state of modules are left out. The checkpoint's checksums are verified first. All tensors
     are read into host memory.
 
-    The files are written into a directory inside a temporary one beside `out`, such as ``out.k3x_0a9b.partial``. It is
-    renamed to `out` when it is complete. An error or an interrupt removes it. A run that is killed leaves it.
+    torch writes the files into a temporary directory beside `out`, such as ``out.k3x_0a9b.partial``. When all files are
+    complete, they move to `out`. An error or an interrupt removes the temporary directory. A killed run leaves it.
 
     Args:
-        directory: a checkpoint, or a directory of them, of which the newest intact one is taken.
-        out: where to; a new directory.
+        directory: a checkpoint, or a directory of checkpoints: the newest intact one is converted.
+        out: a new directory.
 
     Returns:
-        The checkpoint's path.
+        The path of the converted checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or `out` exists or cannot be written to.
+        CheckpointError: the checkpoint is damaged or cannot be converted, or `out` exists or cannot be written.
     """
     root = parse_path("out", out).resolve()
     if os.path.lexists(root):
@@ -74,14 +74,14 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     state: dict[str, Any] = {}
     for name, each in saved["models"].items():
         tensors = {source: files.read_whole(f"{name}/{source}") for source in {*each["names"].values()}}
-        state[name] = {own: tensors[source] for own, source in each["names"].items()}  # state dicts have all names
+        state[name] = {own: tensors[source] for own, source in each["names"].items()}  # with tied names
     state |= {name: _optimizer_out(files, each) for name, each in saved["optimizers"].items()}
 
     def write() -> None:
         root.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(PARTIAL, f"{root.name}.", root.parent) as staging, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)  # none is needed
-            made = Path(staging, "made")  # `staging` has other permissions: for the user alone
+            warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)  # not needed
+            made = Path(staging, "made")  # nobody else may enter `staging`
             try:
                 state_dict_saver.save(state, storage_writer=FileSystemWriter(made), no_dist=True)
             except CheckpointException as error:
@@ -96,12 +96,9 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
 
 def _optimizer_out(files: CheckpointFiles, saved: Mapping[str, Any]) -> dict[str, Any]:
     if in_blocks := next(filter(is_part, files.manifest.tensors), None):
-        raise CheckpointError(
-            f"{in_blocks!r} is 8-bit, 4-bit or fp8 state of an optimizer, which DCP keeps otherwise: save a checkpoint "
-            "without the optimizer, and convert it"
-        )
+        raise CheckpointError(f"{in_blocks!r} is 8-bit, 4-bit or fp8 state: convert a checkpoint without the optimizer")
     models = files.manifest.state["models"]
-    fqns = {f"{model}/{name}": name for model, each in models.items() for name in each["names"]}  # DCP's names
+    fqns = {f"{model}/{name}": name for model, each in models.items() for name in each["names"]}  # the names in DCP
     state = {fqns.get(param, param): decode(values, files.read_whole, CPU) for param, values in saved["state"].items()}
     groups = decode(saved["param_groups"], files.read_whole, CPU)
     for group in groups:
@@ -113,7 +110,7 @@ def _optimizer_out(files: CheckpointFiles, saved: Mapping[str, Any]) -> dict[str
         for key, value in group.items()
         if key != "params"
     }
-    return {"state": state, "param_groups": groups, **flattened}  # the reader asks for one of the two
+    return {"state": state, "param_groups": groups, **flattened}  # a reader asks for one form or the other
 
 
 # ------------------------------------------------------------------------------------------------ from DCP
@@ -128,21 +125,21 @@ def from_dcp(
 ) -> tuple[Path, list[str]]:
     """Convert a DCP directory to a checkpoint, which `load_checkpoint(out, model, optimizer)` loads.
 
-    DCP's files hold pickles, which could run code on this machine. Here they are read as data (`dcp_files`): tensors,
-    numbers, strings, lists, tuples, dicts and dtypes. All of it is read into host memory.
+    DCP's files hold pickles. This function runs no code of theirs: it reads tensors, numbers, strings, lists, tuples,
+    dicts and dtypes. All tensors are read into host memory.
 
     Args:
-        directory: a DCP directory, or one of Accelerate's with ``pytorch_model_fsdp_0`` in it.
-        out: a directory of checkpoints; the new one is added, with the next number.
+        directory: a DCP directory, or a directory of Accelerate with ``pytorch_model_fsdp_0`` in it.
+        out: a directory of checkpoints. The new checkpoint gets the next number.
         model: prefix of the weights' keys, such as ``"app.model"``; empty: keys have no prefix.
         optimizer: prefix of the optimizer's keys. The directory may have no optimizer.
 
     Returns:
-        The new checkpoint's path, and the keys of the DCP directory that are not in it.
+        The new checkpoint's path, and the keys of the DCP directory that were left out.
 
     Raises:
         CheckpointError: `directory` is no DCP directory, is damaged, or holds values that StreamShard cannot load.
-        ConfigError: no key has the prefix.
+        ConfigError: no key has the prefix `model`.
     """
     root = parse_path("out", out)
     files_of = {key: files for files in _files_of(parse_path("directory", directory)) for key in files.entries}
@@ -156,8 +153,7 @@ def from_dcp(
     if not weights:
         shown = sorted({key.partition(".")[0] for key in files_of})
         raise ConfigError(
-            f"model={model!r}: no key of {directory} begins so; they begin with {', '.join(shown)}: "
-            "name the prefix of the weights' keys (--model-key)"
+            f"model={model!r}: no key of {directory} begins so; they begin with {', '.join(shown)} (--model-key)"
         )
     left_out = files_of.keys() - {f"{prefix}{name}" for name in weights}
     mine = (key for key in files_of if key in left_out and key.startswith(own))  # in the order of param groups
@@ -171,10 +167,10 @@ def from_dcp(
 
 
 def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, str]:
-    """Every name, and the saved tensor behind it.
+    """By name in DCP, the name of the saved tensor.
 
-    DCP has every name of a tied parameter, and the optimizer one of them. So a tensor that no optimizer steps, with the
-    bytes of another one, is saved as that one.
+    DCP stores a tied parameter under each of its names; the optimizer has one of the names. So tensors with equal bytes
+    are saved once, under the optimizer's name.
     """
     names: dict[str, str] = {}
     first_of: dict[str, str] = {}
@@ -187,7 +183,7 @@ def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[st
 def _optimizer_in(
     values: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], set[str]]:
-    """The optimizer's JSON, its tensors, and the keys used for it.
+    """The optimizer's JSON, its tensors, and the keys that were used.
 
     Args:
         values: by key, without the optimizer's prefix.
@@ -200,30 +196,22 @@ def _optimizer_in(
         what, _, rest = key.partition(".")
         name, _, each = rest.rpartition(".")
         if what == "state" and name in weights:
-            shape = value.shape if isinstance(value, torch.Tensor) else None
-            if shape and (shape != weights[name].shape or each in NUMBERS):
-                raise CheckpointError(
-                    f"the optimizer's {each!r} of {name!r} has shape {list(shape)}, the parameter "
-                    f"{list(weights[name].shape)}: StreamShard loads only state with one number for each element"
-                )
             state.setdefault(f"model/{name}", {})[each] = value
         elif what == "param_groups" and (name.isdecimal() or name in weights):
             options_of.setdefault(name, {})[each] = value
         else:
             continue
         taken.add(key)
-    numbers = sorted((each for each in options_of if each.isdecimal()), key=lambda number: (len(number), number))
+    numbers = sorted(filter(str.isdecimal, options_of), key=int)
     groups = [options_of[each] for each in numbers] or _joined(options_of)
     for group in groups:
-        if not isinstance(names := group.get("params", []), list):
-            raise CheckpointError(f"the optimizer's 'params' is a {type(names).__name__}, wanted a list of names")
-        group["params"] = [f"model/{name}" for name in names]
+        group["params"] = [f"model/{name}" for name in group.get("params", [])]
     saved, tensors = encode({"state": state, "param_groups": groups, "shared": {}}, "optimizer")
     return {"class": None, **saved}, tensors, taken
 
 
 def _joined(options_of: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups: parameters with the same options are in one group."""
+    """Param groups from options by parameter: parameters with equal options are in one group."""
     groups: dict[str, dict[str, Any]] = {}
     for name, options in options_of.items():
         groups.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(name)
@@ -238,15 +226,12 @@ def _files_of(root: Path) -> list[DcpFiles]:
     candidates = [root, root / "pytorch_model_fsdp_0", root / "optimizer_0"]
     found = [path for path in candidates if (path / _METADATA_NAME).is_file()]
     if not found:
-        raise CheckpointError(
-            f"{root} is no directory of torch.distributed.checkpoint: there is no {_METADATA_NAME} in it, nor in "
-            "pytorch_model_fsdp_0 in it"
-        )
+        raise CheckpointError(f"{root} is no directory of torch.distributed.checkpoint: it has no {_METADATA_NAME}")
     return [DcpFiles(path) for path in found]
 
 
 class DcpFiles:
-    """The files of one DCP directory. Pickles in them run no code, and name no files outside of the directory.
+    """The files of a DCP directory. Their pickles run no code, and files outside of the directory are not opened.
 
     Args:
         root: the directory.
@@ -271,9 +256,8 @@ class DcpFiles:
         try:
             yield
         except Exception as error:  # Python's modules and torch raise errors of many kinds about malformed files
-            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-            cause = str(error).partition("\n")[0]
-            raise CheckpointError(f"cannot read {what!r:.200} of {self._root}: {kind}{cause}") from error
+            cause = describe(error).partition("\n")[0]
+            raise CheckpointError(f"cannot read {what!r:.200} of {self._root}: {cause}") from error
 
     def is_tensor(self, key: str) -> bool:
         """Whether `key` is the key of a tensor, not of a value."""
@@ -303,7 +287,7 @@ class DcpFiles:
             return whole
 
     def _load(self, key: str, offset: tuple[int, ...] | None) -> Any:
-        """The tensor or value in one part of a file. The offset of a value is None."""
+        """The tensor or value in a part of a file. The offset of a value is None."""
         part = self._parts[key, offset]
         if not FILE_NAME.fullmatch(part.relative_path):
             raise CheckpointError(f"it is in a file {part.relative_path!r:.80}, wanted a file in the directory")
@@ -320,20 +304,19 @@ class DcpFiles:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records of all objects except dtypes, sizes and containers. So a pickle runs no code of anybody."""
+    """Makes a record in the place of each object, except dtypes, sizes and dicts. So pickles run no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known: dict[str, type] = {"torch.Size": tuple, "collections.OrderedDict": dict}
         if module == "torch" and name != "Size":
             return dtype_named(name)
-        return known.get(f"{module}.{name}") or type(name, (_Record,), {})
+        return {"Size": tuple, "OrderedDict": dict}.get(name) or type(name, (_Record,), {})
 
 
 class _Record:
-    """Stands for an object of any class, and has its attributes."""
+    """Has the attributes of an object of any class."""
 
     def __init__(self, *arguments: Any) -> None:
-        """Called in the place of the class. DCP's own classes take no arguments here."""
+        """Ignore arguments: DCP's objects get their attributes from ``__setstate__``."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})

@@ -1,8 +1,8 @@
 """The optimizer's state: this rank's part, and the full state of all ranks.
 
-`local_state` turns this rank's part into JSON and pieces of tensors, which checkpoints write. `gather_state` assembles
-the full state in memory, in the format of ``torch.optim.Optimizer.state_dict()``: parameters by number, in the order of
-the param groups. `scatter_state` loads this format, which plain torch writes too.
+`local_state` turns this rank's part into JSON and pieces of tensors, for checkpoints. `gather_state` makes the full
+state in memory, in the format of ``torch.optim.Optimizer.state_dict()``: parameters by number, in the order of the
+param groups. `scatter_state` loads this format.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from streamshard.core.params import Param
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
-_REL_TOLERANCE = 1e-6  # machines may compute a schedule's cosine with other last bits
+_REL_TOLERANCE = 1e-6  # two machines may round the cosine of a schedule differently
 
 
 def owners_of(optimizer: Optimizer) -> Mapping[int, int]:
-    """By the id of a parameter, the rank of the shard group that steps all of it; without a rank, ranks step pieces."""
+    """By the id of a parameter, the rank that steps the full parameter. Ranks step pieces of all other parameters."""
     ask = getattr(optimizer, "owners", None)
     return {} if ask is None else ask()
 
 
 def steps_here(owner: int | None, engine: Engine, shard: Param) -> bool:
-    """Whether this rank steps the parameter of `owner`, or its piece of it, and so keeps state."""
+    """Whether this rank has state of a parameter: it is the `owner`, or without an owner its piece has elements."""
     return owner == engine.ranks.rank if owner is not None else shard.local.numel > 0 or not shard.layout.numel
 
 
 def settle(optimizer: Optimizer, ranks: Communicator) -> None:
-    """Prepare for gathering the state. Collective for an optimizer that steps whole parameters."""
+    """Prepare an optimizer before its state is collected. Collective for a `WholeParameterOptimizer`."""
     if (act := getattr(optimizer, "settle", None)) is not None:
         act(ranks)
 
 
 def _moments_in(values: Mapping[str, Any], shard: Param) -> dict[str, torch.Tensor]:
-    """This rank's pieces of state with the parameter's shape, by key; [n] 1-D."""
+    """By key, state with the shape of this rank's piece, as plain tensors, [n] 1-D."""
     return {
         key: value.as_subclass(torch.Tensor).detach().reshape(-1)
         for key, value in values.items()
@@ -60,9 +60,9 @@ def _moments_in(values: Mapping[str, Any], shard: Param) -> dict[str, torch.Tens
 
 
 def of_replica(pieces: Iterable[TensorPiece], engine: Engine) -> list[TensorPiece]:
-    """The pieces that this rank's replica saves, under their names in files.
+    """The pieces that this rank's replica saves, with their names in files.
 
-    In local SGD each replica trains on its own, so each saves its weights. Otherwise only the first one saves.
+    In local SGD each replica has its own weights and saves them. Otherwise only the first replica saves.
     """
     replicas, number = engine.reductions.replicas, engine.ranks.replica
     if not number:
@@ -77,19 +77,18 @@ def local_state(
     """Collect this rank's part of an optimizer's state.
 
     Args:
-        name: the optimizer's name; names of tensors begin with it.
+        name: the optimizer's name. The names of its tensors begin with it.
         optimizer: the optimizer.
         names: names of its parameters.
-        sharded: the sharded ones among its parameters.
-        ranks: all that collect. State of parameters that are not sharded is the first rank's.
+        sharded: its sharded parameters.
+        ranks: all ranks. The first rank's state of parameters that are not sharded counts.
 
     Returns:
-        JSON of the optimizer's state dict, with names of parameters; of its class; and, as "state", of the state by the
-        parameter's name: of the parameters that this rank steps, or of which it steps a piece. And its pieces of
-        tensors.
+        JSON: the optimizer's state dict with names of parameters, its class, and as "state", by the parameter's name,
+        the state of parameters and pieces that this rank steps. And this rank's pieces of tensors.
 
     Raises:
-        CheckpointError, ShardingError: names state that cannot be put together.
+        CheckpointError, ShardingError: names state that cannot be saved.
     """
     take_over_state(optimizer)
     saved, tensors = encode(_without_state(optimizer, names), name)
@@ -97,43 +96,42 @@ def local_state(
     state: dict[str, dict[str, Any]] = {}
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
-        path, values = f"{name}/{names[param]}", take_apart(optimizer.state.get(param, {}))
-        if param not in sharded:
-            state[names[param]], tensors = encode(values, path)
-            pieces += TensorPiece.wholes(tensors) if ranks.is_first else []
+        place, values = sharded.get(param), take_apart(optimizer.state.get(param, {}))
+        if place is not None and not steps_here(owners.get(id(param)), *place):
             continue
-        engine, shard = sharded[param]
-        if not steps_here(owners.get(id(param)), engine, shard):
-            continue
-        moments = _moments_in(values, shard) if id(param) not in owners else {}
+        cut = place[1] if place is not None and id(param) not in owners else None
+        moments = {} if cut is None else _moments_in(values, cut)
+        path = f"{name}/{names[param]}"
         state[names[param]], tensors = encode({**values, **moments}, path)
-        if id(param) in owners:
-            own = TensorPiece.wholes(tensors)
-        else:
-            own = _own_pieces(tensors, shard, {f"{path}.{key}" for key in moments})
-        pieces += of_replica(own, engine)
+        own = TensorPiece.wholes(tensors)
+        if cut is not None:
+            own = _own_pieces(tensors, cut, {f"{path}.{key}" for key in moments})
+        if place is not None:
+            pieces += of_replica(own, place[0])
+        elif ranks.is_first:
+            pieces += own
     return {**saved, "state": state}, pieces
 
 
 def _own_pieces(tensors: Mapping[str, torch.Tensor], shard: Param, moments: Collection[str]) -> list[TensorPiece]:
-    """This rank's pieces of a parameter's state. Each of `moments` has a number for each element."""
+    """This rank's pieces of a parameter's state. The tensors named in `moments` have a number for each element."""
     own, others = [], []
     for name, data in tensors.items():
         span = span_of(name, shard, shard.local.numel, data.shape)
         if name not in moments and not (is_part(name) and math.prod(span.local_shape) == data.numel()):
             others.append(name)
-        elif not shard.local.start or span.shape != span.local_shape:  # else all ranks have it, and the first saves it
+        elif not shard.local.start or span.shape != span.local_shape:  # the first rank saves a tensor that all have
             own.append(TensorPiece(name, span.shape, span.start, data.reshape(-1)))
     if others:
         raise ShardingError(
             f"{', '.join(sorted(others))}: tensors without one number for each element of the parameter, which ranks "
-            "cannot put together. Leave this optimizer out (save the weights alone), or use one of torch.optim"
+            "cannot put together. Save the weights without this optimizer, or use an optimizer of torch.optim"
         )
     return own
 
 
 def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """An optimizer's state dict without the state of parameters, and with their names."""
+    """An optimizer's state dict with names of parameters, and without their state."""
     rest = dict(optimizer.state_dict())
     groups = [
         {**saved, "params": [names[param] for param in own["params"]]}
@@ -148,12 +146,12 @@ def join_parts(name: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """JSON of the optimizer, with the state of all parameters.
 
     Args:
-        name: the optimizer's.
-        parts: by rank, as `local_state` gives them. A rank may have left out the first step.
+        name: the optimizer's name.
+        parts: by rank, the JSON of `local_state`.
 
     Raises:
-        RankMismatchError: on all ranks alike; ranks step with other options, or have stepped another number of times.
-            Names the option or the state, the group or the parameter, and the values of two ranks.
+        RankMismatchError: on all ranks alike; ranks have different options, or have taken different numbers of steps.
+            Names the option or state, the group or parameter, and the values of two ranks.
     """
     first: dict[tuple[str, str], tuple[int, Any]] = {}
     joined: dict[str, dict[str, Any]] = {}
@@ -168,10 +166,9 @@ def join_parts(name: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if not _are_close(value, wanted):
                 raise RankMismatchError(
                     f"{name}: {key!r} of {where} is {_shown(wanted)} on rank {known} and {_shown(value)} on rank {rank}"
-                    ", so ranks step their pieces of a parameter differently. Give all ranks the same options, such as "
-                    "a learning rate by a loss that is averaged over ranks, and let all ranks take each step or none. "
-                    "Nothing is written. To go on with these weights, set options to the same values and save again, "
-                    "or save without this optimizer. Or load the last checkpoint"
+                    ", so ranks step their pieces differently. Nothing is written. Use the same options and take the "
+                    "same steps on all ranks; average a loss over ranks before a schedule uses it. Or save without "
+                    "this optimizer"
                 )
         for param, own in saved["state"].items():
             joined[param] = own | joined.get(param, {})
@@ -245,12 +242,10 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     tensors: dict[Any, dict[str, torch.Tensor]] = {}  # the first rank's, by number
 
     def outline() -> tuple[dict[Any, Any], dict[str, Any]]:
-        """By number, JSON with shapes and dtypes of its tensors; and what is no state of a parameter."""
+        """By number, JSON of the state, and shapes and dtypes of its tensors; and all other entries."""
         if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping) or "param_groups" not in given:
-            raise ShardingError(
-                f"the optimizer state is a {type(given).__name__} {sorted(map(str, given))!r:.200}: wanted what "
-                "Optimizer.state_dict() gives, a dict with 'state' and 'param_groups'"
-            )
+            found = f"a {type(given).__name__} {sorted(map(str, given))!r:.200}"
+            raise ShardingError(f"the optimizer state is {found}: wanted a dict with 'state' and 'param_groups'")
         split, saved = getattr(optimizer, "split_stacks", None), {}
         for key, values in (given if split is None else split(given))["state"].items():
             encoded, tensors[key] = encode(take_apart(values) if isinstance(key, int) else values, f"{key}")
@@ -285,14 +280,13 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
 
 
 def _part_of(full: Mapping[str, torch.Tensor], shard: Param | None, name: str, where: torch.device) -> torch.Tensor:
-    """This rank's part of a tensor of state of `shard`, from the `full` tensors; None: all of it."""
+    """The tensor `name` of `full`, or with `shard` this rank's part of it."""
     whole = full[name].to(where)
     if shard is None:
         return whole
     span = span_of(name, shard, shard.layout.numel, whole.shape)
     if whole.shape != span.shape:
-        raise ShardingError(
-            f"optimizer state {name!r} has shape {tuple(whole.shape)}; {shard.name!r} has {shard.layout.shape}: was "
-            "the optimizer built over the same parameters?"
-        )
+        advice = "load state of an optimizer of the same parameters"
+        shapes = f"has shape {tuple(whole.shape)}, {shard.name!r} has {shard.layout.shape}"
+        raise ShardingError(f"optimizer state {name!r} {shapes}: {advice}")
     return whole.reshape(-1)[span.start :][: math.prod(span.local_shape)].view(span.local_shape).clone()

@@ -43,11 +43,11 @@ from streamshard.initialise import compute_buffers
 
 
 class Loaded(dict[str, Any]):
-    """The values of ``extra`` that were saved, by key.
+    """The values that were saved as ``extra``, by key.
 
     Attributes:
         path: the checkpoint's path.
-        passed_over: by path, why a newer checkpoint of the directory was not loaded. An unreadable one may be newer.
+        passed_over: by path, why a checkpoint was not loaded that is newer, or unreadable and maybe newer.
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path, passed_over: Mapping[Path, str]) -> None:
@@ -65,16 +65,16 @@ def load_checkpoint(
 ) -> Loaded:
     """Continue from a checkpoint of `save_checkpoint`, on any number of ranks, with any units, slots and meshes.
 
-    On the same number of ranks training continues bit for bit. Every file is verified before anything changes. Each
-    rank reads only the parts that it owns.
+    On the same number of ranks training continues bit for bit. Ranks verify all files before anything changes. Then
+    each rank reads only its own parts.
 
     Args:
         directory: a directory of checkpoints, whose newest intact one is loaded, or the path of one checkpoint. If
             newer ones are damaged, rank 0 logs a warning, and `Loaded.passed_over` names them.
         model: as given to `save_checkpoint`.
         optimizer: as given to `save_checkpoint`. None: load no optimizer.
-        extra: objects saved under the same keys; their ``load_state_dict`` is called. Plain values need not be passed:
-            they are returned.
+        extra: objects, by the keys under which they were saved; their ``load_state_dict`` is called. Do not pass plain
+            values: they are returned.
 
     Returns:
         The values that were saved as `extra`, by key.
@@ -95,7 +95,7 @@ def load_checkpoint(
     plan = run_on_all_ranks(ranks, f"load {path}", lambda: LoadPlan(parts, files))
     run_on_all_ranks(ranks, f"load {path}", lambda: [act() for act in plan.loads])
     # From here on only the storage itself can fail.
-    half = f"finish loading {path}, and half of it is loaded now: load again before going on"
+    half = f"finish loading {path}, and a part of it is loaded now: load again before going on"
     run_on_all_ranks(ranks, half, lambda: [act() for act in plan.steps])
     for each, engine in parts.models.values():
         engine.fill(set(saved_names(each, engine).values()))
@@ -116,7 +116,7 @@ class LoadPlan:
 
     Attributes:
         loads: calls of ``load_state_dict`` of the user's objects, which may raise.
-        steps: then run in order: copies from the mapped files, and work that needs these copies.
+        steps: run after `loads`, in order: copies from the mapped files, and calls that need these copies.
         values: saved plain values, by the user's key.
 
     Raises:
@@ -143,20 +143,22 @@ class LoadPlan:
         if self._wrong:
             raise CheckpointError("; ".join(self._wrong))
 
-    def _decode(self, saved: Any, name_there: Callable[[str], str] = lambda name: name) -> Any:
-        """The value. Its tensors are called `name_there` in the files."""
-        return decode(saved, lambda name, where: self._files.read_whole(name_there(name), where), self._device)
+    def _decode(self, saved: Any, engine: Engine | None = None) -> Any:
+        """The value of JSON `saved`, with full tensors: of this rank's replica, if `engine` is given."""
+        return decode(
+            saved, lambda name, where: self._files.read_whole(self._of_replica(engine, name), where), self._device
+        )
 
     def _read(self, what: str, tensor: str, shape: tuple[int, ...], start: int, target: torch.Tensor) -> None:
-        """Plan to fill `target`, [n] contiguous, with elements [start, start + n) of a saved tensor of this shape."""
+        """Plan to fill `target`, [n] contiguous, with elements [start, start + n) of a saved tensor of `shape`."""
         if (found := self._tensors[tensor].shape) != shape:
             self._wrong.append(f"{what} has shape {list(found)}, wanted {list(shape)}")
         else:
             self.steps.extend(partial(copy_range, *each) for each in self._files.find(tensor, start, target))
 
-    def _of_replica(self, engine: Engine, tensor: str) -> str:
-        """The name in the files of `tensor`: its own if this rank's replica has saved one, else the first replica's."""
-        own = name_of_replica(tensor, engine.ranks.replica)
+    def _of_replica(self, engine: Engine | None, tensor: str) -> str:
+        """The name in files of a tensor: the replica's, if this rank's replica has saved its own tensor."""
+        own = tensor if engine is None else name_of_replica(tensor, engine.ranks.replica)
         return own if own in self._tensors else tensor
 
     def _plan_model(self, name: str, model: nn.Module, engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -164,7 +166,7 @@ class LoadPlan:
         if saved.get("quantization") not in (None, own["quantization"]):
             self._wrong.append(f"{name}: its packed weights were quantized with other scales, so their bytes differ")
         found: dict[str, str] = {}
-        for each, source in own["names"].items():  # of tied names any will do
+        for each, source in own["names"].items():  # one of several tied names is enough
             if each in saved["names"]:
                 found.setdefault(source, saved["names"][each])
         unexpected = sorted({*saved["names"].values()} - {*found.values()})
@@ -188,18 +190,14 @@ class LoadPlan:
         state: dict[Any, Any] = rest.pop("shared")
         owners = owners_of(optimizer)
         for number, param in enumerate(params_in(optimizer.param_groups)):
-            values, shape = saved["state"].get(names[param], {}), tuple(param.shape)
-            if param not in sharded:
-                own = self._decode(values)
+            values, place = saved["state"].get(names[param], {}), sharded.get(param)
+            if place is not None and not steps_here(owners.get(id(param)), *place):
+                continue
+            if place is None or id(param) in owners:
+                own, shape = self._decode(values, None if place is None else place[0]), tuple(param.shape)
             else:
-                engine, shard = sharded[param]
-                if not steps_here(owners.get(id(param)), engine, shard):
-                    continue
-                if id(param) in owners:
-                    own = self._decode(values, partial(self._of_replica, engine))
-                else:
-                    shape = shard.piece.local_shape
-                    own = decode(values, partial(self._plan_moment, name, engine, shard), self._device)
+                own = decode(values, partial(self._plan_moment, name, *place), self._device)
+                shape = place[1].piece.local_shape
             if own and not self._wrong:
                 state[number] = put_together(own, shape)
         groups = zip(rest["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
@@ -207,11 +205,11 @@ class LoadPlan:
         self.steps.append(partial(optimizer.load_state_dict, {**rest, "state": state}))
 
     def _plan_moment(self, name: str, engine: Engine, shard: Param, saved: str, where: object) -> torch.Tensor:
-        """A tensor for this rank's piece of an optimizer's state, to be filled later."""
+        """A tensor for this rank's piece of the saved tensor `saved`, to be filled later."""
         tensor = self._of_replica(engine, saved)
         found = self._tensors[tensor]
         span = span_of(saved, shard, shard.layout.numel, found.shape)
-        shape = span.local_shape if found.shape == span.shape else (0,)  # of others a stranger may name many
+        shape = span.local_shape if found.shape == span.shape else (0,)  # else `_read` notes the mismatch
         piece = torch.empty(shape, dtype=found.dtype, device=self._device)
         self._read(f"{name}: {saved!r}", tensor, span.shape, span.start, piece.view(-1))
         return piece
@@ -225,10 +223,8 @@ class LoadPlan:
                 continue  # not asked for
             if len(saved) not in (1, ranks.total_size):
                 if name != RANDOM:
-                    self._wrong.append(
-                        f"{name!r} differs between the {len(saved)} ranks that saved it: load it on as many, "
-                        f"not on {ranks.total_size}"
-                    )
+                    advice = f"load it on as many, not on {ranks.total_size}"
+                    self._wrong.append(f"{name!r} differs between the {len(saved)} ranks that saved it: {advice}")
                 continue
             value = self._decode(saved[ranks.total_rank if len(saved) > 1 else 0])
             if has_state(mine.get(name)):
@@ -239,17 +235,17 @@ class LoadPlan:
 
 
 def _other_class(optimizer: Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> str:
-    """Says how the saved optimizer's class differs from this optimizer's; "" if they are the same."""
+    """How the saved optimizer's class differs from the class of `optimizer`; "" if they are the same."""
     if saved is not None:
         return "" if saved == class_name(optimizer) else f"is {saved}, wanted {class_name(optimizer)}"
-    # DCP does not say the class. Options tell most optimizers apart.
+    # DCP does not store the class. Most optimizers have options of their own.
     numbers = [key for key, value in optimizer.defaults.items() if not isinstance(value, bool | None)]
     missing = [key for key in numbers if groups and key not in groups[0]]
     return f"has no options {_listed(missing)}: it is not of a {type(optimizer).__name__}" if missing else ""
 
 
 def _other_groups(here: list[list[str]], there: list[list[str]]) -> str:
-    """Says how the saved param groups, given by names, differ from the run's; "" if they are the same."""
+    """How the names in saved param groups, `there`, differ from the run's names, `here`; "" if they are the same."""
     if len(here) != len(there):
         return f"has {len(there)} param groups, wanted {len(here)}"
     for place, (mine, theirs) in enumerate(zip(here, there, strict=True)):

@@ -72,8 +72,8 @@ class Parts(NamedTuple):
                 piece = piece_of(param)
                 what = f"a parameter of shape {tuple(param.shape)}" if piece is None else repr(piece.name)
                 raise ConfigError(
-                    f"{type(optimizer).__name__} steps {what}, which is of no model that was given: give all modules "
-                    'whose parameters it steps, sharded ones in model={"a": a, "b": b}, others in extra={"head": head}'
+                    f"{type(optimizer).__name__} steps {what} of no given model: pass sharded models as "
+                    'model={"a": a, "b": b}, and other modules as extra={"head": head}'
                 )
         return names, sharded
 
@@ -81,11 +81,11 @@ class Parts(NamedTuple):
 def name_parts(
     what: str, model: object, optimizer: object, extra: Mapping[str, Any] | None, *, accepts_empty: bool
 ) -> Parts:
-    """Sort the arguments of ``save_checkpoint`` or ``load_checkpoint``.
+    """Name the arguments of ``save_checkpoint`` or ``load_checkpoint``.
 
     Args:
-        what: the action, for messages.
-        model, optimizer, extra: as given to these functions.
+        what: the function, for messages.
+        model, optimizer, extra: its arguments.
         accepts_empty: models may have no values yet.
 
     Raises:
@@ -110,7 +110,7 @@ def name_parts(
 
 
 def _named(kind: str, given: object, wanted: type) -> dict[str, Any]:
-    """One object, or several in a dict, by name."""
+    """By name: one object, or the objects of a dict."""
     found = {f"{kind}.{key}": each for key, each in given.items()} if isinstance(given, Mapping) else {kind: given}
     for name, each in found.items():
         if each is not None and not isinstance(each, wanted):
@@ -124,7 +124,7 @@ def has_state(value: object) -> bool:
 
 
 def class_name(value: object) -> str:
-    """The full name of a value's class; of an optimizer of whole parameters, the classes that it runs too."""
+    """The full name of a value's class; for a `WholeParameterOptimizer` also the names of its groups' classes."""
     if (described := getattr(value, "described_class", None)) is not None:
         return str(described)
     kind = getattr(type(value), "_streamshard_original", type(value))
@@ -132,11 +132,11 @@ def class_name(value: object) -> str:
 
 
 def facts_of(model: nn.Module, engine: Engine) -> dict[str, Any]:
-    """What the manifest says of a model, as JSON.
+    """The facts about a model in a manifest, as JSON.
 
     Returns:
-        The class; by the names of the state dict, the parameter or buffer behind each (see `saved_names`); and a digest
-        of the scales and settings without which the bytes of packed weights mean nothing, None without packed weights.
+        "class"; "names": see `saved_names`; "quantization": a digest of the scales and settings that belong to packed
+        weights, None without packed weights. The bytes of packed weights mean nothing with other scales.
     """
     packed = [shard for shard in engine.param_shards if shard.form.is_packed]
     scales = {f"{each.name} {name}": scale for each in packed for name, scale in each.form.beside(each.param).items()}
@@ -146,7 +146,7 @@ def facts_of(model: nn.Module, engine: Engine) -> dict[str, Any]:
 
 
 def _extra_state_of(module: nn.Module) -> SimpleNamespace:
-    """What a module has beside parameters and buffers, as an object with ``state_dict()``."""
+    """A module's extra state, as an object with ``state_dict()``."""
     return SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state)
 
 

@@ -1,13 +1,13 @@
 """`save_checkpoint`: write a training run to disk, optionally in the background.
 
-Owns the save in the background (at most one per process) and the process groups of such saves.
+    collect -> copy to the host, if training goes on meanwhile -> make a partial directory (rank 0) ->
+    write and fsync one file (every rank) -> publish by renaming (rank 0)
 
 Weights and moments are saved by the parameter's name and by ranges of elements. So a checkpoint does not depend on
-units, slots or the number of ranks. Everything else is a tree (see `json_codec.encode`): one tree if all ranks have the
-same, else one per rank.
+units, slots or the number of ranks. All other values are trees (see `json_codec.encode`): one tree if all ranks have
+equal values, else one per rank.
 
-collect -> copy to the host, if training goes on meanwhile -> make a partial directory (rank 0) ->
-write and fsync one file (every rank) -> publish by renaming (rank 0)
+This module owns the save in the background (at most one per process), and the process groups of such saves.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from streamshard.errors import (
 )
 from streamshard.guards.sharded_parameter import is_unreduced
 
-MADE_WITHIN = datetime.timedelta(seconds=20)  # how long making a group takes at most, after ranks have met
-WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
+MADE_WITHIN = datetime.timedelta(seconds=20)  # the longest time to make a group, after ranks have met
+WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # the longest time that the fastest rank waits for the slowest disk
 # torch rounds the size of pinned memory up to a power of two. One buffer for all pieces could take twice their bytes.
-_BUFFER_BYTES = 1 << 28  # unless a piece is larger
+_BUFFER_BYTES = 1 << 28  # of one buffer; a larger piece gets a buffer of its own
 _ALIGN_BYTES = 64
 
 
@@ -66,31 +66,31 @@ def save_checkpoint(
     """Save the run as a new checkpoint in `directory`. Call it on every rank, between steps.
 
     A checkpoint holds main weights, buffers, the optimizer's state, the random states of every rank, and `extra`. Each
-    rank writes its own file, so nothing is gathered. The files are safetensors, the manifest is JSON with checksums of
-    each file; there is no pickle and no code. A checkpoint is complete or absent, even if a rank is killed at any time.
+    rank writes its own safetensors file, so nothing is gathered. The manifest is JSON, with checksums of each file.
+    There is no pickle and no code. A checkpoint is complete or absent, even if a rank is killed at any time.
 
-    Gradients are not saved: save after ``optimizer.step()``, not between the micro-batches of one step. Inside
-    ``no_sync()`` a warning says so.
+    Gradients are not saved: save after ``optimizer.step()``, not between the micro-batches of one step. The call warns
+    if gradients wait inside ``no_sync()``. It first waits for an earlier save in the background.
 
     Args:
-        directory: on storage that all ranks share; holds the checkpoints of one run. Made if it does not exist.
+        directory: the checkpoints of one run, on storage that all ranks share. Made if it does not exist.
         model: made by `StreamShard`, or a dict of such models.
         optimizer: an optimizer of the model's parameters, or a dict of optimizers.
         extra: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, a gradient scaler,
-            a data loader or a plain module, and values (numbers, strings, lists, dicts, tensors, arrays). Ranks
-            may pass different objects and values; then the same number of ranks has to load them.
-        keep: how many of the newest checkpoints to keep. Older ones are deleted when the new one is complete.
+            a data loader or a plain module, and values (numbers, strings, lists, dicts, tensors, arrays). All ranks
+            pass the same names. Their objects and values may differ; then only as many ranks can load them.
+        keep: number of checkpoints to keep. Older ones are deleted when the new one is complete. None: keep all.
         step: the checkpoint's number, as in ``checkpoint-1000``. None: one more than the largest in `directory`. If
             ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten.
-        wait: False: return when the copies to host memory have started, while a thread writes the files. See `Saving`.
+        wait: False: return when the copies to host memory have started. A thread writes the files. See `Saving`.
 
     Returns:
-        The handle, with the checkpoint's path. The call first waits for an earlier save that still runs.
+        A handle, with the checkpoint's path.
 
     Raises:
-        CheckpointError: on every rank; names the rank, the file and the cause. The new checkpoint is removed, and older
-            ones are unchanged. If the save is in the background, the next call or the handle's ``wait()`` raises.
-        ConfigError: an argument that cannot work.
+        CheckpointError: on every rank; names the rank, the file and the cause. The new checkpoint is removed, older
+            ones are unchanged. For a save in the background, the next call or the handle's ``wait()`` raises.
+        ConfigError: an argument has a wrong type or value.
         RankMismatchError: `directory`, `keep`, `step`, `wait`, the names of models, optimizers or objects, or an
             optimizer's options or step counts differ between ranks. Nothing is written.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
@@ -131,7 +131,7 @@ def _say_what_is_lost(parts: Parts) -> None:
         if params and (not engine.is_synced or any(map(is_unreduced, params))):
             warn_user(
                 f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "
-                "a run that goes on from it begins that step's micro-batches with none; save after optimizer.step()"
+                "a run that continues from it loses them. Save after optimizer.step()"
             )
 
 
@@ -210,13 +210,13 @@ def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts)
 
 
 def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callable[[], list[TensorPiece]]:
-    """Start to copy `pieces` into new host memory, on the current stream of `device`, for which the host does not wait.
+    """Start to copy `pieces` into new host memory, on the current stream of `device`. The host does not wait for it.
 
-    What this stream does later, such as the next optimizer step, comes behind the copies. The host memory is freed with
-    the copies; torch keeps what it has pinned, for the next save.
+    Later work on this stream, such as the next optimizer step, comes behind the copies. The host memory is freed with
+    the copies; torch keeps pinned memory for the next save.
 
     Returns:
-        A function for any thread: waits until the copies are complete, and returns them.
+        A function that waits until the copies are complete, and returns them. Any thread may call it.
     """
     sizes, places = [0], []
     for piece in pieces:
@@ -228,7 +228,7 @@ def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callabl
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for size in sizes]
     module = module_of(device) if has_streams(device) else None
     stream = None if module is None else module.current_stream(device)
-    copies, sources = [], []  # the user may free the sources before they are copied
+    copies, sources = [], []  # `sources` keeps tensors alive that the user may free before they are copied
     for piece, (number, start) in zip(pieces, places, strict=True):
         copy, is_here = buffers[number].narrow(0, start, piece.data.nbytes), piece.data.device == device
         copy = copy.view(piece.data.dtype).copy_(piece.data, non_blocking=is_here)
@@ -250,8 +250,8 @@ def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callabl
 class Saving:
     """The handle that `save_checkpoint` returns. With ``wait=False`` the save runs in the background.
 
-    The checkpoint holds the state at the call. On devices the host does not wait for the copies: what the current
-    stream does next comes behind them. Another stream that changes weights or moments must wait for this one first.
+    The checkpoint holds the state at the call. On devices the host does not wait for the copies: later work on the
+    current stream comes behind them. Another stream that changes weights or moments must wait for this stream first.
 
     When Python exits, also after an error or Ctrl-C, it waits for the save. SIGTERM ends the process at once: the
     checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers. To finish the
@@ -259,7 +259,7 @@ class Saving:
     is not in a collective.
 
     Attributes:
-        path: the checkpoint's path. It may change until the save is done, if another run saves the same number.
+        path: the checkpoint's path. If another run saves the same number, the path changes until the save is done.
     """
 
     def __init__(self, path: Path, write: Callable[[], Path] | None = None) -> None:
@@ -272,7 +272,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, in success or failure."""
+        """Whether the save has ended, with success or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -306,7 +306,7 @@ def finish_running() -> None:
     """Wait for the save in the background, if there is one.
 
     Raises:
-        Exception: the save's error, unless ``wait()`` has raised it on this rank. The caller tells the other ranks.
+        Exception: the save's error, unless ``wait()`` has raised it on this rank before.
     """
     if _running is not None:
         _running.wait()
@@ -315,7 +315,7 @@ def finish_running() -> None:
 def background_ranks(ranks: Communicator) -> RankGroup:
     """The ranks, with a new process group for one save in the background. Collective.
 
-    Making the group waits at the store, which does not notice a dead rank. So all ranks synchronise right before.
+    Ranks make the group at the store, which does not notice a dead rank. So all ranks synchronise right before.
 
     Raises:
         CommunicationError: another rank is missing.
@@ -346,8 +346,8 @@ def write_checkpoint(
 
     Args:
         root: the directory of checkpoints.
-        number: of the checkpoint.
-        keep: how many checkpoints to keep; None: all.
+        number: the checkpoint's number.
+        keep: number of checkpoints to keep; None: all.
         ranks: the ranks.
         state: everything except tensors, as JSON, the same on all ranks.
         take: returns this rank's pieces of tensors.

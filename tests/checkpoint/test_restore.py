@@ -130,8 +130,8 @@ def test_an_optimizer_that_steps_a_parameter_of_no_given_model_is_refused(contex
     head = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
     for each, words in (
-        (both, "AdamW steps 'layers.0.linear.weight', which is of no model that was given"),
-        (optimizer, r"AdamW steps a parameter of shape \(2, 2\), which is of no model"),
+        (both, "AdamW steps 'layers.0.linear.weight' of no given model"),
+        (optimizer, r"AdamW steps a parameter of shape \(2, 2\) of no given model"),
     ):
         with pytest.raises(CheckpointError, match=words):
             save_checkpoint(tmp_path, model, each)
