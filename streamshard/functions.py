@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.export import Difference, export_shards, load_shards
+from streamshard.checkpoint.disk_layout import Difference
+from streamshard.checkpoint.export import export_shards, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import parse_path
 from streamshard.core.module_state import engine_at_rest, not_a_layer

@@ -15,6 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from streamshard.torch_private import TorchDispatchMode
 
 _MANY_RUNS = 1 << 16
 _SHORT_RUN_NUMEL = 16
+_NAMES_SHOWN = 8
 
 
 class Run(NamedTuple):
@@ -178,6 +180,32 @@ class TensorPiece(NamedTuple):
         return TensorRecord(self.shape, self.data.dtype, pieces)
 
 
+class Difference(NamedTuple):
+    """Names that differ between the files and the model, in the model's order or in alphabetical order.
+
+    Attributes:
+        missing: names that the model has and the files do not.
+        unexpected: names that the files have and the model does not.
+        mismatched: names whose shape or kind differs, each with the difference.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+
+    def error(self, root: Path, model: nn.Module) -> CheckpointError:
+        """The error to raise. Its message shows some names, its attributes have all names."""
+        what = "; ".join(
+            f"{kind} {', '.join(names[:_NAMES_SHOWN])}{' and more' if len(names) > _NAMES_SHOWN else ''}"
+            for kind, names in self._asdict().items()
+            if names
+        )
+        return CheckpointError(
+            f"{root} does not fit {type(model).__name__}: {what}. The error's attributes have all names",
+            **self._asdict(),
+        )
+
+
 def saved_names(model: nn.Module, engine: Engine) -> dict[str, str]:
     """By each name of the model's state dict, in its order, the name of the parameter or buffer.
 
@@ -199,7 +227,7 @@ def saved_names(model: nn.Module, engine: Engine) -> dict[str, str]:
     return names
 
 
-def plan_disk(
+def plan_export(
     model: nn.Module, engine: Engine, dtype: torch.dtype | None
 ) -> tuple[Mapping[str, torch.Tensor], dict[str, tuple[Run, ...]]]:
     """Plan an export of `model`.
@@ -217,9 +245,9 @@ def plan_disk(
         CheckpointError: a tensor would not consist of ranges of parameters.
     """
     names = saved_names(model, engine)
-    dropped = conventions().left_out(model, [group for group in by_source(names).values() if len(group) > 1])
+    dropped = conventions().left_out(model, [group for group in _by_source(names).values() if len(group) > 1])
     names = {name: source for name, source in names.items() if name not in dropped}
-    tensors = whole_tensors(model, engine, names, dtype)
+    tensors = _whole_tensors(model, engine, names, dtype)
     with Rearrangement(tensors) as followed:
         stored = conventions().rearrange_for_saving(model, tensors)
     runs_of = {
@@ -229,10 +257,56 @@ def plan_disk(
     return stored, runs_of
 
 
+def plan_load(
+    model: nn.Module, engine: Engine, stored: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, list[Run]], Difference]:
+    """Match the tensors in files with the model's parameters and buffers.
+
+    Args:
+        model: the sharded model.
+        engine: its engine.
+        stored: the tensors in the files, by name.
+
+    Returns:
+        By tensor in the files, the runs that load from it: each `Run.source` is a parameter or buffer. And the names
+        that do not fit.
+    """
+    names = saved_names(model, engine)
+    wanted = _whole_tensors(model, engine, names, None)
+    metas = {name: torch.empty(there.shape, dtype=there.dtype, device="meta") for name, there in stored.items()}
+    with Rearrangement(metas, "loading") as followed:
+        made, failed, used, optional = conventions().rearrange_for_loading(model, metas, wanted)
+    difference = Difference([], [], [])
+    runs: dict[str, list[Run]] = {}
+    for source, own in _by_source(names).items():
+        found = next((name for name in own if name in made), None)  # one of several tied names is enough
+        bad = next((name for name in own if name in failed), None)
+        try:
+            if found is not None:
+                _check_kind(made[found], wanted[found])
+                for run in followed.runs(found, made[found]):
+                    runs.setdefault(run.source, []).append(Run(source, run.start, run.source_start, run.numel))
+            elif bad is not None:
+                difference.mismatched.append(f"{bad} ({failed[bad]})")
+            elif not optional.intersection(own):
+                difference.missing.append(own[0])
+        except CheckpointError as error:
+            difference.mismatched.append(f"{found} ({error})")
+    difference.unexpected.extend(sorted(set(stored) - used))
+    return runs, difference
+
+
+def _check_kind(there: torch.Tensor, wanted: torch.Tensor) -> None:
+    if there.shape != wanted.shape:
+        raise CheckpointError(f"is {list(there.shape)}, wanted {list(wanted.shape)}")
+    if there.dtype.is_floating_point != wanted.dtype.is_floating_point:
+        raise CheckpointError(f"is {there.dtype}, wanted {wanted.dtype}")
+
+
 def local_pieces(model: nn.Module, engine: Engine, *, buffers: bool) -> dict[str, TensorPiece]:
     """This rank's pieces of parameters, by name: its own memory. With `buffers` also all persistent buffers.
 
-    A buffer that is not contiguous is copied: see `put_back_buffers`.
+    A buffer that is not contiguous is copied: see `fill_buffers`.
 
     Raises:
         CheckpointError: a buffer has no values.
@@ -248,7 +322,7 @@ def local_pieces(model: nn.Module, engine: Engine, *, buffers: bool) -> dict[str
     return pieces
 
 
-def put_back_buffers(model: nn.Module, pieces: Mapping[str, TensorPiece]) -> None:
+def fill_buffers(model: nn.Module, pieces: Mapping[str, TensorPiece]) -> None:
     """Copy loaded values from `pieces` into buffers that are not contiguous."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in pieces and not buffer.is_contiguous():
@@ -265,7 +339,7 @@ def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator
             yield first + run.start - run.source_start, piece.data[first - piece.start : last - piece.start]
 
 
-def whole_tensors(
+def _whole_tensors(
     model: nn.Module, engine: Engine, names: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """Full meta tensors for `names`, in their order; floating-point tensors are in `dtype`, unless it is None."""
@@ -279,7 +353,7 @@ def whole_tensors(
     return tensors
 
 
-def by_source(names: Mapping[str, str]) -> dict[str, list[str]]:
+def _by_source(names: Mapping[str, str]) -> dict[str, list[str]]:
     """All names of each parameter and buffer. Tied parameters have several."""
     found: dict[str, list[str]] = {}
     for name, source in names.items():

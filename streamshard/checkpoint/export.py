@@ -30,24 +30,12 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from streamshard.checkpoint.directory import Partial, remove_partial, write_together
-from streamshard.checkpoint.disk_layout import (
-    Rearrangement,
-    Run,
-    TensorPiece,
-    by_source,
-    local_pieces,
-    overlaps,
-    plan_disk,
-    put_back_buffers,
-    saved_names,
-    whole_tensors,
-)
+from streamshard.checkpoint.disk_layout import Difference, fill_buffers, local_pieces, overlaps, plan_export, plan_load
 from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
     FileLayout,
@@ -56,10 +44,8 @@ from streamshard.checkpoint.safetensors_file import (
     copy_range,
     digest_of,
     lay_out,
-    opened,
     read_text,
     sync_directory,
-    write_all,
     write_ranges,
 )
 from streamshard.comm.ranks import run_on_all_ranks
@@ -68,7 +54,6 @@ from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError, ConfigError, log
 
-_NAMES_SHOWN = 8
 _SAMPLE_BYTES = 256
 
 
@@ -116,7 +101,7 @@ def export_shards(
     def plan() -> tuple[list[FileLayout], Held, torch.dtype | None]:
         # Replicas have the same weights, or in local SGD nearly the same: the first one writes.
         pieces = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
-        stored, runs_of = plan_disk(model, engine, wanted)
+        stored, runs_of = plan_export(model, engine, wanted)
         held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
         floating = (tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
         return plan_files(stored, max_file_bytes, names), held, next(floating, None)
@@ -225,13 +210,11 @@ def _publish(partial: Partial, root: Path, names: FileNames, written: Collection
     own, front, other = partial.path, names.single, names.index
     if not (own / front).exists():
         front, other = other, front
-        with opened(own / front) as descriptor:
-            write_all(descriptor, index, 0)
-    others = sorted(set(os.listdir(own)) - {front, MANIFEST_NAME})
-    for name in others:
+        (own / front).write_bytes(index)
+    for name in os.listdir(own):
         with open(own / name, "rb") as file:
             os.fsync(file.fileno())
-    for name in others:
+    for name in sorted(set(os.listdir(own)) - {front, MANIFEST_NAME}):
         os.replace(own / name, root / name)
     sync_directory(root)
     os.replace(own / front, root / front)
@@ -297,15 +280,14 @@ def load_shards(model: nn.Module, engine: Engine, root: Path, *, strict: bool = 
     """Load a directory, as `streamshard.load_safetensors` documents. Returns how files and model differ."""
     ranks = engine.ranks
     names = FileNames(conventions().file_stem(model))
-    stored = run_on_all_ranks(ranks, f"load {root}", lambda: StoredDirectory(root, names))
+    doing = f"load {root}"
+    stored = run_on_all_ranks(ranks, doing, lambda: StoredDirectory(root, names))
     if not ranks.are_equal(stored.digest()):
         causes = "another process is replacing them (load again), or disks of two hosts have different copies"
         raise CheckpointError(f"could not load {root}: ranks see different files there: {causes}")
 
-    def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, TensorPiece]]:
-        return *_compare(model, engine, stored.tensors), local_pieces(model, engine, buffers=True)
-
-    runs, difference, pieces = run_on_all_ranks(ranks, f"load {root}", compare)
+    pieces = run_on_all_ranks(ranks, doing, lambda: local_pieces(model, engine, buffers=True))
+    runs, difference = run_on_all_ranks(ranks, doing, lambda: plan_load(model, engine, stored.tensors))
     if strict and any(difference):  # on every rank: all have read the same headers
         raise difference.error(root, model)
 
@@ -314,7 +296,7 @@ def load_shards(model: nn.Module, engine: Engine, root: Path, *, strict: bool = 
             for name, own in runs.items():
                 for start, data in overlaps(own, pieces):
                     copy_range(stored.tensors[name], start, data)
-            put_back_buffers(model, pieces)
+            fill_buffers(model, pieces)
 
     # From here on only the storage itself can fail.
     run_on_all_ranks(

@@ -229,6 +229,7 @@ class CheckpointFiles(OpenFiles):
 
         Raises:
             CheckpointError: names a damaged file.
+            OSError: the system cannot read a file.
         """
         verify_files(self.root, self.manifest.files, part, parts)
         for name, record in self.manifest.tensors.items():

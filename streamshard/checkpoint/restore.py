@@ -17,20 +17,11 @@ from torch.optim import Optimizer
 
 from streamshard.checkpoint.block_state import put_together, span_of
 from streamshard.checkpoint.directory import open_intact
-from streamshard.checkpoint.disk_layout import local_pieces, put_back_buffers, saved_names
+from streamshard.checkpoint.disk_layout import fill_buffers, local_pieces, saved_names
 from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owners_of, steps_here
-from streamshard.checkpoint.run_parts import (
-    RANDOM,
-    Models,
-    Optimizers,
-    Parts,
-    class_name,
-    facts_of,
-    has_state,
-    name_parts,
-)
+from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, Parts, class_name, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import copy_range
 from streamshard.checkpoint.save import finish_running
 from streamshard.comm.ranks import run_on_all_ranks
@@ -87,7 +78,7 @@ def load_checkpoint(
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory)
-    parts = name_parts("load_checkpoint", model, optimizer, extra, accepts_empty=True)
+    parts = Parts.of("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
     run_on_all_ranks(ranks, f"load {root}", finish_running)
     files, passed_over = open_intact(root, ranks)
@@ -174,7 +165,7 @@ class LoadPlan:
         for here, there in found.items():
             tensor, piece = self._of_replica(engine, f"{name}/{there}"), pieces[here]
             self._read(f"{name}: {here!r}", tensor, piece.shape, piece.start, piece.data)
-        self.steps.append(partial(put_back_buffers, model, pieces))
+        self.steps.append(partial(fill_buffers, model, pieces))
         if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):
             kind = saved["class"] or "a model"
             self._wrong.append(f"{name} is {kind} and does not fit {type(model).__name__}: {told}")

@@ -45,6 +45,37 @@ class Parts(NamedTuple):
     optimizers: dict[str, Optimizer]
     trees: dict[str, Any]
 
+    @classmethod
+    def of(
+        cls, what: str, model: object, optimizer: object, extra: Mapping[str, Any] | None, *, accepts_empty: bool
+    ) -> Parts:
+        """Name the arguments of ``save_checkpoint`` or ``load_checkpoint``.
+
+        Args:
+            what: the function, for messages.
+            model, optimizer, extra: its arguments.
+            accepts_empty: models may have no values yet.
+
+        Raises:
+            ConfigError: names an argument of a wrong type.
+            ShardingError: a model is inside a forward or backward, or not sharded; or there is none.
+        """
+        if not isinstance(extra or {}, Mapping):
+            raise ConfigError(f"extra={extra!r}: wanted a dict of values and of objects with state_dict()")
+        parts = cls({}, _named("optimizer", optimizer, Optimizer), {})
+        for name, each in _named("model", model, nn.Module).items():
+            parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
+            parts.trees.update(
+                (f"extra_state.{name}/{inner}", _extra_state_of(module))
+                for inner, module in each.named_modules()
+                if type(module).get_extra_state is not nn.Module.get_extra_state
+            )
+        if not parts.models:
+            raise ShardingError(f"{what}: no model made by StreamShard was given")
+        parts.trees.update({f"extra.{key}": each for key, each in (extra or {}).items()})
+        parts.trees[RANDOM] = RandomState(parts.engine.streams.device)
+        return parts
+
     @property
     def engine(self) -> Engine:
         """The first model's engine. Its ranks save the run."""
@@ -76,37 +107,6 @@ class Parts(NamedTuple):
                     'model={"a": a, "b": b}, and other modules as extra={"head": head}'
                 )
         return names, sharded
-
-
-def name_parts(
-    what: str, model: object, optimizer: object, extra: Mapping[str, Any] | None, *, accepts_empty: bool
-) -> Parts:
-    """Name the arguments of ``save_checkpoint`` or ``load_checkpoint``.
-
-    Args:
-        what: the function, for messages.
-        model, optimizer, extra: its arguments.
-        accepts_empty: models may have no values yet.
-
-    Raises:
-        ConfigError: names an argument of a wrong type.
-        ShardingError: a model is inside a forward or backward, or not sharded; or there is none.
-    """
-    if not isinstance(extra or {}, Mapping):
-        raise ConfigError(f"extra={extra!r}: wanted a dict of values and of objects with state_dict()")
-    parts = Parts({}, _named("optimizer", optimizer, Optimizer), {})
-    for name, each in _named("model", model, nn.Module).items():
-        parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
-        parts.trees.update(
-            (f"extra_state.{name}/{inner}", _extra_state_of(module))
-            for inner, module in each.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        )
-    if not parts.models:
-        raise ShardingError(f"{what}: no model made by StreamShard was given")
-    parts.trees.update({f"extra.{key}": each for key, each in (extra or {}).items()})
-    parts.trees[RANDOM] = RandomState(parts.engine.streams.device)
-    return parts
 
 
 def _named(kind: str, given: object, wanted: type) -> dict[str, Any]:

@@ -28,22 +28,14 @@ from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
 from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_replica, settle
-from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, facts_of, has_state, name_parts
+from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import make_host_group, state_of, weak
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
-from streamshard.errors import (
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    RankMismatchError,
-    describe,
-    log,
-    warn_user,
-)
+from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, log, warn_user
 from streamshard.guards.sharded_parameter import is_unreduced
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # the longest time to make a group, after ranks have met
@@ -99,7 +91,7 @@ def save_checkpoint(
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
-    parts = name_parts("save_checkpoint", model, optimizer, extra, accepts_empty=False)
+    parts = Parts.of("save_checkpoint", model, optimizer, extra, accepts_empty=False)
     number = _agree(root, keep, step, wait, parts)
     if not wait:
         return _save_in_background(root, number, keep, parts)
@@ -203,8 +195,8 @@ def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts)
     global _running
     try:
         _running = Saving(root / f"checkpoint-{number}", write)
-    except BaseException as error:  # other ranks have begun to write, and wait for this one
-        own_ranks.fail(describe(error))
+    except BaseException:  # other ranks have begun to write, and wait for this one
+        own_ranks.fail("interrupted before it began to write")
         raise
     return _running
 

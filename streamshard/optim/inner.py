@@ -122,10 +122,8 @@ class InnerOptimizer:
     def refuse_extras(self) -> None:
         """Raise if the optimizer's state dict has entries besides state and groups: they would not be saved."""
         if extras := [key for key in self.optimizer.state_dict() if key not in ("state", "param_groups")]:
-            raise ConfigError(
-                f"{type(self.optimizer).__name__}.state_dict() has {extras} beside 'state' and 'param_groups', which "
-                "WholeParameterOptimizer cannot save: save the weights alone"
-            )
+            kind = type(self.optimizer).__name__
+            raise ConfigError(f"{kind}.state_dict() has {extras}, which cannot be saved: save the weights alone")
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

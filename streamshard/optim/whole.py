@@ -24,7 +24,6 @@ from streamshard.optim.trial import constructor_options, try_constructor, try_st
 from streamshard.torch_private import untraced
 
 _CLASS = "optimizer_class"  # key of a group
-_FP32_BYTES = 4
 
 
 class WholeParameterOptimizer(Optimizer):
@@ -66,7 +65,7 @@ class WholeParameterOptimizer(Optimizer):
     ) -> None:
         self._main_class, self._main_options = _checked(optimizer_class), defaults
         self._cost = cost or torch.numel
-        self._round_numel = max(parse_bytes("round_size", round_size) // _FP32_BYTES, 1)
+        self._round_numel = max(parse_bytes("round_size", round_size) // torch.float32.itemsize, 1)
         self._classes: list[GroupClass] = []  # by group
         self._owners: dict[nn.Parameter, int] = {}
         self._loads: list[float] = []  # by rank, the cost of the parameters that it owns

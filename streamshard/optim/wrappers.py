@@ -122,10 +122,9 @@ class DistributedOptimizer(WrappedOptimizer):
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         super().__init__(optimizer, model)
         if isinstance(optimizer, LocalSGD):
-            raise ConfigError(
-                "DistributedOptimizer around LocalSGD: if a step failed on one rank, other ranks would wait in an "
-                "average. Put it inside: LocalSGD(DistributedOptimizer(optimizer, model), model, ...)"
-            )
+            # If a step failed on one rank, other ranks would wait in an average.
+            advice = "Put it inside: LocalSGD(DistributedOptimizer(optimizer, model), model, ...)"
+            raise ConfigError(f"DistributedOptimizer around LocalSGD cannot tell all ranks of an error. {advice}")
         self.lock: threading.RLock = model.__dict__.setdefault(_LOCK, threading.RLock())
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
