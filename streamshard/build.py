@@ -182,7 +182,7 @@ def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> T
     def take(unit: UnitLayout, flat_params: Sequence[FlatParam]) -> None:
         for flat_param, plan in zip(flat_params, unit.flat_params, strict=True):
             for found, layout in zip(plan.found, plan.layout.params, strict=True):
-                full, param = None, found.param.detach()
+                full, param = None, form_of(found.param).memory(found.param).detach()
                 if layout.name not in empty:
                     full = room[: param.nbytes].view(param.dtype) if param.is_meta else param.to(room.device)
                     full = full.contiguous().view(-1)

@@ -3,12 +3,13 @@
 A `Form` is what a parameter is to its module. Planning, slots, transports and checkpoints see the parameter's plain
 memory. Every parameter has a form; a plain one has `PlainForm`, so that no code asks whether there is one.
 
-bitsandbytes is not imported here: its parameters tell what they are.
+bitsandbytes and torchao are not imported here: their parameters tell what they are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,13 +20,23 @@ class Form:
 
     Attributes:
         is_packed: the bytes are never cast, have no gradient, and never train.
+        part: the parameter's attribute that is its memory; empty: the parameter itself is.
     """
 
     is_packed = False
+    part = ""
 
     def problem_with(self, param: nn.Parameter) -> str | None:
         """Why `param` cannot be sharded, in words that follow its name; None: it can."""
         return None
+
+    def memory(self, param: torch.Tensor) -> torch.Tensor:
+        """The plain tensor that ranks cut, before and after sharding."""
+        return param
+
+    def around(self, memory: torch.Tensor) -> torch.Tensor:
+        """What the module computes with, in `memory`, the whole parameter's. No copy."""
+        return memory
 
     def beside(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Tensors that belong to `param` and stay whole on each rank, by name."""
@@ -100,12 +111,64 @@ class FourBitForm(Form):
         param.__dict__["quant_state"].to(device)
 
 
+class TorchaoForm(IntegerForm):
+    """A frozen tensor of torchao's, made of other tensors. Ranks cut the bytes of the largest; the others stay whole.
+
+    Args:
+        param: not sharded yet.
+    """
+
+    def __init__(self, param: Any) -> None:
+        names, self._context = param.__tensor_flatten__()
+        self._parts: dict[str, torch.Tensor] = {name: getattr(param, name) for name in names}
+        self._kind, self._size, self._stride, self._dtype = type(param), param.shape, param.stride(), param.dtype
+        self.part = max(names, key=lambda name: self._parts[name].nbytes)
+        are_plain = all(type(each) is torch.Tensor and each.is_contiguous() for each in self._parts.values())
+        self.can_be_cut = are_plain and self.part in vars(param)
+        self._part_dtype = self._parts.pop(self.part).dtype
+
+    def memory(self, param: torch.Tensor) -> torch.Tensor:
+        """See `Form`: [the part's shape] uint8."""
+        part: torch.Tensor | None = vars(param).get(self.part)
+        return param if part is None else part.view(torch.uint8)
+
+    def around(self, memory: torch.Tensor) -> torch.Tensor:
+        """See `Form`."""
+        parts = {name: tensor.to(memory.device) for name, tensor in self._parts.items()}
+        parts[self.part] = memory.view(self._part_dtype)
+        context = {
+            key: dataclasses.replace(value, device=memory.device) if hasattr(value, "device") else value
+            for key, value in self._context.items()
+        }
+        whole: Any = self._kind.__tensor_unflatten__(parts, context, self._size, self._stride)
+        whole._is_param = True  # nn.Parameter(whole) would give the parts version counters of their own
+        return cast(torch.Tensor, whole)
+
+    def beside(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See `Form`."""
+        return self._parts
+
+    def facts(self, param: torch.Tensor) -> str:
+        """See `Form`."""
+        context = str(self._context).replace(repr(param.device), "")
+        return f"{self._kind.__name__} {self.part} {tuple(self._size)} {self._dtype} {context}"
+
+    def move(self, param: torch.Tensor, device: torch.device) -> None:
+        """See `Form`."""
+        for name, tensor in self._parts.items():
+            setattr(param, name, tensor.to(device))
+
+
 _PLAIN, _INTEGERS, _FOUR_BIT = PlainForm(), IntegerForm(), FourBitForm()
+_TORCHAO = "torchao.quantization", "torchao.dtypes"  # the modules of quantized tensors; others cast in each forward
 
 
 def form_of(param: torch.Tensor) -> Form:
     """The form of a parameter, before it is sharded."""
     if any(kind.__name__ == "Params4bit" for kind in type(param).__mro__):
         return _FOUR_BIT
+    is_torchao = type(param).__module__.startswith(_TORCHAO) and hasattr(param, "__tensor_flatten__")
+    if is_torchao and not param.requires_grad and (form := TorchaoForm(param)).can_be_cut:
+        return form
     is_integer = not param.dtype.is_floating_point and not param.dtype.is_complex and param.dtype is not torch.bool
     return _INTEGERS if type(param) is nn.Parameter and is_integer and not param.requires_grad else _PLAIN

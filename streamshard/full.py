@@ -98,14 +98,14 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
     engine.is_summoned = True
     try:
         for shard, tensor in full.items():
-            full_param = nn.Parameter(tensor, shard.param.requires_grad)
-            swap_tensor(shard.param, full_param)
+            full_param = nn.Parameter(shard.form.around(tensor), shard.param.requires_grad)
+            exchange(shard.param, full_param, shard.form.part)
             full_params[shard] = full_param
             be_whole(shard.param)
         yield full_params
     finally:
         for shard, param in full_params.items():
-            swap_tensor(shard.param, param)
+            exchange(shard.param, param, shard.form.part)
             be_piece(shard.param, shard.piece)
             shard.param.requires_grad_(param.requires_grad)
         engine.is_summoned = False
@@ -138,7 +138,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         with torch.no_grad():
             for shard, tensor in edited.items():
                 local = tensor.reshape(-1)[shard.local.start : shard.local.stop]
-                data_of(shard.param).as_subclass(torch.Tensor).view(-1).copy_(local)
+                data_of(shard.form.memory(shard.param)).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
         engine.expire_weights()  # the next pass casts the weights again, in no_sync() too
@@ -163,6 +163,7 @@ def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int
         ShardingError: a parameter was replaced, has a gradient, holds a tensor of another shape, or has changed.
     """
     engine.check_structure()
+    memory = {shard: shard.form.memory(shard.param) for shard in full}
     for shard, tensor in full.items():
         what, shape = f"parameter {shard.name!r} got", tuple(shard.param.shape)
         if shard.param.grad is not None:
@@ -229,7 +230,8 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
         new = {tensor.untyped_storage().data_ptr() for tensor in full.values()}
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                is_new = value.layout is torch.strided and value.untyped_storage().data_ptr() in new
+                is_new = is_traceable_wrapper_subclass(value)  # a packed parameter, around a tensor in new memory
+                is_new = is_new or value.layout is torch.strided and value.untyped_storage().data_ptr() in new
                 state[name] = value.detach() if is_new else value.detach().to("cpu", copy=True)
         return state
 

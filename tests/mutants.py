@@ -317,6 +317,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),
+        ("classes_of", Drop("entries[part] = property"), "packed"),
     ],
     "../tests/adversary": [
         ("AdversarialTransport._start", Drop("sleep(_DELAY_CYCLES)"), "adversary"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Observer, StreamName
@@ -162,7 +163,16 @@ def _grads(model: nn.Module) -> dict[str, Tensor | None]:
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, full shapes, on every rank, in CPU memory as `full_state_dict`'s."""
     state = model.full_state_dict(rank0_only=False) if isinstance(model, StreamShard) else model.state_dict()
-    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+    return {name: value.detach().to("cpu", copy=True) for name, value in parts_of(state).items()}
+
+
+def parts_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state`; of a tensor that consists of others, as torchao's, those."""
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        parts = value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else ()
+        found.update({f"{name}.{part}": getattr(value, part) for part in parts} or {name: value})
+    return found
 
 
 def assert_same(

@@ -121,6 +121,7 @@ _SET_UP = {
     """,
     "docs/guide/qlora.md": """
         importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
+        importorskip("torchao", reason="needs torchao: pip install streamshard[test]")
         importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")
         if torch.distributed.get_rank() == 0:
             model.save_pretrained("base")

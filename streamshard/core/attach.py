@@ -48,7 +48,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for unit in engine.units:
         for index, param in enumerate(unit.params):
             places[param.param] = unit.index, index
-            param.unsharded.__dict__ = param.param.__dict__  # an attribute that the user sets on one is on both
+            if not param.form.part:
+                param.unsharded.__dict__ = param.param.__dict__  # an attribute that the user sets on one is on both
         if unit is not engine.root_unit:
             layer = type(found[unit.index].modules[0]).__name__
             unit.guard.ask = ask_for(weakref.ref(engine), unit.index, layer)
@@ -144,6 +145,11 @@ def _before_loading(
             raise ShardingError(
                 f"load_state_dict(assign=True) would replace the sharded parameter {shard.name!r}: leave assign away, "
                 "full tensors are cut into pieces and copied"
+            )
+        if shard.form.part and piece_of(param) is not None:
+            raise ShardingError(
+                f"load_state_dict() of {shard.name!r}, a {type(value).__name__}, which is packed: leave packed weights "
+                "out (strict=False) if the model has the same, else load a checkpoint, streamshard.load_checkpoint"
             )
         if param.shape == value.shape:
             engine.fill([shard.name])

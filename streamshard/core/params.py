@@ -29,7 +29,7 @@ from streamshard.guards.sharded_tensor import Life, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard, classes_of
 from streamshard.planning.layout import ByteRange, FlatParamPlan, ParamLayout
 from streamshard.planning.memory import Category
-from streamshard.torch_private import AsTensors, get_grad, make_subclass, set_grad, swap_tensor
+from streamshard.torch_private import AsTensors, get_grad, make_subclass, set_grad
 
 
 class GradState(enum.IntEnum):
@@ -87,7 +87,8 @@ class Param:
         name: fully qualified name in the root model.
         layout: where the full parameter lies in its flat parameter.
         local: which elements of the flattened parameter this rank owns.
-        dtype, form, whole_class: the parameter's dtype, form and class before sharding.
+        form, whole_class: the parameter's form and class before sharding.
+        dtype: before sharding, of the memory of the parameter.
         unsharded: [full shape] compute dtype, the parameter that layers compute with: a view of the weight slot.
         has_room: there is memory for the gradient: the parameter trained when the model was sharded.
         in_slot: [full shape] grad_dtype, the gradient's place in the gradient slot.
@@ -109,8 +110,8 @@ class Param:
         self.name, self.layout, self.aliases = piece.name, piece.place, aliases
         self.piece, self.param, self.main_weights = piece, param, main_weights
         self.local = piece.range_of(piece.ranks.rank)
-        self.dtype = param.dtype
         self.form, self.whole_class = form_of(param), type(param)
+        self.dtype = self.form.memory(param).dtype
         self.has_room = False
         self.state = GradState.NONE
         self.is_used = self.is_kept = self.is_small = False
@@ -122,7 +123,7 @@ class Param:
         """[local.numel]: this rank's main weights, wherever the user has put them since. To read or write at once."""
         self.piece.settle()
         with AsTensors():
-            return self.param.detach().view(-1)
+            return self.form.memory(self.param).detach().view(-1)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's range of `flat` [shard_numel], a view in the sharded parameter's shape."""
@@ -349,7 +350,7 @@ class FlatParam:
         piece = Piece(*facts, is_on_host=self.is_on_host)
         added = Param(piece, aliases, param, main_weights)
         param.grad = None
-        _put_under(param, main_weights)
+        _put_under(param, added.form, main_weights, is_whole=piece.is_whole)
         self.params.append(added)
         be_piece(param, piece)
         return added
@@ -361,9 +362,12 @@ class FlatParam:
         an in-place edit of saved tensors.
         """
         alias = self.weights.data
-        classes = classes_of(param.whole_class)
-        param.unsharded = make_subclass(classes[1], self.part_of(alias, param.layout), not self.kind.is_packed)
-        guard.watch(param.unsharded, classes, alias, param.param, param.name, param.main_weights)
+        classes = classes_of(param.whole_class, param.form.part)
+        whole = param.form.around(self.part_of(alias, param.layout))
+        if not isinstance(whole, classes[1]):
+            whole = make_subclass(classes[1], whole, not self.kind.is_packed)
+        param.unsharded = cast(UnshardedParameter, whole)
+        guard.watch(param.unsharded, classes, alias, param.param, param.name)
         if self.kind.trains:
             self.place_grad(param)
 
@@ -383,14 +387,15 @@ class FlatParam:
         self.main_grads = self._new_main_grads().copy_(self.main_grads)
 
 
-def _put_under(param: nn.Parameter, main_weights: torch.Tensor) -> None:
+def _put_under(param: nn.Parameter, form: Form, main_weights: torch.Tensor, *, is_whole: bool) -> None:
     """Give `param`, which stays the same object, the memory of `main_weights`."""
-    if not param.is_meta:
+    if not param.is_meta and not form.part:
         param.data = main_weights
         return
-    # `.data` cannot be assigned from meta to a device. torch.utils.swap_tensors refuses tensors with weak references,
-    # and RNNs have such references to their weights.
-    fresh = nn.Parameter(main_weights.data, requires_grad=param.requires_grad)
+    # `.data` cannot be assigned from meta to a device, nor to a tensor that consists of others.
+    # torch.utils.swap_tensors refuses tensors with weak references, and RNNs have such references to their weights.
+    memory = form.around(main_weights.data) if is_whole else main_weights.data
+    fresh = nn.Parameter(memory, requires_grad=param.requires_grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(fresh, hooks, getattr(param, hooks))
-    swap_tensor(param, fresh)
+    exchange(param, fresh, form.part)

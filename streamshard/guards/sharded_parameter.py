@@ -110,8 +110,19 @@ def _class_of(kind: type) -> type:
     if kind is nn.Parameter:
         return ShardedParameter
     own = {name for name in vars(kind) if not name.startswith("__") and hasattr(ShardedParameter, name)}
-    entries = {name: getattr(ShardedParameter, name) for name in own}
+    entries: dict[str, Any] = {name: getattr(ShardedParameter, name) for name in own}
+    entries["__tensor_flatten__"] = property()  # torch does not find the method: a piece consists of no other tensors
     return type(kind.__name__, (ShardedParameter, kind), {"__module__": kind.__module__, **entries})
+
+
+def exchange(param: nn.Parameter, other: nn.Parameter, part: str) -> None:
+    """Exchange the tensors of two Parameters, which stay the same objects; with `part`, see `Form`."""
+    swap_tensor(param, other)
+    mine, theirs = vars(param), vars(other)
+    own, given = mine.pop(part, None), theirs.pop(part, None)
+    for attributes, value in ((mine, given), (theirs, own)):
+        if value is not None:
+            attributes[part] = value
 
 
 def be_piece(param: nn.Parameter, piece: Piece) -> None:

@@ -42,10 +42,10 @@ _version_of = operator.attrgetter("_version")
 ABSENT_VERSION = 1 << 24  # of absent weights; one more inside a forward. Others count in-place changes
 
 
-class _Weight(nn.Parameter):
-    """An unsharded parameter. Its attributes are its sharded parameter's, so its own are slots."""
+class _Guarded(torch.Tensor):
+    """An unsharded parameter of any class."""
 
-    __slots__ = ("guard_of", "place")
+    __slots__ = ()
     guard_of: Callable[[], WeightGuard | None]  # weak: the guard holds this object
     place: int  # in the lists of the guard
 
@@ -55,6 +55,12 @@ class _Weight(nn.Parameter):
         if (guard := self.guard_of()) is None:
             raise ShardingError(f"a weight {list(self.shape)} is used after its sharded model was freed")
         return guard
+
+
+class _Weight(_Guarded, nn.Parameter):
+    """An unsharded parameter. Its attributes are its sharded parameter's, so its own are slots."""
+
+    __slots__ = ("guard_of", "place")
 
 
 class UnshardedParameter(_Weight):
@@ -85,8 +91,8 @@ class UnshardedParameter(_Weight):
         return super().set_(*source)
 
 
-class AbsentWeight(_Weight):
-    """An unsharded parameter while its unit is not in place. See [Note: absent weights]."""
+class _Absent(_Guarded):
+    """An unsharded parameter of any class while its unit is not in place."""
 
     __slots__ = ()
 
@@ -107,21 +113,42 @@ class AbsentWeight(_Weight):
             with AsTensors():
                 return func(*args, **kwargs)
         for value in tensors_in((args, kwargs)):
-            if isinstance(value, AbsentWeight):
+            if isinstance(value, _Absent):
                 untraced(value.guard.ask, value.guard.names[value.place])
         if called == "__get__":
             return getattr(args[0], name)
         return setattr(args[0], name, args[1]) if called == "__set__" else func(*args, **kwargs)
 
 
+class AbsentWeight(_Absent, _Weight):
+    """An unsharded parameter while its unit is not in place. See [Note: absent weights]."""
+
+    __slots__ = ()
+
+
 @functools.cache
-def classes_of(kind: type) -> tuple[type, type]:
-    """The classes of an unsharded parameter that is absent, and in place; `kind` is the class before sharding."""
+def classes_of(kind: type, part: str) -> tuple[type, type]:
+    """The classes of an unsharded parameter that is absent, and in place.
+
+    Args:
+        kind: the class before sharding.
+        part: see `Form`. The operations of a tensor that consists of others want exactly its class.
+    """
     if kind is nn.Parameter:
         return AbsentWeight, UnshardedParameter
-    entries = {"__slots__": (), "__module__": kind.__module__}
+    entries: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__}
+    if part:
+        entries[part] = property(functools.partial(_present, part))
+        return type(kind.__name__, (_Absent, kind), entries), kind
     absent, present = (type(kind.__name__, (base, kind), dict(entries)) for base in (AbsentWeight, UnshardedParameter))
     return absent, present
+
+
+def _present(part: str, weight: _Absent) -> torch.Tensor:
+    """A part of an absent weight, which operations read before torch knows of them: put its unit in place, or raise."""
+    weight.guard.ask(weight.guard.names[weight.place])
+    tensor: torch.Tensor = vars(weight)[part]
+    return tensor
 
 
 class WeightGuard:
@@ -157,7 +184,6 @@ class WeightGuard:
         alias: torch.Tensor,
         param: nn.Parameter,
         name: str,
-        piece: torch.Tensor,
     ) -> None:
         """Watch a parameter.
 
@@ -165,8 +191,7 @@ class WeightGuard:
             view: the unsharded parameter.
             classes: see `classes_of`.
             alias: the tensor with the version counter of `view`.
-            param, name: the sharded parameter, and its name.
-            piece: the memory that StreamShard has given it.
+            param, name: the sharded parameter, in the memory that StreamShard has given it, and its name.
         """
         view.guard_of, view.place = weakref.ref(self), len(self.views)
         self.views.append(view)
@@ -174,7 +199,8 @@ class WeightGuard:
             kinds.append(kind)
         self.names.append(name)
         self.params.append(param)
-        self._addresses.append(piece.data_ptr() if piece.numel() else None)
+        with AsTensors():
+            self._addresses.append(param.data_ptr() if param.numel() else None)
         self._aliases.append(alias)
         self._versions.append(alias._version)
         self._absent.append(ABSENT_VERSION)

@@ -295,7 +295,8 @@ def plan_units(
         for kind, params in _by_kind(unit.params, precision, in_fp32):
             if world_size == 1:
                 kind = kind.on_one_rank()
-            sizes = [ParamLayout(found.names[0], tuple(found.param.shape)) for found in params]
+            memory = [form_of(found.param).memory(found.param) for found in params]
+            sizes = [ParamLayout(p.names[0], tuple(m.shape)) for p, m in zip(params, memory, strict=True)]
             element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)
             layout = plan_flat_param(sizes, world_size, element_bytes=element_bytes, align_pieces_to=align_pieces_to)
             numel, is_wire = layout.padded_numel, kind.wire_dtype is not kind.compute_dtype
@@ -315,8 +316,8 @@ def _by_kind(
     for found in params:
         param = found.param
         if form_of(param).is_packed:
-            same = (param.dtype, param.dtype, param.dtype)
-            kind = FlatParamKind(False, *same, torch.float32, ReductionMode.FP32, is_packed=True)
+            dtype = form_of(param).memory(param).dtype
+            kind = FlatParamKind(False, dtype, dtype, dtype, torch.float32, ReductionMode.FP32, is_packed=True)
         else:
             kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
         parts.setdefault(kind, []).append(found)

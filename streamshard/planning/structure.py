@@ -135,10 +135,11 @@ def _problem_with(param: nn.Parameter) -> str | None:
         return "was made inside torch.inference_mode(), and cannot train: build or load the model outside of it"
     if param.grad is not None:
         return "has a gradient from before StreamShard(model), of this rank's loss alone: step or zero_grad() first"
-    if param.numel() > _extent(param):
+    memory = form.memory(param)
+    if memory.numel() > _extent(memory):
         return (
-            f"is {tuple(param.shape)} over memory for {_extent(param)} elements (an expanded tensor): register what is "
-            "expanded, and expand it in forward; or give it memory of its own (.clone())"
+            f"is {tuple(param.shape)} over memory for {_extent(memory)} elements (an expanded tensor): register "
+            "what is expanded, and expand it in forward; or give it memory of its own (.clone())"
         )
     return None
 
@@ -161,7 +162,7 @@ def refuse_marks(name: str, param: nn.Parameter) -> None:
 
 def _refuse_shared_memory(root: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     """Raise if a parameter shares memory with another parameter or a buffer: shards would not share it."""
-    tensors: list[tuple[str, torch.Tensor]] = [*params.items()]
+    tensors = [(name, form_of(param).memory(param)) for name, param in params.items()]
     for prefix, module in modules_of(root):
         for key, buffer in module._buffers.items():
             if buffer is not None and not is_lazy(buffer) and buffer.layout is torch.strided:
@@ -170,7 +171,7 @@ def _refuse_shared_memory(root: nn.Module, params: Mapping[str, nn.Parameter]) -
     for name, tensor in sorted(tensors, key=lambda each: each[1].data_ptr()):
         if tensor.is_meta or not tensor.numel():
             continue
-        is_param = isinstance(tensor, nn.Parameter)
+        is_param = name in params
         for other_is_param, (end, other) in ends.items():
             if tensor.data_ptr() < end and (is_param or other_is_param):
                 raise ShardingError(

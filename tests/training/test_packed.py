@@ -12,7 +12,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import streamshard
-from streamshard import CheckpointError, ShardingError, StreamShard, load_checkpoint, save_checkpoint
+from streamshard import (
+    CheckpointError,
+    ShardingError,
+    StreamShard,
+    export_safetensors,
+    load_checkpoint,
+    save_checkpoint,
+)
+from streamshard.forms import form_of
 from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -86,10 +94,26 @@ class _Integers(nn.Module):
         return F.linear(x, (nibbles.flatten(1) - 7.5).to(x.dtype) * self.scale)
 
 
+def _torchao(name: str, *, checkpointed: bool = False) -> nn.Module:
+    """A model whose layers have bases that torchao has quantized."""
+    torchao: Any = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install streamshard[test]")
+    model = _Base([nn.Linear(_WIDTH, _WIDTH).requires_grad_(False) for _ in range(3)])
+    for layer in model.layers:
+        if name == "NF4Tensor":
+            weight = torchao.NF4Tensor.from_tensor(layer.base.weight.data, 64, 32)
+            layer.base.weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            torchao.quantize_(layer.base, getattr(torchao, name)())
+    model.is_checkpointed = checkpointed
+    return model
+
+
 def _packed(model: nn.Module) -> dict[str, Tensor]:
     """The bytes of all packed weights."""
-    full = model.full_state_dict(rank0_only=False) if isinstance(model, StreamShard) else model.state_dict()
-    return {name: each.clone().view(torch.uint8) for name, each in full.items() if name.endswith((".weight", "words"))}
+    parts = (".base.weight", ".words", "data")
+    full = {name: each.view(torch.uint8) for name, each in full_weights(model).items() if name.endswith(parts)}
+    assert len(full) == 3
+    return full
 
 
 FORMS: dict[str, Any] = {
@@ -97,6 +121,11 @@ FORMS: dict[str, Any] = {
     "bf16 storage, not nested": lambda: _four_bit(torch.bfloat16, nested=False),
     "checkpointed": lambda: _four_bit(checkpointed=True),
     "integers": lambda: _Base([_Integers() for _ in range(3)]),
+    "torchao int8": lambda: _torchao("Int8WeightOnlyConfig"),
+    "torchao fp8": lambda: _torchao("Float8WeightOnlyConfig"),
+    "torchao intx": lambda: _torchao("IntxWeightOnlyConfig"),
+    "torchao nf4": lambda: _torchao("NF4Tensor"),
+    "torchao nf4, checkpointed": lambda: _torchao("NF4Tensor", checkpointed=True),
 }
 
 
@@ -105,32 +134,29 @@ FORMS: dict[str, Any] = {
 def test_adapters_on_packed_weights_train_as_in_one_process(context: RankContext, form: str) -> None:
     """In training, evaluation and generation no packed byte changes."""
     model = assert_trains_like_plain(context, FORMS[form], stack_step, optimizer=adamw)
-    packed = [param for param in model.parameters() if not param.is_floating_point() or "quant_state" in vars(param)]
-    assert len(packed) == 3
     model.eval()  # in eval mode bitsandbytes would repack the weights, on some CPUs
     with torch.no_grad():
         model(vector_batch(9, context.rank))
-    before, now = _packed(built(FORMS[form])), _packed(model)
-    names = [name for name in before if "base" in name]
-    assert_same({name: now[name] for name in names}, {name: before[name] for name in names}, "bytes", EXACT)
+    assert_same(_packed(model), _packed(built(FORMS[form])), "bytes", EXACT)
     assert set(model.full_state_dict(rank0_only=False)) == set(built(FORMS[form]).state_dict())
 
 
 @on_ranks(2)
-def test_rank_0_has_the_scales_of_all_ranks(context: RankContext) -> None:
+@pytest.mark.parametrize("form", ["uint8", "torchao int8", "torchao nf4"])
+def test_rank_0_has_the_scales_of_all_ranks(context: RankContext, form: str) -> None:
     """Ranks with other seeds, which have quantized other weights."""
     torch.manual_seed(context.rank)
-    model = StreamShard(_four_bit(), precision=FP32)
+    model = StreamShard(FORMS[form](), precision=FP32)
     out = model(vector_batch(0, 0))
     outs = [torch.empty_like(out) for _ in range(2)]
     torch.distributed.all_gather(outs, out.detach())
     assert torch.equal(*outs)
     torch.manual_seed(0)
-    assert torch.allclose(out, _four_bit()(vector_batch(0, 0)), atol=1e-6)
+    assert torch.allclose(out, FORMS[form]()(vector_batch(0, 0)), atol=1e-6)
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("form", ["uint8", "bf16 storage, not nested"])
+@pytest.mark.parametrize("form", ["uint8", "bf16 storage, not nested", "torchao int8", "torchao nf4"])
 def test_the_report_counts_packed_bytes_and_scales(context: RankContext, form: str) -> None:
     """As the plan says before: packed bytes / N, and all scales on each rank."""
     plain = FORMS[form]()
@@ -141,6 +167,10 @@ def test_the_report_counts_packed_bytes_and_scales(context: RankContext, form: s
         tensor for each in states if each.nested for tensor in (each.offset, each.state2.absmax, each.state2.code)
     ]
     frozen = [param for param in plain.parameters() if not param.requires_grad]
+    if "torchao" in form:
+        parts = parts_of({name: param for name, param in plain.named_parameters() if not param.requires_grad})
+        frozen = [part for name, part in parts.items() if name.endswith(("data", "bias", "head.weight"))]
+        scales = [part for part in parts.values() if not any(part is each for each in frozen)]
     planned = streamshard.plan(FORMS[form](), context.world_size, precision="fp32", transport="shared-memory")
     held = StreamShard(plain, precision=FP32).memory_report().held_bytes
     assert held["quantization"] == sum(tensor.nbytes for tensor in scales) > 0
@@ -150,18 +180,21 @@ def test_the_report_counts_packed_bytes_and_scales(context: RankContext, form: s
 
 
 @on_ranks(2)
-def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(context: RankContext, tmp_path: Path) -> None:
-    model = StreamShard(built(_four_bit), precision=FP32)
+@pytest.mark.parametrize("form", ["uint8", "torchao fp8"])
+def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
+    context: RankContext, form: str, tmp_path: Path
+) -> None:
+    model = StreamShard(built(FORMS[form]), precision=FP32)
     optimizer = adamw(model)
     stack_step(model, Call(0, context.rank, 2, 1.0))
     optimizer.step()
     save_checkpoint(tmp_path, model, optimizer)
-    again = StreamShard(built(_four_bit), precision=FP32)
+    again = StreamShard(built(FORMS[form]), precision=FP32)
     load_checkpoint(tmp_path, again, adamw(again))
-    assert_same(again.full_state_dict(rank0_only=False), model.full_state_dict(rank0_only=False), "state", EXACT)
+    assert_same(full_weights(again), full_weights(model), "state", EXACT)
     torch.manual_seed(11)
     with pytest.raises(CheckpointError, match="quantized with other scales"):
-        load_checkpoint(tmp_path, other := StreamShard(_four_bit(), precision=FP32), adamw(other))
+        load_checkpoint(tmp_path, other := StreamShard(FORMS[form](), precision=FP32), adamw(other))
 
 
 def test_packed_weights_that_cannot_be_sharded_are_refused_by_name() -> None:
