@@ -9,6 +9,7 @@ bitsandbytes and torchao are not imported here: their parameters tell what they 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,10 @@ class Form:
     def problem_with(self, param: nn.Parameter) -> str | None:
         """Why `param` cannot be sharded, in words that follow its name; None: it can."""
         return None
+
+    def numel(self, param: torch.Tensor) -> int:
+        """How many of the model's own parameters `param`, which is not sharded yet, holds."""
+        return param.numel()
 
     def memory(self, param: torch.Tensor) -> torch.Tensor:
         """The plain tensor that ranks cut, before and after sharding."""
@@ -59,7 +64,7 @@ class PlainForm(Form):
 
 
 class IntegerForm(Form):
-    """A frozen parameter of integers, such as HQQ's packed weights."""
+    """A frozen parameter of integers, such as HQQ's packed weights. It counts as many parameters as integers."""
 
     is_packed = True
 
@@ -84,6 +89,10 @@ class FourBitForm(Form):
                 "before the first forward"
             )
         return "requires a gradient, and packed weights cannot train: freeze it" if param.requires_grad else None
+
+    def numel(self, param: torch.Tensor) -> int:
+        """See `Form`."""
+        return math.prod(param.__dict__["quant_state"].shape)
 
     def beside(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """See `Form`."""

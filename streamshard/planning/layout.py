@@ -223,6 +223,7 @@ class FlatParamPlan(NamedTuple):
         tag: its number in the model, the same on all ranks; the tag of its messages.
         kind: see `FlatParamKind`.
         found: its parameters, as they were before sharding.
+        numel: how many they are. A packed element may hold several.
         layout: where they lie.
         weights: in the unit's weight slot: ``padded_numel`` elements of the compute dtype.
         wire: in the wire buffer beside the slot; empty if it is all-gathered in the compute dtype.
@@ -232,6 +233,7 @@ class FlatParamPlan(NamedTuple):
     tag: int
     kind: FlatParamKind
     found: Sequence[FoundParam]
+    numel: int
     layout: FlatParamLayout
     weights: ByteRange
     wire: ByteRange
@@ -256,6 +258,11 @@ class UnitLayout(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Parameters of all flat parameters, packed or not."""
+        return sum(flat_param.numel for flat_param in self.flat_params)
+
+    @property
+    def stored_numel(self) -> int:
         """Elements that belong to parameters."""
         return sum(flat_param.layout.numel for flat_param in self.flat_params)
 
@@ -303,7 +310,8 @@ def plan_units(
             weights = ByteRange(weights.stop, numel * kind.compute_dtype.itemsize)
             wire = ByteRange(wire.stop, is_wire * numel * kind.wire_dtype.itemsize)
             grads = ByteRange(grads.stop, kind.trains * numel * kind.grad_dtype.itemsize)
-            flat_params.append(FlatParamPlan(next(tags), kind, params, layout, weights, wire, grads))
+            count = sum(form_of(each.param).numel(each.param) for each in params)
+            flat_params.append(FlatParamPlan(next(tags), kind, params, count, layout, weights, wire, grads))
         layouts.append(UnitLayout(unit.name, tuple(flat_params)))
     return layouts
 

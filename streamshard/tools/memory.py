@@ -37,6 +37,7 @@ class MemoryReport:
 
     held_bytes: Mapping[str, int]
     numel: int
+    stored_numel: int
     padded_numel: int
     world_size: int
     adam_bytes: int
@@ -48,7 +49,7 @@ class MemoryReport:
         return sum(self.held_bytes.values())
 
     def __str__(self) -> str:
-        padding = self.padded_numel / self.numel - 1 if self.numel else 0
+        padding = self.padded_numel / self.stored_numel - 1 if self.stored_numel else 0
         lines = [f"memory of one rank of {self.world_size}; {self.numel:,} parameters in all, padded by {padding:.2%}"]
         rows = {**self.held_bytes, "total": self.total_bytes, "(Adam's moments)": self.adam_bytes}
         for name, held in rows.items():
@@ -67,6 +68,7 @@ def report_memory(engine: Engine) -> MemoryReport:
     return MemoryReport(
         held_bytes=held_bytes,
         numel=sum(layout.numel for layout in layouts),
+        stored_numel=sum(layout.stored_numel for layout in layouts),
         padded_numel=sum(layout.padded_numel for layout in layouts),
         world_size=engine.ranks.world_size,
         adam_bytes=8 * trained_numel,

@@ -172,11 +172,15 @@ def test_the_report_counts_packed_bytes_and_scales(context: RankContext, form: s
         frozen = [part for name, part in parts.items() if name.endswith(("data", "bias", "head.weight"))]
         scales = [part for part in parts.values() if not any(part is each for each in frozen)]
     planned = streamshard.plan(FORMS[form](), context.world_size, precision="fp32", transport="shared-memory")
-    held = StreamShard(plain, precision=FP32).memory_report().held_bytes
+    model = StreamShard(plain, precision=FP32)
+    held, report = model.memory_report().held_bytes, model.memory_report()
     assert held["quantization"] == sum(tensor.nbytes for tensor in scales) > 0
     if context.world_size == 2:
         assert 0 <= held["frozen weights"] - sum(param.nbytes for param in frozen) / 2 < 256  # padding
     assert any(dict(stage.held_bytes) == dict(held) for stage in planned.stages)
+    numel = sum(param.numel() for param in _Base([nn.Linear(_WIDTH, _WIDTH) for _ in range(3)]).parameters())
+    assert planned.numel == report.numel == numel and f"{numel:,} parameters over" in repr(model)
+    assert report.stored_numel <= report.padded_numel < report.stored_numel + 256
 
 
 @on_ranks(2)
