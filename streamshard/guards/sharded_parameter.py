@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -84,6 +84,13 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @skip
     def grad(self) -> None:
         put_grad(self, None)
+
+    def __copy__(self) -> NoReturn:
+        """Refused. Some classes of parameters copy in a way of their own, which a piece does not have."""
+        raise ShardingError(
+            f"copy.copy() of {self.piece.what}, of which this rank has {self.piece}: copy.deepcopy() and "
+            "detach().clone() give pieces, and inside `with model.summon_full_params():` the tensor is full"
+        )
 
     def _check(self, name: str, value: torch.Tensor) -> None:
         """Raise unless `value` is a piece of the same elements."""
