@@ -225,14 +225,14 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
         raise_if(failure)
         if not wanted:
             return {}
+        new = {tensor.untyped_storage().data_ptr() for tensor in full.values()}
         with under_params(engine, full):
             state: dict[str, Any] = model.state_dict()
-        new = {tensor.untyped_storage().data_ptr() for tensor in full.values()}
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                is_new = is_traceable_wrapper_subclass(value)  # a packed parameter, around a tensor in new memory
-                is_new = is_new or value.layout is torch.strided and value.untyped_storage().data_ptr() in new
-                state[name] = value.detach() if is_new else value.detach().to("cpu", copy=True)
+            for name, value in state.items():  # HQQ's modules give Parameters, which are pieces again afterwards
+                if isinstance(value, torch.Tensor):
+                    is_new = is_traceable_wrapper_subclass(value)  # a packed parameter, around a tensor in new memory
+                    is_new = is_new or value.layout is torch.strided and value.untyped_storage().data_ptr() in new
+                    state[name] = value.detach() if is_new else value.detach().to("cpu", copy=True)
         return state
 
     return run_on_all_ranks(engine.ranks, "collect the model's state dict", finish, ShardingError)

@@ -95,6 +95,13 @@ class _Integers(nn.Module):
         return F.linear(x, (nibbles.flatten(1) - 7.5).to(x.dtype) * self.scale)
 
 
+class _Keeping(_Integers):
+    """Its state dict holds Parameters, as HQQ's layers give them."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **{**kwargs, "keep_vars": True})
+
+
 def _torchao(name: str, *, checkpointed: bool = False) -> nn.Module:
     """A model whose layers have bases that torchao has quantized."""
     torchao: Any = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install streamshard[test]")
@@ -121,7 +128,7 @@ FORMS: dict[str, Any] = {
     "uint8": lambda: _four_bit(),
     "bf16 storage, not nested": lambda: _four_bit(torch.bfloat16, nested=False),
     "checkpointed": lambda: _four_bit(checkpointed=True),
-    "integers": lambda: _Base([_Integers() for _ in range(3)]),
+    "integers": lambda: _Base([_Keeping() for _ in range(3)]),
     "torchao int8": lambda: _torchao("Int8WeightOnlyConfig"),
     "torchao fp8": lambda: _torchao("Float8WeightOnlyConfig"),
     "torchao intx": lambda: _torchao("IntxWeightOnlyConfig"),
