@@ -95,6 +95,30 @@ class _Integers(nn.Module):
         return F.linear(x, (nibbles.flatten(1) - 7.5).to(x.dtype) * self.scale)
 
 
+class _Buffers(nn.Module):
+    """A linear layer as GPTQ and AWQ keep it: 4-bit weights and zeros in words, and scales for groups of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows in (("qweight", _WIDTH // 8), ("qzeros", 1)):
+            self.register_buffer(name, torch.randint(-(2**31), 2**31 - 1, (rows, _WIDTH), dtype=torch.int32))
+        self.register_buffer("scales", torch.full((1, _WIDTH), 0.02, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
+        weight = ((self.qweight.unsqueeze(1) >> shifts) & 15).flatten(0, 1) - (self.qzeros & 15)
+        return F.linear(x, (weight * self.scales).to(x.dtype).t())
+
+
+def _as_parameters(model: nn.Module) -> nn.Module:
+    """As docs/guide/qlora.md says."""
+    for module in model.modules():
+        if "qweight" in module._buffers:
+            packed = module._buffers.pop("qweight")
+            module.register_parameter("qweight", nn.Parameter(packed, requires_grad=False))
+    return model
+
+
 class _Keeping(_Integers):
     """Its state dict holds Parameters, as HQQ's layers give them."""
 
@@ -118,7 +142,7 @@ def _torchao(name: str, *, checkpointed: bool = False) -> nn.Module:
 
 def _packed(model: nn.Module) -> dict[str, Tensor]:
     """The bytes of all packed weights."""
-    parts = (".base.weight", ".words", "data")
+    parts = (".base.weight", ".words", "data", "qweight")
     full = {name: each.view(torch.uint8) for name, each in full_weights(model).items() if name.endswith(parts)}
     assert len(full) == 3
     return full
@@ -129,6 +153,8 @@ FORMS: dict[str, Any] = {
     "bf16 storage, not nested": lambda: _four_bit(torch.bfloat16, nested=False),
     "checkpointed": lambda: _four_bit(checkpointed=True),
     "integers": lambda: _Base([_Keeping() for _ in range(3)]),
+    "buffers": lambda: _Base([_Buffers() for _ in range(3)]),
+    "buffers as parameters": lambda: _as_parameters(_Base([_Buffers() for _ in range(3)])),
     "torchao int8": lambda: _torchao("Int8WeightOnlyConfig"),
     "torchao fp8": lambda: _torchao("Float8WeightOnlyConfig"),
     "torchao intx": lambda: _torchao("IntxWeightOnlyConfig"),
@@ -189,6 +215,14 @@ def test_the_report_counts_packed_bytes_and_scales(context: RankContext, form: s
     numel = sum(param.numel() for param in _Base([nn.Linear(_WIDTH, _WIDTH) for _ in range(3)]).parameters())
     assert planned.numel == report.numel == numel and f"{numel:,} parameters over" in repr(model)
     assert report.stored_numel <= report.padded_numel < report.stored_numel + 256
+
+
+@on_ranks(2)
+def test_packed_buffers_are_whole_on_each_rank_unless_they_are_made_parameters(context: RankContext) -> None:
+    whole, shared = (StreamShard(built(FORMS[each]), precision=FP32) for each in ("buffers", "buffers as parameters"))
+    assert whole.layers[2].base.qweight.numel() == _WIDTH // 8 * _WIDTH
+    frozen = [model.memory_report().held_bytes["frozen weights"] for model in (whole, shared)]
+    assert frozen[1] - frozen[0] == 3 * (_WIDTH // 8 * _WIDTH * 4) // 2
 
 
 @on_ranks(2)
