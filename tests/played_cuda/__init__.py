@@ -137,7 +137,11 @@ def _give_device(device: Any, devices: int, total_bytes: int) -> None:
     }.items():
         setattr(own, name, value)
     torch.cuda._cudart = types.SimpleNamespace(  # type: ignore[attr-defined]
-        cudaMemGetInfo=lambda index: own._accelerator_getMemoryInfo(index), cudaDeviceSynchronize=device.synchronize
+        cudaMemGetInfo=lambda index: own._accelerator_getMemoryInfo(index),
+        cudaDeviceSynchronize=device.synchronize,
+        cudaHostRegister=lambda address, n_bytes, flags: device.host_register(address, n_bytes) or 0,
+        cudaHostUnregister=lambda address: device.host_unregister(address) or 0,
+        cudaError=types.SimpleNamespace(success=0),
     )
     # Taken from torch._C when torch.cuda was imported.
     torch.cuda._is_in_bad_fork = own._cuda_isInBadFork

@@ -168,6 +168,16 @@ struct PinnedAllocator final : c10::Allocator {
   }
 };
 
+void host_register(uintptr_t address, size_t bytes) {
+  std::lock_guard<std::mutex> guard(pinned_lock);
+  pinned[address] = bytes;
+}
+
+void host_unregister(uintptr_t address) {
+  std::lock_guard<std::mutex> guard(pinned_lock);
+  pinned.erase(address);
+}
+
 bool is_pinned(const void* data) {
   const auto address = reinterpret_cast<uintptr_t>(data);
   std::lock_guard<std::mutex> guard(pinned_lock);
@@ -251,6 +261,26 @@ void synchronize_all() {
       all.insert(copy);
   }
   reach(all);
+}
+
+bool overlaps(const Tensor& one, const Tensor& other) {
+  const auto end = [](const Tensor& tensor) {
+    return number(tensor.const_data_ptr()) + at::detail::computeStorageNbytes(
+        tensor.sizes(), tensor.strides(), tensor.dtype().itemsize());
+  };
+  return number(one.const_data_ptr()) < end(other) && number(other.const_data_ptr()) < end(one);
+}
+
+// A copy from or to `host` begins on the current stream: earlier copies of these bytes on the way there are done.
+void reach_copies_of(const Tensor& host, DeviceIndex device) {
+  Point point;
+  {
+    std::lock_guard<std::mutex> guard(late_lock);
+    for (const auto copy : point_of(stream_of(device)))
+      if (auto found = late_copies.find(copy); found != late_copies.end() && overlaps(found->second.host, host))
+        point.insert(copy);
+  }
+  reach(point);
 }
 
 void be_late(Tensor host, Tensor then, bool arrives, DeviceIndex device) {
@@ -753,6 +783,9 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   const auto from_host = host_alias(from);
   const bool leaves = from.is_cuda() && to.device().is_cpu();
   const bool enters = to.is_cuda() && from.device().is_cpu();
+  const auto& on_host = leaves ? to_host : from_host;
+  if ((leaves || enters) && on_host.numel() && is_pinned(on_host.storage().data()))
+    reach_copies_of(on_host, (leaves ? from : to).device().index());
   if (leaves && non_blocking && to.numel() && is_pinned(to.storage().data())) {
     be_late(to_host, from_host.clone(), true, from.device().index());
     if (to_host.is_contiguous())
@@ -1021,6 +1054,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("stream_id", [](int device) { return current_streams[static_cast<DeviceIndex>(device)]; });
   m.def("set_stream", [](int device, int64_t id) { current_streams[static_cast<DeviceIndex>(device)] = id; });
   m.def("synchronize", &synchronize_all);
+  m.def("host_register", &host_register);
+  m.def("host_unregister", &host_unregister);
   m.def("default_generator", &default_generator);
   m.def("device_count", [] { return static_cast<int>(Guard().deviceCount()); });
   m.def("resize", &resize_storage);

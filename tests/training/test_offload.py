@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from streamshard import StreamShard
 from streamshard.comm.streams import Fence, Observer, StreamName
 from streamshard.core import late_step
 from tests.models import vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, Call, adamw, assert_same, engine_inside, full_weights, stack_step
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, built, engine_inside, full_weights, stack_step
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, sharded, train, without_waits
 from tests.simulated import backward_elsewhere, checking_streams, late, simulated_device
 
@@ -179,3 +182,50 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext) -> None:
             assert waits.count == 0
             next(model.parameters()).sum()
             assert waits.count == 2
+
+
+# -- a GPU ------------------------------------------------------------------------------------------------------------
+
+
+def _adamw(**options: Any) -> Callable[..., torch.optim.Optimizer]:
+    return functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, weight_decay=0.1, **options)
+
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": _adamw(),
+    "for-loop": _adamw(foreach=False),
+    "foreach": _adamw(foreach=True),
+    "fused": _adamw(fused=True),
+    "capturable": _adamw(capturable=True),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.01),
+    "fused momentum": functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True, fused=True),
+}
+
+
+def _loop(context: RankContext, make: Callable[..., torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
+    """Four steps, each with another way of clipping or accumulating, and what they give: losses, norms, weights."""
+    model: Any = StreamShard(built().to(context.device), precision=FP32, **settings)
+    optimizer, found = make(model.parameters()), {}
+    for step in range(5):
+        for part in range(1 + step // 2):
+            with model.no_sync() if step == 3 and part == 0 else contextlib.nullcontext():
+                x = vector_batch(10 * step + part, context.rank).to(context.device)
+                loss = model(x).square().mean()
+                loss.backward()
+                found[f"loss {step} {part}"] = loss.detach()
+        if step == 1:
+            found["norm"] = model.clip_grad_norm_(0.01)
+        if step == 2:
+            found["torch's norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return found | full_weights(model)
+
+
+@pytest.mark.gpu
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_offload_changes_no_bit_on_a_gpu(context: RankContext, name: str) -> None:
+    """Which memory is whose: collectives, counters and norms are the device's, state is the host's."""
+    resident = _loop(context, _OPTIMIZERS[name], weight_slots=2, grad_slots=2)
+    assert_same(_loop(context, _OPTIMIZERS[name], **OFFLOAD), resident, "losses, norms and weights", EXACT)
