@@ -30,7 +30,7 @@ from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import has_streams, module_of, training_device, warn_if_untested
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is_of_this_rank
 from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
@@ -124,10 +124,9 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
         engine.buffers.start(module)
         if engine.streams.module is not None:
             engine.streams.module.empty_cache()
-    except StreamShardError:  # on all ranks
-        raise
-    except BaseException as error:  # of this rank alone, such as out of memory
-        ranks.fail(f"StreamShard(model) ended with {type(error).__name__}: {error}")
+    except BaseException as error:
+        if is_of_this_rank(error):  # such as out of memory
+            ranks.fail(f"StreamShard(model) ended with {type(error).__name__}: {error}")
         raise
     attach(base, module, checked.found, engine, checked.in_fp32)
     conventions().replace_methods(module)

@@ -111,6 +111,11 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, StreamShardError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
+def is_of_this_rank(error: BaseException) -> bool:
+    """Whether only this rank raises `error`. Other errors of the package are raised by all ranks, or quote another."""
+    return isinstance(error, HostMemoryError) or not isinstance(error, StreamShardError)
+
+
 def uncaught() -> BaseException | None:
     """The exception that ends this process, for functions at exit. In an interactive session: the last one shown."""
     return getattr(sys, "last_value", None)
