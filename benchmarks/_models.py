@@ -125,6 +125,24 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 LLAMAS: dict[str, dict[str, int]] = {
+    "6B": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+    },
+    "3B": {
+        "vocab_size": 32000,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+    },
     "1.1B": {  # TinyLlama's sizes
         "vocab_size": 32000,
         "hidden_size": 2048,
