@@ -9,8 +9,15 @@ from typing import Any, NamedTuple
 from benchmarks._jobs import ending, what_is_known
 
 _COMPARED = ("llama", "small", "compiled")  # jobs that compare systems
-_NAMES = {"local": "plain PyTorch", "fsdp2": "FSDP2", "streamshard": "StreamShard"}
-_COLORS = {"local": "0.75", "fsdp2": "0.55", "streamshard": "tab:blue", "hidden": "tab:green", "exposed": "tab:red"}
+_NAMES = {"local": "plain PyTorch", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "streamshard": "StreamShard"}
+_COLORS = {
+    "local": "0.75",
+    "fsdp2": "0.55",
+    "deepspeed": "0.35",
+    "streamshard": "tab:blue",
+    "hidden": "tab:green",
+    "exposed": "tab:red",
+}
 
 
 class Bar(NamedTuple):
@@ -37,7 +44,7 @@ def number(value: float) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write a PNG: step times, peak memory, the host's time per layer, and how much of the communication is hidden."""
+    """Write a PNG: step times, peak memory, the host's time per layer, hidden communication, state in host memory."""
     from matplotlib.figure import Figure
 
     found = {name: job["found"] or {} for name, job in results["jobs"].items()}
@@ -53,6 +60,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
             for name, entry in _measured(found.get(job, {}).get("systems", {}))
         ],
         "collectives of a step, ms": list(_overlap(found.get("overlap", {}))),
+        "state in host memory: share of the speed of computing alone": [
+            Bar(f"{cell}: {_NAMES[name]}", name, entry["share_of_alone"])
+            for cell, row in found.get("host_memory", {}).get("cells", {}).items()
+            for name, entry in row.items()
+            if "share_of_alone" in entry
+        ],
     }
     heights = [max(len(bars), 1) for bars in parts.values()]
     figure = Figure(figsize=(8, 2.2 + 0.36 * sum(heights)), layout="constrained")

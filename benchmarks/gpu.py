@@ -1,6 +1,6 @@
-"""The first run on a GPU, in eight minutes: what the machine does, whether training is right, how fast it is, tests.
+"""The first run on a GPU, in ten minutes: what the machine does, whether training is right, how fast it is, tests.
 
-    python benchmarks/gpu.py --out DIR --within 470         # everything, the most valuable facts first
+    python benchmarks/gpu.py --out DIR --within 590         # everything, the most valuable facts first
     python benchmarks/gpu.py --out DIR --only llama tests.one      # some of it again; DIR keeps the other results
     python benchmarks/gpu.py --out DIR --rehearse           # all of it, tiny, on a GPU that the CPU plays
     python -m benchmarks report DIR                         # one table and one picture
@@ -68,7 +68,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="directory; what it holds of others is kept")
-    parser.add_argument("--within", type=float, default=470.0, metavar="S", help="seconds for all jobs together")
+    parser.add_argument("--within", type=float, default=590.0, metavar="S", help="seconds for all jobs together")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these jobs; results of others are kept")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a played GPU: whether everything runs at all")
     arguments = parser.parse_args()
@@ -94,6 +94,7 @@ def _jobs(scratch: Path, out: Path) -> list[Job]:
         _script("parity.two", scratch, 75, "_ranks.py", *two, brief=_of_parity),
         _script("parity.gloo", scratch, 45, "_ranks.py", *two, *gloo, brief=_of_parity, instead_of="parity.two"),
         _script("llama", scratch, 110, "one_device.py", "llama", "--seconds", "60", brief=_of_systems),
+        _script("host_memory", scratch, 150, "host_memory.py", "--within", "145", brief=_of_host_memory),
         _script("overlap", scratch, 50, "overlap.py", *drawn, brief=_of_overlap),
         _script("small", scratch, 55, "one_device.py", *small, brief=_of_systems),
         _tests("tests.one", scratch, 80, ranks=1),
@@ -221,6 +222,17 @@ def _of_systems(found: dict[str, Any]) -> str:
             )
             step = f"{entry['step_ms']['median']:.1f} ms a step, host {host:.0f} us a layer, {peak:.1f} GiB"
             told.append(f"{name} {step}{counts and ', '}{counts}")
+    return "; ".join([*told, *(f"{name} not run: {why}" for name, why in found["not_run"].items())])
+
+
+def _of_host_memory(found: dict[str, Any]) -> str:
+    told = [", ".join(f"{way} {rate:.1f}" for way, rate in found.get("link_gb_s", {}).items()) + " GB/s"]
+    told += [f"{name} pinned in {each['pin']:.2f} s" for name, each in found.get("pin_s", {}).items()]
+    told += [f"{name} {each['median']:.2f} ns a parameter" for name, each in found.get("step_ns_per_param", {}).items()]
+    for cell, row in found["cells"].items():
+        for name, entry in row.items():
+            share = f"{entry['share_of_alone']:.2f} of alone, " if "share_of_alone" in entry else ""
+            told.append(f"{cell}: {name} {share}{entry['step_ms']['median']:.0f} ms, {entry['tflops']:.0f} TFLOPS")
     return "; ".join([*told, *(f"{name} not run: {why}" for name, why in found["not_run"].items())])
 
 

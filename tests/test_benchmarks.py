@@ -104,6 +104,8 @@ def test_a_run_on_a_gpu_is_one_table_and_one_picture(tmp_path: Path) -> None:
     system = {name: {"median": 2.0, "median_low": 1.0, "median_high": 3.0} for name in ("step_ms", "host_us_per_layer")}
     llama = {"systems": {"streamshard": {**system, "memory": {"step_peak_bytes": 2**31}}, "fsdp2": {}}}
     overlap = {"profile": {"collectives": 2, "collectives_ms": 4.0, "hidden_share": 0.75}}
+    cells = {"3B, 4k tokens": {"alone": {}, "streamshard": {"share_of_alone": 0.5}}}
+    host_memory = {"cells": cells, "not_run": {"3B, 4k tokens, fsdp2": "no time was left"}}
     killed = {"exit_code": -9, "timed_out": False, "seconds": 3.0, "reason": "no output", "brief": "found nothing"}
     run = {
         "benchmark": "gpu",
@@ -113,6 +115,7 @@ def test_a_run_on_a_gpu_is_one_table_and_one_picture(tmp_path: Path) -> None:
         "jobs": {
             "llama": {**facts, "brief": "2.0 ms a step; all well", "found": llama},
             "overlap": {**facts, "brief": "75% hidden", "found": overlap},
+            "host_memory": {**facts, "brief": "half as fast", "found": host_memory},
             "compiled": {**killed, "found": None},
         },
     }
