@@ -48,11 +48,13 @@ class Case(NamedTuple):
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _ALL_SLOTS = {"weight_slots": "all", "grad_slots": "all"}
+_HOST = {"precision": Precision(param_dtype=_BF16), "offload": "state"}
 CASES = {
     "fp32": Case(_FP32, {"precision": Precision(param_dtype=_FP32)}, 1e-3, 0.02),
     "bf16": Case(_BF16, {"precision": Precision(param_dtype=_BF16)}, 2e-3, 0.2),
     "bf16, ZeRO-1": Case(_BF16, {"precision": Precision(param_dtype=_BF16), **_ALL_SLOTS}, 2e-3, 0.2),
     "bf16, 16 bits sent": Case(_BF16, {"precision": Precision(param_dtype=_BF16, reduce_dtype=_BF16)}, 2e-3, 0.2),
+    "bf16, host memory": Case(_BF16, _HOST, 2e-3, 0.2),
 }
 
 
@@ -73,6 +75,8 @@ def main() -> None:
         result["first_all_reduce_s"] = _meet(device)
         run = _Run(config["model"], config["steps"], device, rank)
         for name, case in CASES.items():
+            if device.type == "cpu" and "offload" in case.settings:
+                continue  # its memory is the host's
             if rank == 0:
                 write_json(result, arguments.output)
             result["cases"][name] = run.compare(case)
@@ -178,7 +182,7 @@ class _Run:
             optimizer.zero_grad()
             losses.append(loss.item())
         weights = {name: weight.to(self._device) for name, weight in model.full_state_dict(rank0_only=False).items()}
-        return losses, weights, memory if self._device.type == "cuda" else {}
+        return losses, weights, memory if self._device.type == "cuda" and "offload" not in case.settings else {}
 
     def _model(self) -> Any:
         torch.manual_seed(0)
