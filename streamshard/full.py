@@ -18,8 +18,8 @@ from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.guards.global_ops import global_norm
-from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, grad_of, refuse_unreduced
-from streamshard.torch_private import swap_tensor
+from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, exchange, grad_of, refuse_unreduced
+from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _Take = Callable[[Param, torch.Tensor], torch.Tensor]
 
@@ -165,12 +165,12 @@ def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int
     engine.check_structure()
     memory = {shard: shard.form.memory(shard.param) for shard in full}
     for shard, tensor in full.items():
-        what, shape = f"parameter {shard.name!r} got", tuple(shard.param.shape)
+        what, shape = f"parameter {shard.name!r} got", tuple(memory[shard].shape)
         if shard.param.grad is not None:
             raise ShardingError(f"{what} a gradient inside summon_full_params(): compute the loss outside")
         if shape != tensor.shape:
             raise ShardingError(f"{what} other data inside summon_full_params(): {shape}, wanted {shard.layout.shape}")
-    edited = {shard: shard.param.detach().to(tensor) for shard, tensor in full.items()}
+    edited = {shard: memory[shard].detach().to(tensor) for shard, tensor in full.items()}
     if before is None:
         return edited
     for shard, was, now in zip(edited, before, _sums_of_bits(edited.values()), strict=True):

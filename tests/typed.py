@@ -10,7 +10,7 @@ from typing_extensions import assert_type
 
 import streamshard
 from streamshard import StreamShard
-from streamshard.checkpoint.export import Difference
+from streamshard.checkpoint.disk_layout import Difference
 from streamshard.tools.plan import Plan
 
 

@@ -37,8 +37,7 @@ from streamshard.checkpoint.safetensors_file import FILE_NAME, digest_of, open_r
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_path
-from streamshard.core.late_step import NUMBERS
-from streamshard.errors import CheckpointError, ConfigError
+from streamshard.errors import CheckpointError, ConfigError, describe
 
 _METADATA_NAME = ".metadata"
 

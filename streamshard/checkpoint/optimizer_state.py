@@ -23,7 +23,6 @@ from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_
 from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.core.engine import Engine
-from streamshard.core.late_step import NUMBERS
 from streamshard.core.optimizer_hooks import params_in, take_over_state
 from streamshard.core.params import Param
 from streamshard.errors import RankMismatchError, ShardingError

@@ -14,6 +14,7 @@ import math
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,9 +23,9 @@ from torch.utils.dlpack import from_dlpack
 from streamshard.comm.communicator import Communicator
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
-from streamshard.forms import form_of
+from streamshard.forms import Form, form_of
 from streamshard.guards.piece import Piece
-from streamshard.guards.sharded_parameter import be_piece, put_grad
+from streamshard.guards.sharded_parameter import be_piece, exchange, put_grad
 from streamshard.guards.sharded_tensor import Life, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard, classes_of
 from streamshard.planning.layout import ByteRange, FlatParamPlan, ParamLayout
@@ -350,7 +351,7 @@ class FlatParam:
         piece = Piece(*facts, is_on_host=self.is_on_host)
         added = Param(piece, aliases, param, main_weights)
         param.grad = None
-        _put_under(param, added.form, main_weights, is_whole=piece.is_whole)
+        _put_under(param, added.form, main_weights, is_ordinary=piece.is_ordinary)
         self.params.append(added)
         be_piece(param, piece)
         return added
@@ -387,14 +388,14 @@ class FlatParam:
         self.main_grads = self._new_main_grads().copy_(self.main_grads)
 
 
-def _put_under(param: nn.Parameter, form: Form, main_weights: torch.Tensor, *, is_whole: bool) -> None:
+def _put_under(param: nn.Parameter, form: Form, main_weights: torch.Tensor, *, is_ordinary: bool) -> None:
     """Give `param`, which stays the same object, the memory of `main_weights`."""
     if not param.is_meta and not form.part:
         param.data = main_weights
         return
     # `.data` cannot be assigned from meta to a device, nor to a tensor that consists of others.
     # torch.utils.swap_tensors refuses tensors with weak references, and RNNs have such references to their weights.
-    memory = form.around(main_weights.data) if is_whole else main_weights.data
+    memory = form.around(main_weights.data) if is_ordinary else main_weights.data
     fresh = nn.Parameter(memory, requires_grad=param.requires_grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(fresh, hooks, getattr(param, hooks))

@@ -12,7 +12,7 @@ from torch import nn
 from streamshard.errors import ShardingError
 from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_tensor import Life, ShardedTensor, piece_of
-from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, set_grad, skip
+from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, set_grad, skip, swap_tensor
 
 # Each attribute goes through __torch_function__ unless it is looked up here.
 

@@ -18,7 +18,6 @@ from streamshard.tools.memory import _report_at_exit
 from tests.launched import free_port, launched_environment
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.simulated import simulated_device
 
 OUT_OF_MEMORY = """
 import os, torch

@@ -33,6 +33,7 @@ from tests.reference import (
     assert_trains_like_plain,
     built,
     full_weights,
+    parts_of,
     stack_step,
 )
 from tests.simulated import backward_elsewhere, late, simulated_device
@@ -257,6 +258,88 @@ def test_packed_weights_that_cannot_be_sharded_are_refused_by_name() -> None:
     eight_bit[0].weight.data = torch.zeros(_WIDTH, _WIDTH, dtype=torch.int8)
     with pytest.raises(ShardingError, match=r"'0\.weight' is a Int8Params"):
         StreamShard(eight_bit)
+    trained = _torchao("Int8WeightOnlyConfig").requires_grad_(True)
+    with pytest.raises(ShardingError, match=r"'layers\.0\.base\.weight' is a Int8Tensor"):
+        StreamShard(trained)
+    strided = _torchao("Int8WeightOnlyConfig")
+    weight = strided.layers[1].base.weight
+    weight.scale = weight.scale.expand(_WIDTH, 2)
+    with pytest.raises(ShardingError, match=r"'layers\.1\.base\.weight' is a Int8Tensor"):
+        StreamShard(strided)
+
+
+# -- torchao's tensors, which consist of others -----------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("form", ["torchao int8", "torchao nf4"])
+def test_parts_are_guarded_as_weights_are(context: RankContext, form: str) -> None:
+    """Reads by another layer, and writes by the own one, of the part in the slot; torch sees neither."""
+    model = StreamShard(built(FORMS[form]), precision=FP32, weight_slots=2)
+    kinds = {type(layer.base.weight).__name__ for layer in model.layers}
+    assert kinds == {"Int8Tensor" if "int8" in form else "NF4Tensor"}
+    part = "qdata" if "int8" in form else "quantized_data"
+
+    def read(module: nn.Module, args: Any) -> None:
+        getattr(model.layers[2].base.weight, part).sum()
+
+    def write(module: Any, args: Any) -> None:
+        getattr(module.base.weight, part).add_(1)
+
+    for hook, message in ((read, "layers.2.base.weight' is computed with"), (write, "layers.1.base.weight' was chang")):
+        handle = model.layers[1].register_forward_pre_hook(hook)
+        with pytest.raises(ShardingError, match=message):
+            model(vector_batch(0, context.rank))
+        handle.remove()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("form", ["torchao int8", "torchao nf4"])
+def test_a_summoned_packed_weight_is_whole(context: RankContext, form: str) -> None:
+    model, plain = StreamShard(built(FORMS[form]), precision=FP32), built(FORMS[form])
+    for _ in range(2):  # the second time after a write-back
+        with model.summon_full_params():
+            weight = model.layers[1].base.weight
+            assert type(weight) is type(plain.layers[1].base.weight) and weight.shape == (_WIDTH, _WIDTH)
+            assert isinstance(weight, nn.Parameter)
+            x = torch.randn(2, _WIDTH)
+            assert torch.equal(F.linear(x, weight), F.linear(x, plain.layers[1].base.weight))
+    assert model.to("cpu") is model.float() is model
+    assert_same(_packed(model), _packed(plain), "bytes", EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["uint8", "torchao int8"])
+def test_a_packed_piece_is_copied_deeply_or_refused_by_name(context: RankContext, form: str) -> None:
+    """Classes of bitsandbytes copy in a way of their own."""
+    model = StreamShard(built(FORMS[form]), precision=FP32)
+    weight = model.layers[0].base.weight
+    with pytest.raises(ShardingError, match=r"copy.copy\(\) of parameter 'layers.0.base.weight', of which"):
+        copy.copy(weight)
+    assert torch.equal(copy.deepcopy(weight), weight)
+
+
+@on_ranks(2)
+def test_packed_weights_are_not_loaded_or_exported(context: RankContext, tmp_path: Path) -> None:
+    """Scales belong to them."""
+    model = StreamShard(built(FORMS["torchao int8"]), precision=FP32)
+    full = model.full_state_dict(rank0_only=False)
+    with pytest.raises(ShardingError, match=r"load_state_dict\(\) of 'layers.0.base.weight', a Int8Tensor"):
+        model.load_state_dict(full)
+    model.load_state_dict({name: value for name, value in full.items() if "base.weight" not in name}, strict=False)
+    with pytest.raises(CheckpointError, match=r"'layers.0.base.weight' is quantized; only unquantized"):
+        export_safetensors(model, tmp_path)
+
+
+def test_parts_follow_a_packed_weight_to_another_device() -> None:
+    model = FORMS["torchao nf4"]()
+    weight = model.layers[0].base.weight
+    form_of(weight).move(weight, torch.device("meta"))
+    form = form_of(weight)
+    moved: Any = form.around(form.memory(weight).to("meta"))
+    assert moved.device == torch.device("meta")
+    assert all(part.is_meta for part in parts_of({"": moved}).values())
+    assert form.facts(weight) == form_of(FORMS["torchao nf4"]().layers[0].base.weight).facts(weight)
 
 
 @on_ranks(1, 2)
