@@ -102,6 +102,8 @@ def export_shards(
         # Replicas have the same weights, or in local SGD nearly the same: the first one writes.
         pieces = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
         stored, runs_of = plan_export(model, engine, wanted)
+        if packed := next((each.name for each in engine.param_shards if each.form.beside(each.param)), None):
+            raise CheckpointError(f"{packed!r} is quantized; only unquantized weights can be exported")
         held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
         floating = (tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
         return plan_files(stored, max_file_bytes, names), held, next(floating, None)

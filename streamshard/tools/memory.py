@@ -17,7 +17,7 @@ from streamshard.build import Accepted, plan_engine
 from streamshard.comm.communicator import PlannedRanks
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import handle_of
-from streamshard.errors import StreamShardError, log, uncaught
+from streamshard.errors import is_of_this_rank, log, uncaught
 from streamshard.planning.memory import Category
 from streamshard.planning.structure import list_of, modules_inside
 
@@ -132,8 +132,9 @@ def _report_at_exit() -> None:
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
     """Whether this rank could not allocate memory, on its device or its host."""
-    is_own = not isinstance(error, StreamShardError)  # a StreamShardError may quote another rank's error
-    return is_own and (isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error))
+    if error is None or not is_of_this_rank(error):
+        return False
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def explain_out_of_memory(engine: Engine, holds: str) -> str:

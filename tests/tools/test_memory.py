@@ -11,13 +11,15 @@ from unittest import mock
 import pytest
 import torch
 
-from streamshard import CommunicationError, StreamShard
+from streamshard import CommunicationError, StreamShard, StreamShardError
 from streamshard.core.slots import Ledger
-from streamshard.errors import log
+from streamshard.errors import HostMemoryError, log
+from streamshard.pinned import PinnedMemory
 from streamshard.tools.memory import _report_at_exit
 from tests.launched import free_port, launched_environment
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
+from tests.simulated import simulated_device
 
 OUT_OF_MEMORY = """
 import os, torch
@@ -87,3 +89,28 @@ def test_an_error_that_quotes_another_rank_is_not_this_ranks_memory() -> None:
     with mock.patch.object(log, "error") as told, mock.patch.object(sys, "last_value", error, create=True):
         _report_at_exit()
     told.assert_not_called()
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_pin_host_memory_says_what_it_would_hold(context: RankContext) -> None:
+    """The others name this rank."""
+    map_block = PinnedMemory._map
+
+    def map_little(self: PinnedMemory, n_bytes: int) -> torch.Tensor:
+        if context.rank == 1:
+            raise self._failure(n_bytes, "out of memory")
+        return map_block(self, n_bytes)
+
+    with (
+        simulated_device(),
+        mock.patch.object(PinnedMemory, "_map", map_little),
+        mock.patch.object(log, "error") as told,
+        pytest.raises(StreamShardError) as caught,
+    ):
+        StreamShard(TinyLM(), offload="state")
+    if context.rank == 0:
+        assert "rank 1 has failed: StreamShard(model) ended with HostMemoryError" in str(caught.value)
+        assert not any("what makes room" in str(call) for call in told.call_args_list)
+    else:
+        assert isinstance(caught.value, HostMemoryError)
+        assert "out of memory. StreamShard would hold:" in told.call_args.args[1]
