@@ -342,13 +342,15 @@ class HostState:
 
     def multiply_grads(self, params: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
         """Multiply gradients by `factor` [] on the device: now, or, of main grads in host memory, see `multiply`."""
+        late = []
         for param in params:
             grad: Any = param.grad
             if param in self._places and self.is_given(grad):
-                self.multiply([grad], factor)
+                late.append(grad)
             else:
                 grad.piece.settle()
                 grad_of(param).mul_(factor.to(grad.device))
+        self.multiply(late, factor)
 
     def factors_of(self, param: Param) -> Sequence[torch.Tensor]:
         """The factors by which the main grads in memory are still to be multiplied."""
