@@ -42,17 +42,14 @@ class _Row(NamedTuple):
     issued: int
     can_repeat: bool
     casts: bool
-    begins: _Pass | None
+    begins: Pass | None
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     """A pass: whether it makes gradients, and whether it is inside ``no_sync()``."""
 
     gradients: bool
     no_sync: bool
-
-    def __str__(self) -> str:
-        return f"gradients={self.gradients}, no_sync={self.no_sync}"
 
 
 class UnevenInputs(Inputs):
@@ -88,7 +85,7 @@ class UnevenInputs(Inputs):
         config: Any = self._model._join_config
         if not self._shadows and config.enable:
             Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
-            self._announce(_Pass(torch.is_grad_enabled(), not self._engine.is_synced))
+            self._announce(Pass(torch.is_grad_enabled(), not self._engine.is_synced))
 
     def on_clipping(self, max_norm: object, norm_type: float) -> None:
         """See `Inputs`."""
@@ -158,12 +155,12 @@ class UnevenInputs(Inputs):
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
 
-    def _row(self, begins: _Pass | None) -> _Row:
+    def _row(self, begins: Pass | None) -> _Row:
         engine = self._engine
         issued, casts = engine.ranks.recorder.log.digest, not engine.are_weights_current
         return _Row(self._acts or [], issued, self._repeat is not None, casts, begins)
 
-    def _announce(self, own: _Pass | None) -> _Pass:
+    def _announce(self, own: Pass | None) -> Pass:
         """Agree with the other ranks on the next pass. Ranks with inputs decide.
 
         Raises:
@@ -200,12 +197,12 @@ def _compare(rows: list[_Row]) -> None:
             )
 
 
-def _agreed(rows: list[_Row], passes: dict[int, _Pass]) -> _Pass:
+def _agreed(rows: list[_Row], passes: dict[int, Pass]) -> Pass:
     """The pass that all ranks with inputs begin. Raises on all ranks if they begin different ones."""
     first, announced = next(iter(passes.items()))
     for rank, begins in passes.items():
         if begins != announced:
-            what = f"rank {first} begins a pass with {announced}, rank {rank} one with {begins}"
+            what = f"rank {first} begins {announced}, rank {rank} {begins}"
             raise ShardingError(f"uneven inputs (Join): {what}: ranks with inputs have to begin the same passes")
     for rank, row in enumerate(rows):
         if announced.gradients and not row.can_repeat:
