@@ -10,11 +10,13 @@ from benchmarks._jobs import ending, what_is_known
 
 _COMPARED = ("llama", "small", "compiled")  # jobs that compare systems
 _NAMES = {"local": "plain PyTorch", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "streamshard": "StreamShard"}
+_NAMES |= {"streamshard-40": "StreamShard, 40 % on the device"}
 _COLORS = {
     "local": "0.75",
     "fsdp2": "0.55",
     "deepspeed": "0.35",
     "streamshard": "tab:blue",
+    "streamshard-40": "tab:cyan",
     "hidden": "tab:green",
     "exposed": "tab:red",
 }
