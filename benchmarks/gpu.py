@@ -33,8 +33,9 @@ REHEARSED_LIMIT_S = 150.0  # on cores that others use as well
 TEST_TIMEOUT_S = 40  # of a test's ranks and their collectives; the test itself has a little more
 TESTS = (  # what needs a device to show; parity and speed have jobs of their own
     "steady or overflow or checkpoint or meta_device or out_of_memory or pinned or follows or trace_has or "
-    "collectives_run or another_one"
+    "collectives_run or another_one or offload"
 )
+TEST_FILES = ("tests/test_gpu.py", "tests/training/test_offload.py", "tests/training/test_offload_recipes.py")
 BUILD = """
 import sys, torch
 from tests.played_cuda import build
@@ -133,7 +134,7 @@ def _tests(name: str, scratch: Path, limit_s: float, *, ranks: int, needs: str |
     chosen = ["-m", "gpu", "-k", TESTS, "--world-sizes", str(ranks), "--timeout", str(TEST_TIMEOUT_S + 5)]
     return Job(
         name=name,
-        command=[sys.executable, "-m", "pytest", "-p", "_record_tests", *shown, *chosen, "tests/test_gpu.py"],
+        command=[sys.executable, "-m", "pytest", "-p", "_record_tests", *shown, *chosen, *TEST_FILES],
         limit_s=limit_s,
         environment={
             **_environment(),
