@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -18,6 +19,7 @@ from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import Trained, launched, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
+from tests.simulated import simulated_device
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,18 @@ def test_a_mesh_of_replicas(context: RankContext) -> None:
         ours = Trained(StreamShardAccelerator, steps=4, mesh=init_device_mesh(context.device.type, (2, 1)))
         assert engine_of(ours.model).ranks.world_size == 1
     same(ours, theirs)
+
+
+@on_ranks(2)
+def test_state_in_host_memory(context: RankContext) -> None:
+    """accelerate clips, and its scheduler changes options of a step that is late."""
+    with launched(context):
+        theirs = Trained(stock, steps=4)
+    on_cpu = context.device.type == "cpu"
+    with launched(context), simulated_device() if on_cpu else contextlib.nullcontext():
+        ours = Trained(StreamShardAccelerator, steps=4, offload="state")
+        assert engine_of(ours.model).host is not None
+        same(ours, theirs)
 
 
 @on_ranks(1)
