@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import itertools
 import os
@@ -31,6 +32,7 @@ from tests.integrations.accelerating import launched
 from tests.launched import ROOT
 from tests.models import token_batch
 from tests.ranks import RankContext, on_ranks
+from tests.simulated import simulated_device
 
 _FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _TEXTS = {str(file.relative_to(ROOT)): file.read_text() for file in _FILES}
@@ -113,6 +115,12 @@ _SET_UP = {
         directory, Model, loader = "runs", type(model), [batch]
         model = StreamShard(model)
     """,
+    "docs/guide/host_memory.md": """
+        from torch.utils.checkpoint import checkpoint
+        model.save_pretrained("snapshot" if torch.distributed.get_rank() == 0 else "unused")
+        torch.distributed.barrier()
+        loader = [batch, batch]
+    """,
     "docs/guide/peft.md": """
         PeftModel = importorskip("peft").PeftModel
         base, directory = model, "adapter"
@@ -158,12 +166,15 @@ _REPLACED = {
     "docs/guide/context_parallel.md": {'"cuda", (4, 2)': '"cpu", (1, 2)'},
     "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},
     "docs/guide/fp8.md": {'Config.from_recipe_name("tensorwise")': "Config(emulate=True)"},
+    "docs/guide/host_memory.md": {'to("cuda")': 'to("cpu")'},
     "docs/guide/qlora.md": {'int(os.environ["LOCAL_RANK"])': '"cpu"'},
     "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
     "docs/guide/slow_step.md": {"global_step == 10": "global_step == 0", "global_step == 12": "global_step == 2"},
     "docs/guide/stability.md": {"torch.amp.GradScaler()": 'torch.amp.GradScaler("cpu")'},
     "docs/guide/whole_parameters.md": {"256, 256": "16, 16", "8, 256": "8, 16"},
 }
+# Run on a simulated device, because `StreamShard` refuses the CPU there.
+_ON_A_DEVICE = ("docs/guide/host_memory.md",)
 # Not run.
 _LEFT_OUT = {
     ("docs/guide/quick_start.md", "_model"): "the scripts themselves are run below",
@@ -189,7 +200,7 @@ def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_
     before, handler = Path.cwd(), signal.getsignal(signal.SIGTERM)
     os.chdir(tmp_path)
     try:
-        with launched(context):
+        with launched(context), simulated_device() if page in _ON_A_DEVICE else contextlib.nullcontext():
             for line, code in [(0, textwrap.dedent(_SET_UP.get(page, ""))), *_blocks(page)]:
                 if not any(page == name and word in code for name, word in _LEFT_OUT):
                     for old, new in _REPLACED.get(page, {}).items():
@@ -202,7 +213,7 @@ def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_
 
 def test_exceptions_are_about_what_pages_have() -> None:
     codes = {page: "\n".join(code for _, code in _blocks(page)) for page in _PAGES}
-    assert set(_SET_UP) <= set(_PAGES)
+    assert {*_SET_UP, *_ON_A_DEVICE} <= set(_PAGES)
     assert [(page, old) for page, texts in _REPLACED.items() for old in texts if old not in codes[page]] == []
     assert [(page, word) for page, word in _LEFT_OUT if word not in codes[page]] == []
 
