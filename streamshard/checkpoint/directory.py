@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import math
 import os
 import re
@@ -194,28 +195,41 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
         these reasons.
 
     Raises:
-        CheckpointError: on every rank; says why the checkpoint `root`, or each checkpoint in `root`, is not intact.
+        CheckpointError: on every rank. `root` is a checkpoint and damaged: names the newest intact one beside it. Or no
+            checkpoint in `root` is intact: says why of each.
     """
+    files, failed = _newest_intact(root, ranks)
+    if files is not None:
+        _warn(failed if ranks.is_first else {})
+        return files, failed
+    error = CheckpointError(failed[root]) if root in failed else no_checkpoint(root, failed)
+    if root in failed or is_named_as_ours(root):
+        path = Path(os.path.abspath(root))
+        with contextlib.suppress(CheckpointError):  # the error about `root` matters more
+            files, _ = _newest_intact(path.parent, ranks, without=path)
+    advice = "" if files is None else f". The newest intact checkpoint beside it is {files.root}"
+    raise CheckpointError(f"{error}{advice}")
+
+
+def _newest_intact(
+    root: Path, ranks: RankGroup, without: Path | None = None
+) -> tuple[CheckpointFiles | None, dict[Path, str]]:
+    """The checkpoint `root`, or the newest in it whose files match their checksums; and why others are passed over."""
 
     def find() -> list[tuple[Path, str]]:
         if is_checkpoint(root):
             return [(root, "")]
-        return [(each.path, each.wrong) for each in reversed(survey(root))]
+        return [(each.path, each.wrong) for each in reversed(survey(root)) if each.path != without]
 
-    passed_over: dict[Path, str] = {}
+    failed: dict[Path, str] = {}
     for path, wrong in run_on_first(ranks, f"load {root}", find):
         if not wrong:
             try:
-                files = open_verified(path, ranks)
+                return open_verified(path, ranks), failed
             except CheckpointError as error:  # the same on all ranks
                 wrong = str(error)
-            else:
-                _warn(passed_over if ranks.is_first else {})
-                return files, passed_over
-        passed_over[path] = wrong
-    if root in passed_over:
-        raise CheckpointError(f"{passed_over[root]}. To load the newest intact checkpoint instead, pass {root.parent}")
-    raise no_checkpoint(root, passed_over)
+        failed[path] = wrong
+    return None, failed
 
 
 def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
@@ -226,9 +240,10 @@ def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
     """
 
     def find() -> Manifest:
-        manifest = read_manifest(path)
-        check_sizes(path, manifest)
-        return manifest
+        entry = read_entry(path)
+        if entry.wrong or entry.manifest is None:
+            raise CheckpointError(entry.wrong)
+        return entry.manifest
 
     manifest = run_on_all_ranks(ranks, f"load {path}", find)
     if not ranks.are_equal(repr((manifest.files, manifest.versions))):
@@ -405,17 +420,16 @@ def _delete_old(paths: Sequence[Path], keep: int) -> None:
 
 
 def _rename_to_unused(partial: Path, path: Path) -> Path:
-    free, place = path, 1
-    while True:
-        try:
-            if not os.path.lexists(free):
+    for place in itertools.count(1):
+        free = path if place == 1 else path.with_name(f"{path.name}-{place}")
+        if not os.path.lexists(free):
+            try:
                 os.rename(partial, free)
                 return free
-        except OSError as error:  # another run has just published one with this name
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        place += 1
-        free = path.with_name(f"{path.name}-{place}")
+            except OSError as error:  # another run has just published one with this name
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+    raise AssertionError("not reached")
 
 
 def _delete_unless_locked(left: Path) -> bool:

@@ -71,8 +71,9 @@ def load_checkpoint(
         The values that were saved as `extra`, by key.
 
     Raises:
-        CheckpointError: on every rank, before any weight changes. Names all parameters that do not fit, or the damaged
-            file of each checkpoint that was tried.
+        CheckpointError: on every rank, before any weight changes. Names all parameters that do not fit; or the damaged
+            file of the one checkpoint, and the newest intact checkpoint beside it; or the damage of each in a directory
+            without an intact one.
         ConfigError: an argument that cannot work.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +183,27 @@ def test_the_newest_intact_checkpoint_is_opened_and_newer_ones_are_named(
     assert f"not whole: {FILE}" in passed_over[paths[3]]
     assert f"{MANIFEST_NAME}: No such file" in passed_over[paths[2]]
     assert caplog.messages == [f"passed over {path}: {why}" for path, why in passed_over.items()]
-    for path in paths[3:]:
-        with pytest.raises(CheckpointError, match=f"{passed_over[path]}. To load the newest .*, pass {tmp_path}$"):
+    for path in paths[2:]:
+        why = passed_over[path] if path != paths[2] else f"{path} holds no whole checkpoint"
+        with pytest.raises(CheckpointError, match=f"{why}.* newest intact .* is {paths[1]}$"):
             open_intact(path, alone)
-    with pytest.raises(CheckpointError, match=f"{paths[2]} holds no whole checkpoint"):
-        open_intact(paths[2], alone)
     _flip(paths[1])
     with pytest.raises(CheckpointError, match=".*".join(f"checkpoint-{number}/" for number in (3, 5, 2, 1))):
         open_intact(tmp_path, alone)
+
+
+def test_an_error_beside_a_damaged_checkpoint_does_not_hide_its_own(tmp_path: Path) -> None:
+    path = put(tmp_path, 1)
+    _flip(path)
+    with (
+        failing(tmp_path, errno.EIO),
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(CheckpointError, match=r"its checksums differ from those in the manifest$"),
+    ):
+        patch.setattr(os, "listdir", partial(_fail, errno.EIO))
+        patch.setattr(os, "scandir", partial(_fail, errno.EIO))
+        open_intact(path, RankGroup())
+
+
+def _fail(code: int, *_: Any) -> None:
+    raise OSError(code, os.strerror(code))

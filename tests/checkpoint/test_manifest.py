@@ -116,12 +116,14 @@ def test_a_directory_loads_its_newest_intact_checkpoint_and_one_checkpoint_is_re
     assert "is damaged: its checksums differ" in loaded.passed_over[paths[4]]
     assert "safetensors does not have the piece of" in loaded.passed_over[paths[3]]
     assert not load_checkpoint(paths[2], *run).passed_over
-    words = f"checkpoint-4/rank-00001.* is damaged: .* the newest intact checkpoint instead, pass {tmp_path}$"
+    words = "checkpoint-4/rank-00001.* is damaged: .* newest intact checkpoint beside it is .*/checkpoint-2$"
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(paths[4], *run)
     damage(1, 2)
-    with pytest.raises(CheckpointError, match="checkpoint-4/rank-00001.* is damaged"):
-        load_checkpoint(tmp_path, *run)
+    for directory in (tmp_path, paths[4]):
+        with pytest.raises(CheckpointError, match="checkpoint-4/rank-00001.* is damaged") as caught:
+            load_checkpoint(directory, *run)
+        assert "newest intact" not in str(caught.value)
 
 
 def _flip_last(file: Path) -> None:
