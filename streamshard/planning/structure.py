@@ -33,7 +33,7 @@ def leave_meta_device() -> AbstractContextManager[object]:
 
 
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """What ``nn.Module.named_modules`` gives, whatever the model's classes make of it."""
+    """All modules with their names, in the order of ``nn.Module.named_modules``, which a model may redefine."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
@@ -138,8 +138,8 @@ def _problem_with(param: nn.Parameter) -> str | None:
     memory = form.memory(param)
     if memory.numel() > _extent(memory):
         return (
-            f"is {tuple(param.shape)} over memory for {_extent(memory)} elements (an expanded tensor): register "
-            "what is expanded, and expand it in forward; or give it memory of its own (.clone())"
+            f"is {tuple(param.shape)} over memory for {_extent(memory)} elements (an expanded tensor): register the "
+            "small tensor, and expand it in forward; or give it memory of its own (.clone())"
         )
     return None
 
