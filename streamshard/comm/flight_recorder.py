@@ -150,9 +150,6 @@ class FlightRecorder:
         if group is not None and self._world_size > 1:
             self._store, self._key = log_store(group)
 
-    def __str__(self) -> str:
-        return f"rank {self._rank} of {self._world_size}"
-
     # -- logs in the store ------------------------------------------------------------------------------------------
 
     def _ask(self, method: str, *args: Any) -> Any:

@@ -140,7 +140,7 @@ class RankGroup:
 
         Raises:
             StreamShardError: of class `raises`, with the same text on every rank: on some rank `action` raised, or its
-                result cannot be pickled or unpickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`.
+                result cannot be pickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`.
         """
         error: BaseException | None = None
         try:
@@ -156,10 +156,7 @@ class RankGroup:
             if len(errors) == len(gathered) and len(set(errors.values())) == 1:
                 failed = f"all ranks: {errors[0]}" if len(errors) > 1 else errors[0]
             raise raises(f"could not {doing}: {failed}") from error
-        try:
-            return [pickle.loads(memoryview(each)[1:]) for each in gathered]
-        except Exception as bad:  # on all ranks alike: they unpickle the same bytes
-            raise raises(f"could not {doing}: {describe(bad)}") from bad
+        return [pickle.loads(memoryview(each)[1:]) for each in gathered]
 
     def gather_objects(self, value: object, *, with_replicas: bool = True) -> list[Any]:
         """Every rank's `value`, pickled, in rank order. Blocks: for set-up and errors, not for steps."""
@@ -222,7 +219,7 @@ class RankGroup:
             self.fail(f"{guard} ended with {type(error).__name__}: {error}")
             return
         self.abort()  # so that the others show their logs
-        message = f"{guard} failed on {self.recorder}: {self.recorder.explain(error)}"
+        message = f"{guard} failed on rank {self.total_rank} of {self.total_size}: {self.recorder.explain(error)}"
         self.fail(message)
         raise CommunicationError(message) from None  # the message quotes the backend
 

@@ -33,11 +33,8 @@ def builder_of_config(path: Path) -> Callable[[], nn.Module]:
     """A function that builds the model of a ``config.json``, without weights.
 
     Raises:
-        ConfigError: there is no such file, or transformers is not installed, cannot read it, or has no such
-            architecture.
+        ConfigError: transformers is not installed, cannot read the file, or does not know the architecture.
     """
-    if not path.exists():
-        raise ConfigError(f"{path.parent} has no {path.name}")
     try:
         transformers: Any = importlib.import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
@@ -72,10 +69,8 @@ class HuggingFace(Conventions):
     def kept_in_fp32(self, root: nn.Module, dtype: torch.dtype | None) -> set[str]:
         """Names of parameters that transformers' models inside `root` keep in fp32 when they load as `dtype`."""
         names: set[str] = set()
-        for prefix, module in modules_of(root):
-            if dtype is None or not is_model_of(module, "transformers"):
-                continue
-            globs = cast(Any, module)._get_dtype_plan(dtype)
+        for prefix, module in modules_of(root) if dtype is not None else ():
+            globs = is_model_of(module, "transformers") and cast(Any, module)._get_dtype_plan(dtype)
             if globs:
                 pattern = re.compile("|".join(glob.replace("*", ".*") for glob in globs))  # transformers searches, too
                 names.update(join_names(prefix, name) for name in params_of(module) if pattern.search(name))

@@ -12,6 +12,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def estimate_activations(
     alive: list[torch.UntypedStorage] = []  # so that no two storages have the same address
     running = [0]
 
-    def note_inputs(layer: int, given: Any) -> None:
+    def note_inputs(layer: int, _: nn.Module, *given: Any) -> None:
         running[0] = layer
         for tensor in tensors_in(given):
             if tensor.is_floating_point():
@@ -70,10 +71,8 @@ def estimate_activations(
 
     with model_without_memory(build, units, dtype, seq) as (model, streamed), saved_tensors_hooks(keep, lambda t: t):
         for layer, module in ((layer, module) for layer, unit in enumerate(streamed, 1) for module in unit.modules):
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, layer=layer: note_inputs(layer, (args, kwargs)), with_kwargs=True
-            )
-            module.register_forward_hook(lambda *_: note_inputs(0, ()))
+            module.register_forward_pre_hook(partial(note_inputs, layer), with_kwargs=True)
+            module.register_forward_hook(lambda module, *_: note_inputs(0, module))
         run_tokens(model, torch.zeros(batch, seq, dtype=torch.long))
     for param in params_of(model).values():
         kept.pop(param.untyped_storage()._cdata, None)

@@ -26,7 +26,7 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
-from streamshard.tools.activations import estimate_activations
+from streamshard.tools.activations import Build, estimate_activations
 from streamshard.tools.memory import report_memory
 
 _DOUBLINGS = 9  # of the number of ranks, at most, in search of a number that fits
@@ -147,16 +147,14 @@ class Plan:
                 row("  layers checkpointed", [checkpointed]),
             ]
         if self.budget_bytes is not None:
-            what = f"fits {size(self.budget_bytes)} {unit_name} per rank{what}: "
-            ranks = "more ranks do not help"
-            if self.fits_on_ranks is not None:
-                ranks = f"ZeRO-3 does on {self.fits_on_ranks} ranks"
-            lines.append(f"\n{what}{', '.join(self.fitting)}" if self.fitting else f"\nnothing {what}{ranks}")
+            what, on = f"fits {size(self.budget_bytes)} {unit_name} per rank{what}: ", self.fits_on_ranks
+            others = f"ZeRO-3 does on {on} ranks" if on else "more ranks do not help"
+            lines.append(f"\n{what}{', '.join(self.fitting)}" if self.fitting else f"\nnothing {what}{others}")
         return "\n".join(lines)
 
 
 def plan(
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Build,
     world_size: int,
     units: UnitsArgument = None,
     *,
@@ -243,28 +241,24 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
     shards = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in gathered)
     shards += sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in reduced)
     others = ranks.world_size - 1  # each receives this rank's shards, and chunks of this rank's gradients
-    return Stage(
-        *(name, weights, grads, report.held_bytes, report.adam_bytes, report.total_bytes + report.adam_bytes),
-        *(len(gathered), len(reduced), others * shards),
-    )
+    memory = report.held_bytes, report.adam_bytes, report.total_bytes + report.adam_bytes
+    return Stage(name, weights, grads, *memory, len(gathered), len(reduced), others * shards)
 
 
 def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
     """The units, root unit first. Equal streamed units of a class, or equal resident units of a list, are one entry."""
-    alike: dict[tuple[object, ...], list[Unit]] = {}
+    alike: dict[tuple[str, int, bool], list[Unit]] = {}
     for unit, found in zip(plan_engine(checked, ranks).units, checked.found, strict=True):
         name = type(found.modules[0]).__name__ if unit.is_streamed else list_of(unit.name)
         alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
-    return [
-        PlannedUnit(
-            *(str(name) if len(units) > 1 else units[0].name, len(units), units[0].layout.numel),
-            *(units[0].layout.weight_bytes, not units[0].is_streamed),
-        )
-        for (name, *_), units in alike.items()
-    ]
+    planned = []
+    for (name, numel, is_streamed), (first, *others) in alike.items():
+        shown, count = (name, 1 + len(others)) if others else (first.name, 1)
+        planned.append(PlannedUnit(shown, count, numel, first.layout.weight_bytes, not is_streamed))
+    return planned
 
 
-def builder_of(source: str) -> Callable[[], nn.Module]:
+def builder_of(source: str) -> Build:
     """A function that builds a model.
 
     Args:
@@ -280,13 +274,11 @@ def builder_of(source: str) -> Callable[[], nn.Module]:
         return builder_of_config(Path(source, "config.json") if os.path.isdir(source) else Path(source))
     module, colon, name = source.partition(":")
     if not colon:
-        raise ConfigError(
-            f"no file or directory {source!r}. Wanted a config.json, or a function: package.module:function"
-        )
+        raise ConfigError(f"no file or directory {source!r}: wanted a config.json, or function package.module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         build = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{source!r}: {error}") from error
-    return cast(Callable[[], nn.Module], build)
+    return cast(Build, build)

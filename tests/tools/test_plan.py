@@ -280,8 +280,8 @@ def test_bad_input_is_named(
     (tmp_path / "empty").mkdir()
     ranks = ["--ranks", "8"]
     for command, told in (
-        (["nowhere/config.json", *ranks], "no file or directory 'nowhere/config.json'. Wanted a config.json, or a fun"),
-        ([str(tmp_path / "empty"), *ranks], "has no config.json"),
+        (["nowhere/config.json", *ranks], "no file or directory 'nowhere/config.json': wanted a config.json, or fun"),
+        ([str(tmp_path / "empty"), *ranks], "empty/config.json is read by transformers"),
         ([str(unknown), *ranks], "NoSuchModel"),
         ([str(new), *ranks], "no-such-type"),
         (["no.such.module:build", *ranks], "No module named 'no'"),
