@@ -18,6 +18,7 @@ from streamshard.errors import ConfigError
 
 SlotCount = int | Literal["all"]
 Offload = Literal["state"] | None
+AnyPath = str | os.PathLike[str]
 
 _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -181,10 +182,8 @@ class Settings:
                 "device_budget away"
             )
         if self.offload and "all" in (self.weight_slots, self.grad_slots):
-            raise ConfigError(
-                'offload="state" streams layers from host memory through a few slots, and slots for "all" layers hold '
-                "the model: leave weight_slots and grad_slots away"
-            )
+            what = 'offload="state" streams layers from host memory through a few slots'
+            raise ConfigError(f'{what}, and "all" slots hold the model: leave weight_slots and grad_slots away')
 
     def slots_on(self, world_size: int) -> tuple[SlotCount, SlotCount]:
         """The numbers of weight slots and gradient slots on `world_size` ranks: by default 2, and "all" on one rank.

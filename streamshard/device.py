@@ -71,10 +71,9 @@ def training_device(params: torch.device, group: dist.ProcessGroup | None, wante
         return params
     module = get_device_module(kind)
     if group is not None and not serves(group, kind):
-        warn_user(
-            f"the model trains on the CPU: its process group ({dist.get_backend_config(group)}) has no backend for the "
-            f"{module.device_count()} {kind} devices. Call init_process_group() without a backend, or give a CPU mesh"
-        )
+        what = f"its process group ({dist.get_backend_config(group)}) has no backend for {module.device_count()} {kind}"
+        how = "call init_process_group() without a backend, or give a CPU mesh"
+        warn_user(f"the model trains on the CPU: {what} devices: {how}")
         return params
     return torch.device(kind, _own_index(module.current_device(), module.device_count()))
 

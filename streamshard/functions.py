@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.disk_layout import Difference
 from streamshard.checkpoint.export import export_shards, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
-from streamshard.config import parse_path
+from streamshard.config import AnyPath, parse_path
 from streamshard.core.module_state import engine_at_rest, not_a_layer
 from streamshard.initialise import Init, compute_buffers, initialise
 from streamshard.optim.wrappers import engine_of_both
@@ -21,10 +20,7 @@ from streamshard.planning.structure import leave_inference_mode, leave_meta_devi
 
 
 def export_safetensors(
-    model: nn.Module,
-    directory: str | os.PathLike[str],
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = "5GB",
+    model: nn.Module, directory: AnyPath, dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB"
 ) -> list[str]:
     """Write the weights in the Hugging Face layout, all ranks at once. Call it on every rank, with the same arguments.
 
@@ -55,7 +51,7 @@ def export_safetensors(
     return export_shards(model, engine, directory, dtype, max_shard_size)
 
 
-def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> Difference:
+def load_safetensors(model: nn.Module, directory: AnyPath, *, strict: bool = True) -> Difference:
     """Load an export, or any safetensors directory in the Hugging Face layout. Call it on every rank.
 
     A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). The files must have exactly the

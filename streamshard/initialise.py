@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.conventions import conventions
@@ -95,9 +95,7 @@ def _draw(engine: Engine, model: nn.Module, init: Init | None, shards: Sequence[
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-def _run(
-    engine: Engine, model: nn.Module, init: Init | None, empty: Collection[str], seed: int
-) -> dict[str, torch.Tensor]:
+def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[str], seed: int) -> dict[str, Tensor]:
     """Run the model's initialisation; see [Note: initialising unit by unit].
 
     Args:
@@ -180,8 +178,7 @@ def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
         kind = type(model.get_submodule(names[0].rpartition(".")[0])).__name__
         raise ShardingError(
             f"the initialisation leaves {what} {', '.join(map(repr, names[:8]))}{more} without a value of its shape "
-            f"(the first is of a {kind}): define reset_parameters() in its module, or a function, init_weights(model, "
-            "function), that fills it; or load it: load_safetensors, load_state_dict"
+            f"(the first is of a {kind}): load it, or write reset_parameters(), or a function, init_weights(model, f)"
         )
 
 

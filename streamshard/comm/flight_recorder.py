@@ -199,10 +199,8 @@ class FlightRecorder:
         own = logs[self._rank]
         for peer, shown in sorted(logs.items()):
             if not self._has_streams and shown.total < own.total and shown.others > own.others:
-                return (
-                    f"rank {peer} has not come: it is in another library's collective on the default process group, "
-                    f"which rank {self._rank} has not called: {shown.place}. {_ADVICE}"
-                )
+                where = f"another library's collective on the default process group, which rank {self._rank}"
+                return f"rank {peer} has not come: it is in {where} has not called: {shown.place}. {_ADVICE}"
         return None
 
     def _describe_missing(self, logs: Mapping[int, Shown], *, among_shown: bool = False) -> str | None:

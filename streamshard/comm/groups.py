@@ -99,10 +99,9 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
     if not dist.is_initialized():
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
-            raise ShardingError(
-                f"no process group and no launcher ({', '.join(missing)} not set): start with `torchrun "
-                "--nproc-per-node N script.py` or `accelerate launch --multi_gpu --num_processes N script.py`"
-            )
+            what = f"no process group and no launcher ({', '.join(missing)} not set)"
+            how = "`torchrun --nproc-per-node N script.py` or `accelerate launch --multi_gpu --num_processes N ..`"
+            raise ShardingError(f"{what}: start with {how}")
         make_default_group(device)
     return cast(dist.ProcessGroup, dist.group.WORLD)
 

@@ -56,7 +56,7 @@ class NcclTransport(Transport):
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
         with self.streams.on(self.stream), torch.no_grad():
             if mode is ReductionMode.EXCHANGE_16:
-                self._exchange(slot, out, scratch, divisor, accumulate=accumulate)
+                self._exchange(reduction)
             elif mode is ReductionMode.FP32 and not accumulate:
                 _reduce_scatter_single(out, slot, op=dist.ReduceOp.SUM, group=self.group)
                 out.mul_(1.0 / divisor)
@@ -71,9 +71,8 @@ class NcclTransport(Transport):
                     out.copy_(scratch).mul_(before / divisor)
         return None
 
-    def _exchange(
-        self, slot: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, divisor: float, *, accumulate: bool
-    ) -> None:
+    def _exchange(self, reduction: Reduction) -> None:
+        slot, out, scratch, _, accumulate, _, divisor = reduction
         widened, received = scratch.split([scratch.numel() - slot.numel(), slot.numel()])
         dist.all_to_all_single(received, slot, group=self.group)
         total = widened.view(torch.float32) if accumulate else out

@@ -240,8 +240,7 @@ class SharedMemoryTransport(PairwiseTransport):
             copies = self._copies[key] = self._plan_copies(shard, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         self._gathers.append(copies)
-        count = self._own.counters[Counter.PUBLISHED] + 1
-        self._own.counters[Counter.PUBLISHED] = count
+        self._own.counters[Counter.PUBLISHED] = count = self._own.counters[Counter.PUBLISHED] + 1
         return _Until(functools.partial(self.copy_until, count, for_all=False))
 
     def _plan_copies(self, shard: torch.Tensor, slot: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

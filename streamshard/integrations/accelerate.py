@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from streamshard.api import StreamShard
 from streamshard.checkpoint.restore import load_checkpoint
 from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.groups import make_default_group
-from streamshard.config import Precision, parse_path, parse_precision
+from streamshard.config import AnyPath, Precision, parse_path, parse_precision
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.device import accelerator as accelerator_kind
 from streamshard.errors import ConfigError
@@ -28,7 +28,6 @@ from streamshard.functions import export_safetensors
 from streamshard.planning.structure import modules_inside
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
-_Path = str | os.PathLike[str]
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N script.py (on CPUs too), or torchrun"
 
@@ -91,9 +90,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """Shard `model` in place. accelerate wraps its forward in autocast, and compiles it if configured.
 
         Args:
@@ -132,10 +129,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def _precision(self) -> Precision:
         if self.mixed_precision not in _DTYPES:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r}: wanted 'no', 'bf16' or 'fp16'")
-        wanted = _DTYPES[self.mixed_precision]
-        if self._options.get("precision") is None:
-            return Precision(param_dtype=wanted)
-        given = parse_precision(self._options["precision"])
+        wanted, given = _DTYPES[self.mixed_precision], self._options.get("precision")
+        given = Precision(param_dtype=wanted) if given is None else parse_precision(given)
         if given.param_dtype not in (wanted, torch.float32, None):
             what = f"precision has param_dtype={given.param_dtype}, and mixed_precision is {self.mixed_precision!r}"
             raise ConfigError(f"{what}: wanted the same dtype, or no precision")
@@ -143,9 +138,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Like accelerate's. Clips a sharded model's gradients as `StreamShard.clip_grad_norm_` does."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.unscale_gradients()
@@ -165,7 +158,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return StreamShard.full_state_dict(inner, rank0_only=False)  # type: ignore[arg-type]  # it is one
 
     def save_model(
-        self, model: nn.Module, save_directory: _Path, max_shard_size: Any = "10GB", safe_serialization: bool = True
+        self, model: nn.Module, save_directory: AnyPath, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
         """Write the weights. Call it on every rank.
 
@@ -180,7 +173,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: _Path | None = None, **kwargs: Any) -> Any:
+    def save_state(self, output_dir: AnyPath | None = None, **kwargs: Any) -> Any:
         """Save every prepared or registered object in a checkpoint. Call it on every rank, between steps.
 
         With automatic naming the checkpoint is ``project_dir/checkpoints/checkpoint-N``. When it is complete, older
@@ -205,7 +198,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         save_checkpoint(directory, **parts, step=0, keep=1)
         return directory
 
-    def load_state(self, input_dir: _Path | None = None, **kwargs: Any) -> None:
+    def load_state(self, input_dir: AnyPath | None = None, **kwargs: Any) -> None:
         """Continue from a checkpoint of `save_state`, on any number of ranks. Call it on every rank.
 
         Args:
@@ -222,7 +215,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
                 _load_loader(loader, saved[name])
         self.step = saved["accelerator"]["step"]
 
-    def _directory(self, given: _Path | None) -> Path:
+    def _directory(self, given: AnyPath | None) -> Path:
         """The user's directory, or the directory of automatic naming."""
         if given is None and self.project_configuration.automatic_checkpoint_naming:
             return Path(self.project_dir) / "checkpoints"
@@ -231,10 +224,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def _refuse_hooks(self) -> None:
         for kind in ("save", "load"):
             if getattr(self, f"_{kind}_model_state_pre_hook"):
-                raise ConfigError(
-                    f"a hook of register_{kind}_state_pre_hook would get models with this rank's pieces. save_state "
-                    "saves all models; register_for_checkpointing(object) adds other objects with a state_dict"
-                )
+                what = f"a hook of register_{kind}_state_pre_hook would get models with this rank's pieces"
+                raise ConfigError(f"{what}: register_for_checkpointing(object) saves other objects with a state_dict")
 
     def _parts(self) -> dict[str, Any]:
         """The arguments model, optimizer and extra of `save_checkpoint` and `load_checkpoint`."""
@@ -270,10 +261,8 @@ def _check_launch(accelerator: Accelerator) -> None:
     kind, known = accelerator.distributed_type.value, accelerator.num_processes
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") or accelerator.parallelism_config is not None:
         asked = kind if accelerator.parallelism_config is None else "a parallelism_config"
-        raise ConfigError(
-            f"accelerate was asked for {asked}: leave it out of the arguments and of accelerate's config file, start "
-            f"with {_LAUNCH}, and give StreamShardAccelerator options of StreamShard, such as mesh="
-        )
+        what = f"accelerate was asked for {asked}: leave it out of the arguments and of accelerate's config file"
+        raise ConfigError(f"{what}, start with {_LAUNCH}, and give options of StreamShard, such as mesh=")
     launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if launched != known:
         what = f"{launched} processes were launched, and accelerate knows of {known} ({kind}): start with {_LAUNCH}"

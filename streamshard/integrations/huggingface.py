@@ -92,8 +92,7 @@ class HuggingFace(Conventions):
         for inner in modules_inside(module):
             for each in (inner, *(param for param in inner._parameters.values() if param is not None)):
                 vars(each).pop("_is_hf_initialized", None)  # the mark of an earlier initialisation, on meta too
-            names = is_model_of(inner, "transformers") and getattr(inner, "all_tied_weights_keys", None)
-            for name in names or ():
+            for name in _keys(inner, "all_tied_weights_keys"):
                 owner, _, key = name.rpartition(".")
                 params = inner.get_submodule(owner)._parameters
                 if (param := params.get(key)) is not None:
@@ -132,12 +131,9 @@ class HuggingFace(Conventions):
         """
         if not is_model_of(model, "transformers"):
             return super().left_out(model, tied)
-        patterns = [
-            join_names(prefix, key)
-            for prefix, module in model.named_modules()
-            for key in getattr(module, "_tied_weights_keys", None) or ()
-        ]
-        dropped = _ignored_on_save(model)
+        modules = model.named_modules()
+        patterns = [join_names(prefix, key) for prefix, part in modules for key in _keys(part, "_tied_weights_keys")]
+        dropped = _keys(model, "_keys_to_ignore_on_save")
         for names in tied:
             declared = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
             dropped.update(declared if len(declared) < len(names) else declared[:-1])
@@ -165,7 +161,7 @@ class HuggingFace(Conventions):
         Raises:
             CheckpointError: transformers cannot convert these files.
         """
-        optional = _ignored_on_save(model)
+        optional = _keys(model, "_keys_to_ignore_on_save")
         if not is_model_of(model, "transformers"):
             return super().rearrange_for_loading(model, stored, wanted)._replace(optional=optional)
         try:
@@ -221,9 +217,9 @@ def _check_exportable(model: nn.Module) -> None:
         raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
 
 
-def _ignored_on_save(model: nn.Module) -> set[str]:
-    """Names of tensors that the model's class does not save."""
-    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+def _keys(module: nn.Module, attribute: str) -> set[str]:
+    """The names or patterns in an attribute of a library's class; empty if there is none."""
+    return set(getattr(module, attribute, None) or ())
 
 
 def _steps_of(

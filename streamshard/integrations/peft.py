@@ -25,6 +25,7 @@ from torch import nn
 
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.ranks import raise_if, run_on_all_ranks
+from streamshard.config import AnyPath
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ShardingError
@@ -136,7 +137,7 @@ def _generates_together(self: Any) -> bool:
     return dist.is_initialized() and handle.engine.ranks.total_size == dist.get_world_size() > 1
 
 
-def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:
+def _save_pretrained(self: Any, save_directory: AnyPath, *args: Any, **given: Any) -> None:
     """``save_pretrained``, called on all ranks: `export_safetensors`, or adapters as PEFT saves them.
 
     With a ``state_dict=`` of full weights this is the library's method, on any rank.
@@ -165,7 +166,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
     export_shards(self, engine, Path(save_directory), None, max_shard_size)
 
 
-def _save_itself(self: Any, name: str, path: str | os.PathLike[str], *args: Any, **given: Any) -> None:
+def _save_itself(self: Any, name: str, path: AnyPath, *args: Any, **given: Any) -> None:
     """The library's method `name`, called on all ranks, runs on rank 0."""
     engine_at_rest(not_a_layer(self), name)
     own = getattr(super(type(self), self), name)

@@ -282,8 +282,7 @@ def _refuse(args: Any) -> None:
     """Raise for training arguments that contradict sharding."""
     for name, reason in _REFUSED.items():
         if value := getattr(args, name, None):
-            given = name if name == "fsdp" else f"{name}={value!r}"  # Trainer turns fsdp="full_shard" into True
-            raise ConfigError(f"the training argument {given} does not go with StreamShard: {reason}")
+            raise ConfigError(f"the training argument {name}={value!r} does not go with StreamShard: {reason}")
     if "lomo" in args.optim or "layerwise" in args.optim:
         what = f'optim="{args.optim.value}" steps each parameter within backward, before gradients are averaged'
         raise ConfigError(f'{what}: take optim="adafactor" or optim="galore_adamw"')

@@ -8,6 +8,7 @@ numbers into settings.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from collections import Counter
@@ -39,7 +40,6 @@ _TRAPS = {  # environment variables for GPUs: bad values, and the effect
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "ranks hang when a collective fails: unset it"),
     "NCCL_P2P_DISABLE": ("1", "GPUs do not use NVLink or PCIe directly: unset it"),
     "NCCL_SHM_DISABLE": ("1", "GPUs of a machine that have no P2P communicate through sockets: unset it"),
-    "NCCL_IB_DISABLE": ("1", "machines communicate through TCP, not InfiniBand or RoCE: unset it"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "ranks compare each collective first, which takes time: unset it"),
 }
 
@@ -140,8 +140,7 @@ def _check_gpus(device: torch.device) -> Iterator[Finding]:
     count = module.device_count()
     names = Counter(map(module.get_device_name, range(count)))
     yield Finding("ok", ", ".join(f"{number} x {name}" for name, number in names.items()))
-    pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
-    far = [f"{one}-{other}" for one, other in pairs if not module.can_device_access_peer(one, other)]
+    far = [f"{a}-{b}" for a, b in itertools.combinations(range(count), 2) if not module.can_device_access_peer(a, b)]
     if far:
         what = f"GPUs {', '.join(far)} cannot access each other's memory (P2P)"
         yield Finding("note", what, "they communicate through the host")

@@ -442,13 +442,14 @@ def test_ranks_print_their_bandwidth_once_and_findings_of_other_machines_too(tmp
     (code, told), other = Launched(2, tmp_path, _run_on_own_machine).end()
     assert (code, other) == (0, (0, "")), told
     assert "ok       2 ranks on 2 machine(s), over sockets\n" in told
-    assert told.count("NCCL_IB_DISABLE=1") == 1 and "note     rank 1: CUDA_LAUNCH_BLOCKING=1: the host waits" in told
+    assert told.count("NCCL_P2P_DISABLE=1") == 1 and "note     rank 1: CUDA_LAUNCH_BLOCKING=1: the host waits" in told
     for name, size in (("all-gather", "8"), ("reduction", "16"), ("all-gather", "32"), ("reduction", "64")):
         assert re.search(rf"^ok       {name} of {size}\.0 KiB: \d+\.\d\d GB/s, \d+\.\d\d ms$", told, re.M), told
 
 
 def _run_on_own_machine() -> None:
-    environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_IB_DISABLE": "1", "STREAMSHARD_SHARED_MEMORY": "0"}
+    environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_P2P_DISABLE": "1"}
+    environment["STREAMSHARD_SHARED_MEMORY"] = "0"
     if os.environ["RANK"] == "1":
         environment["CUDA_LAUNCH_BLOCKING"] = "1"
     _run([], environment)
