@@ -250,14 +250,10 @@ class StreamShard(WatchedRoot):
         # Raises when DistributedDataParallel iterates over it, before it reads parameters. Reading the attribute itself
         # does not raise, because other libraries read all attributes.
         yield ""
-        raise ShardingError(
-            "DistributedDataParallel of a StreamShard model, which reduces gradients itself. Leave the wrapper out; in "
-            "the place of Accelerator use streamshard.integrations.accelerate.StreamShardAccelerator"
-        )
+        what = "DistributedDataParallel of a StreamShard model, which reduces gradients itself"
+        raise ShardingError(f"{what}. Leave the wrapper out; with accelerate, use StreamShardAccelerator")
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint asks for this before it gets or sets a state dict.
-        raise ShardingError(
-            "torch.distributed.checkpoint (and accelerate's load_checkpoint_in_model) takes pieces for full tensors: "
-            "use full_state_dict() and load_state_dict(), or export_safetensors and load_safetensors"
-        )
+        what = "torch.distributed.checkpoint (and accelerate's load_checkpoint_in_model) takes pieces for full tensors"
+        raise ShardingError(f"{what}: use full_state_dict() and load_state_dict(), or export_ and load_safetensors")

@@ -148,10 +148,8 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: 
         return
     method = "init_weights" if callable(own) else "_init_weights"
     if draws and callable(getattr(module, method, None)):
-        raise ShardingError(
-            f"{name or 'the model'!r} ({type(module).__name__}) has a method {method} that takes arguments: call "
-            f"init_weights(model, function), as model.apply(function). function may be model.{method}"
-        )
+        what = f"{name or 'the model'!r} ({type(module).__name__}) has a method {method} that takes arguments"
+        raise ShardingError(f"{what}: call init_weights(model, function); function may be model.{method}")
     for key, child in module._modules.items():
         if child is not None:
             _initialise(child, join_names(name, key), empty, draws=draws)

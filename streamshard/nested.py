@@ -151,10 +151,8 @@ def refuse_lost_writes(copies: Copies, output: Any, name: str) -> None:
     for each, before in copies:
         after = tensors_in(each)
         if [id(t) for t in after] != [id(t) for t in before] and not any(each is value for value in returned):
-            raise ShardingError(
-                f"{name!r} puts tensors into its argument, a {type(each).__name__}, of which it got a copy with cast "
-                "tensors: let the layer return them, or set Precision(cast_inputs=False)"
-            )
+            what = f"{name!r} puts tensors into its argument, a {type(each).__name__}, of which it got a cast copy"
+            raise ShardingError(f"{what}: let the layer return them, or set Precision(cast_inputs=False)")
 
 
 def cast_output(output: Any, dtype: torch.dtype) -> Any:

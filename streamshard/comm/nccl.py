@@ -120,10 +120,8 @@ class NcclTransport(Transport):
         """See `Transport.check_precision`, and [Note: sums in 16 bits]."""
         dtype, size = precision.slot_grad_dtype, self.world_size
         if precision.reduction_mode is ReductionMode.SUM_16 and size > (most := int(2 / torch.finfo(dtype).eps)):
-            raise ConfigError(
-                f"reduce_dtype={dtype} on {size} ranks: a sum of more than {most} equal gradients stops growing. Take "
-                "reduce_dtype=torch.float32, or smaller shard groups: a 2-D mesh, replicate x shard"
-            )
+            what = f"reduce_dtype={dtype} on {size} ranks: a sum of more than {most} equal gradients stops growing"
+            raise ConfigError(f"{what}: take reduce_dtype=torch.float32, or replicas (a mesh, replicate x shard)")
 
 
 def _share_before(size: int) -> int:

@@ -112,10 +112,8 @@ class HuggingFace(Conventions):
             inside = module._modules if "base_layer" in module._modules and is_from(module, "peft") else ()
             for adapter in (join_names(prefix, key) for key in inside if key != "base_layer"):
                 if any(name.startswith(f"{adapter}.") for name in empty):
-                    raise ShardingError(
-                        f"{adapter!r} is an adapter that was made on the meta device, where PEFT initialises nothing: "
-                        "let rank 0 make the model off the meta device, or call init_weights(model, function)"
-                    )
+                    what = f"{adapter!r} is an adapter that was made on the meta device, where PEFT initialises nothing"
+                    raise ShardingError(f"{what}: let rank 0 make it elsewhere, or call init_weights(model, function)")
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -209,10 +207,9 @@ def _check_exportable(model: nn.Module) -> None:
     """Refuse models with adapters, and quantized models: `save_pretrained` writes other tensors than their weights."""
     adapted = next((name for name, module in model.named_modules() if is_from(module, "peft")), None)
     if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
-        raise CheckpointError(
-            f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}, whose names nothing "
-            "loads: shard the PeftModel itself, and let all ranks call model.save_pretrained(directory)"
-        )
+        what = f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}"
+        how = "shard the PeftModel itself, and let all ranks call model.save_pretrained(directory)"
+        raise CheckpointError(f"{what}, whose names nothing loads: {how}")
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
 

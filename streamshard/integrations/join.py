@@ -191,9 +191,9 @@ def _compare(rows: list[_Row]) -> None:
         did, first = (", ".join(each.acts) or "nothing" for each in (row, rows[0]))
         if did != first or row.issued != rows[0].issued:
             alone = ", but one of them took a norm or another sum alone" if did == first else ""
+            what = f"after a backward rank {rank} did {did}; rank 0 did {first}{alone}"
             raise ShardingError(
-                f"uneven inputs (Join): after a backward rank {rank} did {did}; rank 0 did {first}{alone}. repeat= of "
-                "Join takes all that ends a step: clipping, norms, optimizer.step(), scheduler.step()"
+                f"uneven inputs (Join): {what}. Join's repeat= takes all of a step, scheduler.step() too"
             )
 
 
@@ -206,10 +206,8 @@ def _agreed(rows: list[_Row], passes: dict[int, Pass]) -> Pass:
             raise ShardingError(f"uneven inputs (Join): {what}: ranks with inputs have to begin the same passes")
     for rank, row in enumerate(rows):
         if announced.gradients and not row.can_repeat:
-            raise ConfigError(
-                f"uneven inputs (Join): a training pass, and rank {rank} has no repeat=. Give Join([model], "
-                "repeat=optimizer.step), or a function that ends a step. Evaluate under torch.no_grad()"
-            )
+            what = f"a training pass, and rank {rank} has no repeat=, such as Join([model], repeat=optimizer.step)"
+            raise ConfigError(f"uneven inputs (Join): {what}. Evaluate under torch.no_grad()")
     return announced
 
 

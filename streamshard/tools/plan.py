@@ -207,13 +207,11 @@ def plan(
     if weight_slots is not None and weight_slots != 2:
         stages.insert(1, stage(f"{weight_slots} slots", weight_slots))
     fitting = [planned.name for planned in stages if fits(planned)]
-    fits_on_ranks = (
-        None if fitting or room is None else _first_that_fits(world_size, lambda n: fits(stage("", 2, 2, n)))
-    )
+    fits_on = None if fitting or room is None else _first_that_fits(world_size, lambda n: fits(stage("", 2, 2, n)))
     found = _units_of(checked, PlannedRanks(world_size, transport))
     numel = sum(unit.count * unit.numel for unit in found)
     shape = type(built).__name__, numel, world_size, transport, found, stages, activations
-    return Plan(*shape, budget_bytes, fitting, fits_on_ranks)
+    return Plan(*shape, budget_bytes, fitting, fits_on)
 
 
 def _most_slots(units: int, total_bytes: Callable[[int], int], room: int) -> int:
