@@ -10,7 +10,7 @@ from benchmarks._jobs import ending, what_is_known
 
 _COMPARED = ("llama", "small", "compiled")  # jobs that compare systems
 _NAMES = {"local": "plain PyTorch", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "streamshard": "StreamShard"}
-_NAMES |= {"streamshard-40": "StreamShard, 40 % on the device"}
+_NAMES |= {"streamshard-40": "StreamShard, 40 % kept"}
 _COLORS = {
     "local": "0.75",
     "fsdp2": "0.55",
@@ -62,7 +62,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             for name, entry in _measured(found.get(job, {}).get("systems", {}))
         ],
         "collectives of a step, ms": list(_overlap(found.get("overlap", {}))),
-        "state in host memory: share of the speed of computing alone": [
+        "host memory: speed, of computing alone": [
             Bar(f"{cell}: {_NAMES[name]}", name, entry["share_of_alone"])
             for cell, row in found.get("host_memory", {}).get("cells", {}).items()
             for name, entry in row.items()

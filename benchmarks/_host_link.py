@@ -68,7 +68,7 @@ def measure(device: torch.device, sizes: Sizes, tell: Tell) -> None:
         tell("link_gb_s", _link(device, sizes))
     tell("pin_s", {name: _pin(device, buffers) for name, buffers in sizes.pinned.items()})
     cpu = {threads: _cpu_step(sizes, threads) for threads in (len(os.sched_getaffinity(0)), 1)}
-    found = {f"CPU, fused AdamW, {threads} threads": ns for threads, ns in cpu.items()}
+    found = {f"CPU, fused AdamW, {threads} thread{'s' * (threads > 1)}": ns for threads, ns in cpu.items()}
     found["kernel on the device, fused AdamW"] = _kernel(device, sizes)
     for kind, options in {"fused": {"fused": True}, "foreach": {"foreach": True}}.items():
         found[f"late step, {kind} AdamW"] = _late_step(device, sizes, options)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import importlib
 import multiprocessing
 import os
@@ -106,7 +107,7 @@ REHEARSED = tuple(  # the same, as small as it can be
 
 def main() -> None:
     """Measure all parts, save what is known again and again, print."""
-    # Parts are forked from this process, so it must not start CUDA. This lets torch look for a GPU without starting it.
+    # Parts are forked from this process, so it should not start CUDA. This lets torch look for a GPU without CUDA.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     end = time.monotonic()
     parts, arguments = _parse()
@@ -136,9 +137,22 @@ def _parse() -> tuple[list[Part], argparse.Namespace]:
 
 
 def _import_once() -> None:
-    """What takes seconds to import, and every part needs."""
-    for name in ("_host_link", "_host_systems", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"):
+    """What takes seconds to import, and every part needs. The models of transformers would look for a GPU."""
+    for name in ("_host_link", "_host_systems", "torch.distributed.fsdp", "transformers"):
         importlib.import_module(name)
+
+
+@functools.cache
+def _context() -> Any:
+    """How processes start: as forks, which have imported everything; anew, if an import has started CUDA here."""
+    probe = multiprocessing.get_context("fork").Process(target=_exit_if_forks_cannot_start_cuda)
+    probe.start()
+    probe.join()
+    return multiprocessing.get_context("spawn" if probe.exitcode else "fork")
+
+
+def _exit_if_forks_cannot_start_cuda() -> None:
+    sys.exit(int(torch.cuda._is_in_bad_fork()))
 
 
 # -- one part ----------------------------------------------------------------------------------------------------------
@@ -146,9 +160,9 @@ def _import_once() -> None:
 
 def _run(part: Part, limit_s: float, results: Results, *, is_rehearsal: bool) -> None:
     """Measure `part` in a process of its own, and take over what it finds."""
-    context, end = multiprocessing.get_context("fork"), time.monotonic() + limit_s
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(part, limit_s, is_rehearsal, theirs))
+    end = time.monotonic() + limit_s
+    ours, theirs = _context().Pipe(duplex=False)
+    process = _context().Process(target=_measure, args=(part, limit_s, is_rehearsal, theirs))
     process.start()
     theirs.close()
     try:

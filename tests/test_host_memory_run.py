@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -105,6 +106,17 @@ def test_a_part_that_fails_leaves_the_reason_and_what_it_has_measured(
         "3B, 2k tokens, fsdp2": "no time was left",
     }
     assert results.has_failed is has_failed
+
+
+@pytest.mark.parametrize(("has_started_cuda", "method"), [(False, "fork"), (True, "spawn")])
+def test_parts_start_anew_if_an_import_has_started_cuda(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, has_started_cuda: bool, method: str
+) -> None:
+    """A fork could not use the GPU."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: has_started_cuda)
+    benchmark._context.cache_clear()
+    assert benchmark._context().get_start_method() == method
+    benchmark._context.cache_clear()
 
 
 def test_a_peer_that_fails_is_a_result(benchmark: Any, tmp_path: Path) -> None:
