@@ -115,12 +115,16 @@ def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[Ra
 
 
 class _Buffer(NamedTuple):
-    """A watched range of memory, and by stream the latest access to each range until all other streams know of it."""
+    """A watched range of memory, and by stream the latest access to each range until all other streams know of it.
+
+    `user` is the stream of the calling thread's operations on it: HOST for host memory.
+    """
 
     address: int
     n_bytes: int
     category: Category
     name: str
+    user: StreamName
     history: dict[StreamName, dict[tuple[int, int, bool], Access]]
 
 
@@ -191,8 +195,7 @@ class RaceDetector(Observer):
         """An operation seen by the dispatch mode. Those of other streams are parts of collectives, declared as such."""
         if self.engine.streams.current is StreamName.COMPUTE:
             buffer = self._find(tensor)
-            is_on_host = buffer is not None and buffer.address in self.engine.ledger.on_host
-            self._add(StreamName.HOST if is_on_host else StreamName.COMPUTE, tensor, write, what)
+            self._add(StreamName.COMPUTE if buffer is None else buffer.user, tensor, write, what)
 
     # -- happens before ---------------------------------------------------------------------------------------------
 
@@ -243,7 +246,9 @@ class RaceDetector(Observer):
         for category, tensor in self.engine.ledger.buffers:
             address = tensor.data_ptr()
             history = known.get(address, {stream: {} for stream in self._clocks})
-            self._buffers.append(_Buffer(address, tensor.nbytes, category, names.get(address, category.value), history))
+            user = StreamName.HOST if id(tensor) in self.engine.ledger.on_host else StreamName.COMPUTE
+            name = names.get(address, category.value)
+            self._buffers.append(_Buffer(address, tensor.nbytes, category, name, user, history))
         self._buffers.sort(key=_address)
 
 

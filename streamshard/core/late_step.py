@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,18 @@ from streamshard.torch_private import AsTensors, get_grad
 CHUNK_NUMEL = 1 << 24
 
 NUMBERS = ("step", "mu_product", "eta", "mu")  # state with these names is a counter, even if the parameter is a scalar
+
+
+def chunk_bytes(units: Iterable[HostUnit]) -> int:
+    """Device bytes of both chunks when Adam steps `units`: all that a chunk of the largest unit copies."""
+    largest = 0
+    for unit in units:
+        numels = [flat.layout.shard_numel for flat in unit.trained]
+        kinds = [flat.kind for flat in unit.trained]
+        each = [16 + kind.wire_dtype.itemsize * (kind.wire_dtype is not kind.main_dtype) for kind in kinds]
+        all_bytes = sum(numel * n_bytes for numel, n_bytes in zip(numels, each, strict=True))
+        largest = max(largest, min(all_bytes, CHUNK_NUMEL * max(each, default=0)))
+    return 2 * largest
 
 
 class _Entry(NamedTuple):

@@ -27,7 +27,7 @@ class Ledger:
 
     Attributes:
         buffers: all of them, each with its category.
-        on_host: addresses of the buffers in host memory.
+        on_host: the `id` of each buffer in host memory.
         host: allocates host memory, and copies between it and the device, see `HostState`; None without ``offload``.
     """
 
@@ -57,7 +57,7 @@ class Ledger:
         with leave_inference_mode():
             if is_on_host:
                 buffer: torch.Tensor = self.host.allocate(numel, dtype)
-                self.on_host.add(buffer.data_ptr())
+                self.on_host.add(id(buffer))
             elif is_visible:
                 buffer = self._allocate_visible(numel, dtype)
             else:
@@ -76,11 +76,12 @@ class Ledger:
         freed = set(map(id, buffers))
         self.buffers = [(kind, held) for kind, held in self.buffers if id(held) not in freed]
 
-    def held_bytes(self, category: Category) -> int:
-        """Bytes held under `category`, counted on the live tensors."""
-        held = [buffer for kind, buffer in self.buffers if kind is category]
-        on_host = sum(buffer.nbytes for buffer in held if buffer.data_ptr() in self.on_host)  # in common blocks
-        return on_host + sum(b.untyped_storage().nbytes() for b in held if b.data_ptr() not in self.on_host)
+    def held_bytes(self, category: Category, *, is_on_host: bool = False) -> int:
+        """Bytes held under `category` on the device, or in host memory, counted on the live tensors."""
+        held = [buf for kind, buf in self.buffers if kind is category and (id(buf) in self.on_host) is is_on_host]
+        if is_on_host:  # in common blocks
+            return sum(buffer.nbytes for buffer in held)
+        return sum(buffer.untyped_storage().nbytes() for buffer in held)
 
 
 class _Slot:

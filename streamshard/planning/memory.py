@@ -31,6 +31,7 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     staging             with ``offload``: 8 times the elements of the largest shard that trains
     norms               with ``offload``: 4 per parameter that trains
 
+With ``offload`` the first three rows and all-gather inputs lie in host memory, but for units in the device budget.
 With "all" weight slots, all-gather inputs lie in the slots, and so do main or frozen weights of the compute dtype.
 """
 

@@ -15,7 +15,9 @@ from torch import nn
 
 from streamshard.build import Accepted, plan_engine
 from streamshard.comm.communicator import PlannedRanks
+from streamshard.comm.streams import Streams
 from streamshard.core.engine import Engine
+from streamshard.core.late_step import chunk_bytes
 from streamshard.core.module_state import handle_of
 from streamshard.errors import is_of_this_rank, log, uncaught
 from streamshard.planning.memory import Category
@@ -27,12 +29,14 @@ class MemoryReport:
     """Bytes that the engine holds on this rank, by category.
 
     Attributes:
-        held_bytes: counted on the live tensors, by category.
+        held_bytes: counted on the live tensors, by category; with ``offload``, on the device.
         numel: elements of all parameters of the model.
         padded_numel: elements of all flat parameters, with alignment and padding.
         world_size: N.
         adam_bytes: Adam's two moments on this rank, which an optimizer holds, not the engine.
         slots: the numbers of slots, and the reason for them.
+        host_bytes, host_adam_bytes: the same in host memory; empty and 0 without ``offload``.
+        chunk_bytes: with ``offload``, memory of the device for Adam's step, which the engine takes and frees.
     """
 
     held_bytes: Mapping[str, int]
@@ -42,21 +46,31 @@ class MemoryReport:
     world_size: int
     adam_bytes: int
     slots: str
+    host_bytes: Mapping[str, int]
+    host_adam_bytes: int
+    chunk_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """The sum over all categories."""
+        """The sum over all categories; with ``offload``, on the device."""
         return sum(self.held_bytes.values())
+
+    @property
+    def host_total_bytes(self) -> int:
+        """The sum over all categories, in host memory."""
+        return sum(self.host_bytes.values())
 
     def __str__(self) -> str:
         padding = self.padded_numel / self.stored_numel - 1 if self.stored_numel else 0
         lines = [f"memory of one rank of {self.world_size}; {self.numel:,} parameters in all, padded by {padding:.2%}"]
-        rows = {**self.held_bytes, "total": self.total_bytes, "(Adam's moments)": self.adam_bytes}
-        for name, held in rows.items():
-            if not held:
-                continue
-            per_param = held / max(self.numel, 1)
-            lines.append(f"  {name:<18}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param")
+        moments, chunks = "(Adam's moments)", "(Adam's chunks)"
+        here = {**self.held_bytes, "total": self.total_bytes, moments: self.adam_bytes, chunks: self.chunk_bytes}
+        on_host = {**self.host_bytes, "total": self.host_total_bytes, moments: self.host_adam_bytes}
+        places = {"device  ": here, "host    ": on_host} if self.host_bytes else {"": here}
+        for place, (name, held) in ((place, row) for place, rows in places.items() for row in rows.items()):
+            if held:
+                per_param = held / max(self.numel, 1)
+                lines.append(f"  {place}{name:<18}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param")
         return "\n".join([*lines, f"  {self.slots}"])
 
 
@@ -64,15 +78,21 @@ def report_memory(engine: Engine) -> MemoryReport:
     """The bytes that `engine` holds. See [Note: memory] in `streamshard.planning.memory`."""
     layouts, ledger = [unit.layout for unit in engine.units], engine.ledger
     held_bytes = {category.value: ledger.held_bytes(category) for category in Category}
-    trained_numel = sum(flat.main_grads.numel() for unit in engine.units for flat in unit.flat_params)
+    host_bytes = {category.value: ledger.held_bytes(category, is_on_host=True) for category in Category}
+    adam_bytes = [0, 0]  # on the device, in host memory
+    for flat in (flat for unit in engine.units for flat in unit.flat_params):
+        adam_bytes[flat.is_on_host] += 8 * flat.main_grads.numel()
     return MemoryReport(
         held_bytes=held_bytes,
         numel=sum(layout.numel for layout in layouts),
         stored_numel=sum(layout.stored_numel for layout in layouts),
         padded_numel=sum(layout.padded_numel for layout in layouts),
         world_size=engine.ranks.world_size,
-        adam_bytes=8 * trained_numel,
+        adam_bytes=adam_bytes[0],
         slots=engine.why_slots,
+        host_bytes=host_bytes if engine.host is not None else {},
+        host_adam_bytes=adam_bytes[1],
+        chunk_bytes=chunk_bytes(unit for unit in engine.units if unit.host is not None),
     )
 
 
@@ -95,15 +115,19 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
         + f" in each of {replicas} replicas" * (replicas > 1)
         + f"; units: {' and '.join(units)}"
         + f"; resident: {resident}" * bool(resident),
-        f"{engine.why_slots.partition(':')[0]}; computes in {compute}, gradients in {gradients}, summed in {sums}",
+        f"{engine.why_slots.partition(':')[0]}"
+        + '; offload="state"' * (engine.host is not None)
+        + f"; computes in {compute}, gradients in {gradients}, summed in {sums}",
     ]
 
 
 def log_summary(engine: Engine, root: nn.Module) -> None:
     """Log units, ranks, slots, dtypes and memory of the sharded model, in one line."""
-    held = report_memory(engine).total_bytes / 2**30
+    report = report_memory(engine)
+    memory = f"{report.total_bytes / 2**30:.2f} GiB per rank"
+    memory += f" and {report.host_total_bytes / 2**30:.2f} GiB of host memory" * bool(report.host_bytes)
     backend = dist.get_backend_config(engine.ranks.users_group)
-    log.info("%s; %s; %.2f GiB per rank; %s", *summarise(engine, root), held, backend)
+    log.info("%s; %s; %s; %s", *summarise(engine, root), memory, backend)
 
 
 # -- out of memory ------------------------------------------------------------------------------------------------
@@ -127,7 +151,7 @@ def _report_at_exit() -> None:
     """If the process ends because it is out of memory, log the bytes that each engine holds."""
     if _is_out_of_memory(uncaught()):
         for engine in [each for each in gc.get_objects() if type(each) is Engine]:
-            log.error("%s", explain_out_of_memory(engine, "holds"))
+            log.error("%s", explain_out_of_memory(engine, engine.streams, "holds"))
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -137,16 +161,18 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def explain_out_of_memory(engine: Engine, holds: str) -> str:
+def explain_out_of_memory(engine: Engine, streams: Streams, holds: str) -> str:
     """The engine's bytes by category, torch's allocations on the device, and settings that make room.
 
     Args:
         engine: alive, or planned on the meta device.
+        streams: of the device on which the model trains.
         holds: the verb of the message: "holds", or "would hold" for a planned engine.
     """
-    streams, allocated = engine.streams, ""
+    allocated = ""
     if streams.has_streams:
         most, total = streams.module.max_memory_allocated(streams.device), streams.module.mem_get_info(streams.device)
         allocated = f"torch has allocated at most {most / 2**30:.2f} GiB, of {total[1] / 2**30:.2f} GiB\n"
-    ways = "fewer slots, more ranks, smaller batches, activation checkpointing"
+    to_host = 'offload="state", ' if streams.has_streams and engine.host is None else ""
+    ways = f"fewer slots, {to_host}more ranks, smaller batches, activation checkpointing"
     return f"out of memory. StreamShard {holds}:\n{report_memory(engine)}\n{allocated}what makes room: {ways}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,13 +14,16 @@ import pytest
 import torch
 
 from streamshard import CommunicationError, StreamShard, StreamShardError
+from streamshard.core import late_step
+from streamshard.core.host import HostState
 from streamshard.core.slots import Ledger
 from streamshard.errors import HostMemoryError, log
 from streamshard.pinned import PinnedMemory
-from streamshard.tools.memory import _report_at_exit
+from streamshard.tools.memory import _report_at_exit, explain_out_of_memory
 from tests.launched import free_port, launched_environment
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
+from tests.reference import Call, adamw, engine_inside, lm_step
 from tests.simulated import simulated_device
 
 OUT_OF_MEMORY = """
@@ -84,16 +89,9 @@ def test_a_rank_without_memory_to_shard_a_model_says_what_it_would_hold(context:
         assert text.endswith("what makes room: fewer slots, more ranks, smaller batches, activation checkpointing")
 
 
-def test_an_error_that_quotes_another_rank_is_not_this_ranks_memory() -> None:
-    error = CommunicationError("rank 1 has failed: [enforce fail at alloc_cpu.cpp] can't allocate memory")
-    with mock.patch.object(log, "error") as told, mock.patch.object(sys, "last_value", error, create=True):
-        _report_at_exit()
-    told.assert_not_called()
-
-
 @on_ranks(2)
 def test_a_rank_that_cannot_pin_host_memory_says_what_it_would_hold(context: RankContext) -> None:
-    """The others name this rank."""
+    """On the device, whose use torch knows, and in host memory. The others name this rank."""
     map_block = PinnedMemory._map
 
     def map_little(self: PinnedMemory, n_bytes: int) -> torch.Tensor:
@@ -102,7 +100,9 @@ def test_a_rank_that_cannot_pin_host_memory_says_what_it_would_hold(context: Ran
         return map_block(self, n_bytes)
 
     with (
-        simulated_device(),
+        simulated_device() as device,
+        mock.patch.object(device, "max_memory_allocated", lambda _: 2**30, create=True),
+        mock.patch.object(device, "mem_get_info", lambda _: (0, 2**31), create=True),
         mock.patch.object(PinnedMemory, "_map", map_little),
         mock.patch.object(log, "error") as told,
         pytest.raises(StreamShardError) as caught,
@@ -113,4 +113,71 @@ def test_a_rank_that_cannot_pin_host_memory_says_what_it_would_hold(context: Ran
         assert not any("what makes room" in str(call) for call in told.call_args_list)
     else:
         assert isinstance(caught.value, HostMemoryError)
-        assert "out of memory. StreamShard would hold:" in told.call_args.args[1]
+        text = told.call_args.args[1]
+        assert "  device  weight slots " in text and "  host    main weights " in text
+        assert "torch has allocated at most 1.00 GiB, of 2.00 GiB" in text and 'offload="state"' not in text
+
+
+@on_ranks(2)
+def test_what_is_printed_names_the_place(context: RankContext) -> None:
+    """In the report, the model and the log line. Without `offload` all is in one place, which has no name."""
+    with simulated_device() as device, mock.patch.object(log, "info") as told:
+        model: Any = StreamShard(TinyLM(), offload="state")
+        resident: Any = StreamShard(TinyLM())
+        memory = {"max_memory_allocated": lambda _: 0, "mem_get_info": lambda _: (0, 0)}
+        with mock.patch.multiple(device, create=True, **memory):
+            engines = engine_inside(model), engine_inside(resident)
+            texts = [explain_out_of_memory(engine, engine.streams, "holds").splitlines()[-1] for engine in engines]
+    assert ['offload="state"' in text for text in texts] == [False, True]
+    report = model.memory_report()
+    rows = {" ".join(line.split()[:-4]): float(line.split()[-2]) for line in str(report).splitlines()[1:-1]}
+    wanted = {
+        "device total": report.total_bytes,
+        "device (Adam's chunks)": report.chunk_bytes,
+        "device norms": 4 * len(list(model.parameters())),
+        "host main grads": 4 * report.padded_numel // 2,
+        "host total": report.host_total_bytes,
+        "host (Adam's moments)": report.host_adam_bytes,
+    }
+    for name, n_bytes in wanted.items():
+        assert rows[name] == pytest.approx(n_bytes / report.numel, abs=0.005), name
+    assert not any(name.startswith("device main") for name in rows)
+    assert {line.split()[0] for line in str(resident.memory_report()).splitlines()[1:-1]}.isdisjoint({"device", "host"})
+    assert 'grad_slots=2; offload="state"; computes in' in repr(model) and "offload" not in repr(resident)
+    if context.rank == 0:
+        (text, *values), _ = told.call_args_list[0]
+        assert " 0.00 GiB per rank and 0.00 GiB of host memory; " in text % tuple(values)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("chunk_numel", [100, 1 << 24])
+def test_a_steps_chunks_take_the_bytes_of_the_report(context: RankContext, chunk_numel: int) -> None:
+    """Exactly, if the two chunks that are there at once are full."""
+    held, chunk = [0], HostState.chunk
+
+    @contextlib.contextmanager
+    def measured(self: HostState) -> Iterator[list[torch.Tensor]]:
+        with chunk(self) as tensors:
+            yield tensors
+            there = {each.data_ptr(): each.nbytes for _, kept in self._chunks for each in kept}
+            held.append(sum(there.values()))
+
+    with (
+        simulated_device(),
+        mock.patch.object(late_step, "CHUNK_NUMEL", chunk_numel),
+        mock.patch.object(HostState, "chunk", measured),
+    ):
+        model: Any = StreamShard(TinyLM(TinyConfig(vocabulary=160)), offload="state")  # no unit is padded
+        optimizer = adamw(model)
+        for step in range(3):
+            lm_step(model, Call(step, context.rank, 2, 1.0))
+            optimizer.step()
+        wanted = model.memory_report().chunk_bytes
+    assert max(held) == wanted if chunk_numel == 100 else wanted // 2 < max(held) <= wanted
+
+
+def test_an_error_that_quotes_another_rank_is_not_this_ranks_memory() -> None:
+    error = CommunicationError("rank 1 has failed: [enforce fail at alloc_cpu.cpp] can't allocate memory")
+    with mock.patch.object(log, "error") as told, mock.patch.object(sys, "last_value", error, create=True):
+        _report_at_exit()
+    told.assert_not_called()
