@@ -140,9 +140,10 @@ def explaining_out_of_memory(accepted: Accepted) -> Iterator[None]:
         yield
     except BaseException as error:
         if _is_out_of_memory(error):
-            kind = "nccl" if accepted.ranks.streams.has_streams else "sockets"
-            planned = PlannedRanks(accepted.ranks.world_size, kind)
-            log.error("%s", explain_out_of_memory(plan_engine(accepted.checked, planned), "would hold"))
+            ranks = accepted.ranks
+            planned = PlannedRanks(ranks.world_size, "nccl" if ranks.streams.has_streams else "sockets")
+            engine = plan_engine(accepted.checked, planned)
+            log.error("%s", explain_out_of_memory(engine, ranks.streams, "would hold"))
         raise
 
 
