@@ -316,7 +316,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("classes_of", Drop("entries[part] = property"), "packed"),
     ],
     "../tests/adversary": [
-        ("AdversarialTransport._start", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
+        ("delay", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
     ],
     "build": [
         ("shard_model", Drop("ranks.broadcast(tensor)"), "packed"),
