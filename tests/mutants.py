@@ -142,7 +142,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("start_copies", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
     "checkpoint/export": [
-        ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish"),
+        ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish:no_name"),
     ],
     "comm/communicator": [
         ("Communicator._beside_compute", Drop("arrived.wait()"), _STREAMS),
