@@ -135,7 +135,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "checkpoint/save": [
         ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),
-        ("start_copies", Swap("copied.record(stream)", "copied.record(module.Stream())"), "simulated_device:copies"),
+        ("start_copies", Swap("current_stream(device))", "Stream())"), "simulated_device:copies"),
         ("start_copies", Swap("current_stream(device)", "current_stream()"), "simulated_device:copies"),
         ("start_copies", Drop("sources.append(piece.data)"), "simulated_device:copies"),
         ("start_copies", Swap("copy = copy.", f"{_ASIDE} copy = copy."), "simulated_device:copies"),

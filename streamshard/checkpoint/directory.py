@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import math
 import os
 import re
@@ -195,8 +194,8 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
         these reasons.
 
     Raises:
-        CheckpointError: on every rank. `root` is a checkpoint and damaged: names the newest intact one beside it. Or no
-            checkpoint in `root` is intact: says why of each.
+        CheckpointError: on every rank; says why the checkpoint `root`, or each checkpoint in `root`, is not intact.
+            Names the newest intact checkpoint beside the checkpoint `root`.
     """
     files, failed = _newest_intact(root, ranks)
     if files is not None:
@@ -214,7 +213,7 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
 def _newest_intact(
     root: Path, ranks: RankGroup, without: Path | None = None
 ) -> tuple[CheckpointFiles | None, dict[Path, str]]:
-    """The checkpoint `root`, or the newest in it whose files match their checksums; and why others are passed over."""
+    """The checkpoint `root`, or the newest intact one in the directory `root`; and why others are passed over."""
 
     def find() -> list[tuple[Path, str]]:
         if is_checkpoint(root):
@@ -240,10 +239,9 @@ def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
     """
 
     def find() -> Manifest:
-        entry = read_entry(path)
-        if entry.wrong or entry.manifest is None:
-            raise CheckpointError(entry.wrong)
-        return entry.manifest
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        return manifest
 
     manifest = run_on_all_ranks(ranks, f"load {path}", find)
     if not ranks.are_equal(repr((manifest.files, manifest.versions))):
@@ -420,16 +418,17 @@ def _delete_old(paths: Sequence[Path], keep: int) -> None:
 
 
 def _rename_to_unused(partial: Path, path: Path) -> Path:
-    for place in itertools.count(1):
-        free = path if place == 1 else path.with_name(f"{path.name}-{place}")
-        if not os.path.lexists(free):
-            try:
+    free, place = path, 1
+    while True:
+        try:
+            if not os.path.lexists(free):
                 os.rename(partial, free)
                 return free
-            except OSError as error:  # another run has just published one with this name
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-    raise AssertionError("not reached")
+        except OSError as error:  # another run has just published one with this name
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        place += 1
+        free = path.with_name(f"{path.name}-{place}")
 
 
 def _delete_unless_locked(left: Path) -> bool:

@@ -200,10 +200,8 @@ class Difference(NamedTuple):
             for kind, names in self._asdict().items()
             if names
         )
-        return CheckpointError(
-            f"{root} does not fit {type(model).__name__}: {what}. The error's attributes have all names",
-            **self._asdict(),
-        )
+        told = f"{root} does not fit {type(model).__name__}: {what}. The error's attributes have all names"
+        return CheckpointError(told, **self._asdict())
 
 
 def saved_names(model: nn.Module, engine: Engine) -> dict[str, str]:

@@ -60,8 +60,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     kind = f" of dtype {value.dtype}" if hasattr(value, "dtype") else ""
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}{kind}: a checkpoint holds numbers, strings, "
-        "lists, tuples, dicts, tensors and arrays of torch's dtypes. Give an object with state_dict() and "
-        "load_state_dict() by itself, extra={name: object}, and the values inside of any other object"
+        "lists, tuples, dicts, tensors and arrays. Give an object with state_dict() and load_state_dict() by itself"
     )
 
 

@@ -71,9 +71,8 @@ def load_checkpoint(
         The values that were saved as `extra`, by key.
 
     Raises:
-        CheckpointError: on every rank, before any weight changes. Names all parameters that do not fit; or the damaged
-            file of the one checkpoint, and the newest intact checkpoint beside it; or the damage of each in a directory
-            without an intact one.
+        CheckpointError: on every rank, before any weight changes. Names all parameters that do not fit, or the damaged
+            file of each checkpoint that was tried, and the newest intact checkpoint beside a damaged one.
         ConfigError: an argument that cannot work.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
@@ -136,9 +135,7 @@ class LoadPlan:
 
     def _decode(self, saved: Any, engine: Engine | None = None) -> Any:
         """The value of JSON `saved`, with full tensors: of this rank's replica, if `engine` is given."""
-        return decode(
-            saved, lambda name, where: self._files.read_whole(self._of_replica(engine, name), where), self._device
-        )
+        return decode(saved, lambda name, on: self._files.read_whole(self._of_replica(engine, name), on), self._device)
 
     def _read(self, what: str, tensor: str, shape: tuple[int, ...], start: int, target: torch.Tensor) -> None:
         """Plan to fill `target`, [n] contiguous, with elements [start, start + n) of a saved tensor of `shape`."""
@@ -167,8 +164,9 @@ class LoadPlan:
             self._read(f"{name}: {here!r}", tensor, piece.shape, piece.start, piece.data)
         self.steps.append(partial(fill_buffers, model, pieces))
         if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):
-            kind = saved["class"] or "a model"
-            self._wrong.append(f"{name} is {kind} and does not fit {type(model).__name__}: {told}")
+            self._wrong.append(
+                f"{name} is {saved['class'] or 'a model'} and does not fit {type(model).__name__}: {told}"
+            )
 
     def _plan_optimizer(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         names, sharded = self._parts.names_of(optimizer)

@@ -65,11 +65,9 @@ class Parts(NamedTuple):
         parts = cls({}, _named("optimizer", optimizer, Optimizer), {})
         for name, each in _named("model", model, nn.Module).items():
             parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
-            parts.trees.update(
-                (f"extra_state.{name}/{inner}", _extra_state_of(module))
-                for inner, module in each.named_modules()
-                if type(module).get_extra_state is not nn.Module.get_extra_state
-            )
+            for inner, module in each.named_modules():
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    parts.trees[f"extra_state.{name}/{inner}"] = _extra_state_of(module)
         if not parts.models:
             raise ShardingError(f"{what}: no model made by StreamShard was given")
         parts.trees.update({f"extra.{key}": each for key, each in (extra or {}).items()})
@@ -150,23 +148,22 @@ def _extra_state_of(module: nn.Module) -> SimpleNamespace:
     return SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state)
 
 
-class RandomState:
-    """All of this rank's default random generators."""
+class RandomState(NamedTuple):
+    """The default random generators of Python, NumPy, the CPU and `device`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    device: torch.device
 
     def state_dict(self) -> dict[str, Any]:
         """The generators' state."""
         state = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
-        if self._device.type != "cpu":
-            state[self._device.type] = module_of(self._device).get_rng_state(self._device)
+        if self.device.type != "cpu":
+            state[self.device.type] = module_of(self.device).get_rng_state(self.device)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the generators into this state."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
-        if self._device.type in state:
-            module_of(self._device).set_rng_state(state[self._device.type], self._device)
+        if self.device.type in state:
+            module_of(self.device).set_rng_state(state[self.device.type], self.device)
         numpy.random.set_state(state["numpy"])

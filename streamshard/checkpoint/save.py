@@ -219,7 +219,6 @@ def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callabl
         sizes[-1] += n_bytes
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for size in sizes]
     module = module_of(device) if has_streams(device) else None
-    stream = None if module is None else module.current_stream(device)
     copies, sources = [], []  # `sources` keeps tensors alive that the user may free before they are copied
     for piece, (number, start) in zip(pieces, places, strict=True):
         copy, is_here = buffers[number].narrow(0, start, piece.data.nbytes), piece.data.device == device
@@ -229,7 +228,7 @@ def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callabl
     if module is None:
         return lambda: copies
     copied = module.Event()
-    copied.record(stream)
+    copied.record(module.current_stream(device))
 
     def finish() -> list[TensorPiece]:
         copied.synchronize()
