@@ -1,0 +1,134 @@
+"""`host_time`: when copies hide, against arithmetic by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from streamshard.errors import ConfigError
+from streamshard.tools.host_time import MACHINES, Inputs, Load, Machine, parse_rate, predict
+
+P = 8_000_000_000
+DENSE = Inputs(trained=P, cast=2 * P, first_forward=0, forward=2 * P, backward=2 * P)
+H100 = MACHINES["pcie5"]
+
+
+def _load(tokens: int = 65536, micro_batches: int = 1, used: float = P, *, is_checkpointed: bool = False) -> Load:
+    return Load(used, used, 0, 0, 1, tokens, micro_batches, is_checkpointed)
+
+
+def _shared(ranks: int) -> Inputs:
+    return Inputs(P // ranks, 2 * P // ranks, 0, 2 * P // ranks, 2 * P // ranks)
+
+
+def test_weights_hide_beside_a_forward_from_flops_over_link() -> None:
+    """2 bytes per parameter take 2 P / B, computing takes 2 P T / F: 8k to 12k tokens on PCIe 5, whatever P is."""
+    for numel in (P, 10 * P):
+        inputs = Inputs(numel, 2 * numel, 0, 2 * numel, 2 * numel)
+        forward = predict(inputs, _load(micro_batches=2, used=numel), H100).passes[2]
+        assert forward.name == "further forward"
+        assert forward.hidden_tokens == pytest.approx(H100.flops / H100.link)
+        assert 8_000 <= forward.hidden_tokens <= 12_000
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "least", "most"),
+    [("pcie5", 1, 64_000, 70_000), ("pcie5x8", 8, 13_000, 15_000), ("gh200", 1, 17_000, 19_000)],
+)
+def test_a_step_hides_beside_one_forward_from_so_many_tokens(machine: str, ranks: int, least: int, most: int) -> None:
+    """16 bytes in over one H100's link, 30 in the host memory of 8 ranks, 30 in the host memory of a GH200."""
+    told = predict(_shared(ranks), _load(), MACHINES[machine])
+    assert least <= told.hidden_tokens <= most
+    assert told.hidden_tokens == pytest.approx(told.passes[0].hidden_tokens, abs=1)
+
+
+def test_a_mixture_of_experts_needs_more_tokens() -> None:
+    """By its total parameters / those that a token uses."""
+    dense, sparse = (predict(DENSE, _load(used=used), H100).hidden_tokens for used in (P, P / 10))
+    assert sparse == pytest.approx(10 * dense, rel=1e-4)
+
+
+def test_bytes_are_those_of_the_design() -> None:
+    """For each parameter: 16 in and 14 out with the step, weights 2, gradients 4 out, and 4 in to be added to."""
+    passes = predict(DENSE, _load(micro_batches=3), H100).passes
+    assert [(each.name, each.count, each.in_bytes / P, each.out_bytes / P) for each in passes] == [
+        ("first forward", 1, 16, 14),
+        ("first backward", 1, 2, 4),
+        ("further forward", 2, 2, 0),
+        ("further backward", 2, 6, 4),
+    ]
+
+
+def test_flops_are_6_or_8_per_parameter_and_token_and_causal_attention() -> None:
+    """Frozen parameters have no gradient: 4 or 6."""
+    for frozen, is_checkpointed, each in ((0, False, 6), (0, True, 8), (P, False, 4), (P, True, 6)):
+        load = Load(P, P - frozen, 0, 0, 1, 4096, is_checkpointed=is_checkpointed)
+        assert load.forward_flops + load.backward_flops == each * P
+    # Two matmuls of 2 FLOPs for each of 4096 / 2 earlier tokens, 128 channels and 3 layers; twice more in backward.
+    load = Load(0, 0, 3, 128, 1, 4096)
+    assert (load.forward_flops, load.backward_flops) == (2 * 2 * 2048 * 128 * 3, 2 * 2 * 2 * 2048 * 128 * 3)
+
+
+def test_large_micro_batches_are_as_fast_as_computing_alone() -> None:
+    """The targets of the design: 90 % with 64k tokens, 55 % with 16k."""
+    shares = []
+    for tokens in (16_384, 65_536, 131_072):
+        told = predict(DENSE, _load(tokens, is_checkpointed=True), H100)
+        shares.append(told.computing_s / told.step_s)
+        assert (told.limit, bool(told.advice)) == (("computing", False) if shares[-1] == 1 else ("link in", True))
+    assert shares[0] > 0.55 and shares[1] > 0.9 and shares[2] == 1
+
+
+def test_micro_batches_do_not_hide_a_step() -> None:
+    """The same tokens in one micro-batch do."""
+    told = predict(DENSE, _load(16_384, 8), H100)
+    assert told.step_s > 1.1 * told.computing_s
+    assert [advice.split(":")[0] for advice in told.advice] == [
+        "larger micro-batches rather than more",
+        "device_budget",
+        "fewer trained parameters, as with LoRA",
+        "more ranks",
+    ]
+    assert predict(DENSE, _load(8 * 16_384), H100).advice == []
+
+
+@pytest.mark.parametrize(
+    ("change", "limit"),
+    [
+        ({}, "link in"),
+        ({"host_memory": 60e9}, "host memory"),
+        ({"ranks": 4}, "host memory"),
+        ({"flops": 1e12}, "computing"),
+    ],
+)
+def test_the_slowest_is_the_limit(change: dict[str, float], limit: str) -> None:
+    told = predict(DENSE, _load(16_384), dataclasses.replace(H100, **change))  # type: ignore[arg-type]
+    assert told.limit == limit
+
+
+def test_a_part_of_the_state_on_the_device_hides_the_rest() -> None:
+    """As large as the advice says."""
+    told = predict(DENSE, _load(16_384), H100)
+    (share,) = [float(advice.split()[2].rstrip("%")) / 100 for advice in told.advice if "device_budget" in advice]
+    rest = Inputs(*(round(n * (1 - share - 0.01)) for n in dataclasses.astuple(DENSE)))
+    assert 0.5 < share < 0.9 and predict(rest, _load(16_384), H100).advice == []
+
+
+def test_frozen_weights_only_come_in() -> None:
+    """As with LoRA. Most bytes are weights, so fewer trained parameters would not help."""
+    lora = Inputs(P // 100, P // 50, 2 * P, 2 * P, 2 * P)
+    told = predict(lora, _load(4096), H100)
+    assert told.passes[0].in_bytes == 16 * P // 100 + 2 * P
+    assert told.hidden_tokens < predict(DENSE, _load(4096), H100).hidden_tokens / 7
+    assert told.advice == ["larger micro-batches", "more ranks: each has a link, and copies less"]
+
+
+def test_rates_are_numbers_with_a_unit() -> None:
+    assert parse_rate("link", "50GB/s", "B/s") == 50e9
+    assert parse_rate("flops", "0.4P", "") == 400e12
+    for text in ("50", "GB/s", "50GiB/s", "50GB"):
+        with pytest.raises(ConfigError, match=f"link='{text}': wanted a number and GB/s, TB/s, PB/s"):
+            parse_rate("link", text, "B/s")
+    with pytest.raises(ConfigError, match="flops=0: wanted a positive number"):
+        Machine(1.0, 1.0, 0.0)
