@@ -450,6 +450,25 @@ def late_copies(engine: Engine) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def pinned_blocks() -> Iterator[list[torch.Tensor]]:
+    """Collects the host memory that is pinned inside."""
+    blocks: list[torch.Tensor] = []
+    map_block = PinnedMemory._map
+
+    def note(self: PinnedMemory, n_bytes: int) -> torch.Tensor:
+        blocks.append(map_block(self, n_bytes))
+        return blocks[-1]
+
+    with mock.patch.object(PinnedMemory, "_map", note):
+        yield blocks
+
+
+def is_inside(tensor: torch.Tensor, blocks: list[torch.Tensor]) -> bool:
+    """Whether `tensor` lies in one of the `blocks` of memory."""
+    return any(0 <= tensor.data_ptr() - block.data_ptr() < block.nbytes for block in blocks)
+
+
+@contextlib.contextmanager
 def backward_elsewhere() -> Iterator[None]:
     """Backwards run in a thread of their own, as on devices, which have one for autograd."""
     calls: queue.Queue[tuple[Callable[[], Any], queue.Queue[Any]] | None] = queue.Queue()

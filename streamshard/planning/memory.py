@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from streamshard.config import ReductionMode, SlotCount
@@ -64,6 +64,10 @@ class SlotPlan(NamedTuple):
     scratch: tuple[int, ...]
     keeps_weights: bool
     keeps_grads: bool
+
+    def left_by(self, order: Iterable[int]) -> set[int]:
+        """The units whose weights are in their slots after a pass that visits units in `order`."""
+        return set({self.weights[unit]: unit for unit in order}.values())
 
 
 def plan_slots(is_streamed: Sequence[bool], weight_slots: SlotCount, grad_slots: SlotCount) -> SlotPlan:

@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from streamshard import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, UnitError, printable
+from streamshard.tools.host_time import MACHINES, Machine, parse_rate
 
 _ABOUT = "Plan the memory of a training run, measure the machine, inspect and convert checkpoints. Needs no GPU."
 _RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
@@ -70,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--slots", type=int, metavar="K", dest="weight_slots", help="plan K weight slots too")
     about = "what connects the ranks: %(choices)s (%(default)s)"
     plan.add_argument("--transport", choices=("nccl", "sockets", "shared-memory"), default="nccl", help=about)
+    plan.add_argument("--offload", choices=("state",), help="keep state in host memory")
+    about = "with --offload, state that stays on the device, such as 20GiB"
+    plan.add_argument("--device-budget", default=0, metavar="SIZE", help=about)
+    _add_step(plan)
     about = "modules or classes of modules that become units"
     plan.add_argument("--units", nargs="+", action="extend", metavar="NAME", help=about)
     about = "modules whose weights are read outside of their layer"
@@ -101,15 +106,53 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_step(plan: argparse.ArgumentParser) -> None:
+    """Options of ``plan`` for the time of a step."""
+    about = (
+        "with --offload, predict the time of a step on such a machine: %(choices)s. The next four change its figures"
+    )
+    plan.add_argument("--machine", choices=MACHINES, metavar="NAME", help=about)
+    plan.add_argument("--link", metavar="RATE", help="between a rank and host memory, each way, such as 50GB/s")
+    plan.add_argument("--host-memory", metavar="RATE", help="of the machine's memory, such as 150GB/s")
+    plan.add_argument("--flops", metavar="RATE", help="of a rank, such as 400T")
+    plan.add_argument("--local-ranks", type=int, metavar="K", help="ranks of the machine")
+    plan.add_argument("--micro-batches", type=int, default=1, metavar="M", help="of the predicted step")
+    plan.add_argument("--checkpointing", action="store_true", dest="is_checkpointed", help="of its layers")
+    about = "parameters that each of its tokens uses, such as 3.3e9 of a mixture of experts"
+    plan.add_argument("--active", type=float, metavar="P", help=about)
+
+
 def _plan(arguments: argparse.Namespace) -> None:
     from streamshard.tools.plan import builder_of, plan
+    from streamshard.tools.plan_step import plan_step
 
-    names = "units resident min_unit_size precision transport weight_slots budget batch seq"
-    given = {name: getattr(arguments, name) for name in names.split()}
-    planned = plan(builder_of(arguments.model), arguments.ranks, **given)
-    print(json.dumps(dataclasses.asdict(planned), indent=2) if arguments.json else planned)
+    build, ranks = builder_of(arguments.model), arguments.ranks
+    names = "units resident min_unit_size precision batch seq offload device_budget"
+    both = {name: getattr(arguments, name) for name in names.split()}
+    given = {name: getattr(arguments, name) for name in ("transport", "weight_slots", "budget")}
+    planned = plan(build, ranks, **both, **given)
+    text, told, stage = str(planned), dataclasses.asdict(planned), planned.stages[-1]
+    if (machine := _machine(arguments)) is not None:
+        given = {name: getattr(arguments, name) for name in ("micro_batches", "is_checkpointed", "active")}
+        step = plan_step(build, ranks, machine, weight_slots=stage.weight_slots, **both, **given)
+        text, told["step"] = f"{text}\n\n{stage.name}, {step}", dataclasses.asdict(step)
+    print(json.dumps(told, indent=2) if arguments.json else text)
     if planned.budget_bytes is not None and not planned.fitting:
         raise StreamShardError("nothing fits the budget")
+
+
+def _machine(arguments: argparse.Namespace) -> Machine | None:
+    """The machine that options describe; None: no option does."""
+    units = {"link": "B/s", "host_memory": "B/s", "flops": ""}
+    texts = {name: text for name in units if (text := getattr(arguments, name)) is not None}
+    given: dict[str, Any] = {name: parse_rate(name, text, units[name]) for name, text in texts.items()}
+    if arguments.local_ranks is not None:
+        given["ranks"] = arguments.local_ranks
+    if arguments.machine is not None:
+        return dataclasses.replace(MACHINES[arguments.machine], **given)
+    if given and not given.keys() >= units.keys():
+        raise ConfigError("a machine has --link, --host-memory and --flops: give all of them, or --machine")
+    return Machine(**given) if given else None
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

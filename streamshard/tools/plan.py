@@ -24,10 +24,11 @@ from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import SlotCount, parse_bytes
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
-from streamshard.planning.discovery import ResidentArgument, UnitsArgument
+from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
 from streamshard.tools.activations import Build, estimate_activations
 from streamshard.tools.memory import report_memory
+from streamshard.tools.plan_step import still_gathered
 
 _DOUBLINGS = 9  # of the number of ranks, at most, in search of a number that fits
 
@@ -58,9 +59,9 @@ class Stage:
     Attributes:
         name: such as "ZeRO-3".
         weight_slots, grad_slots: the arguments of `StreamShard`.
-        held_bytes: bytes that the engine holds, by category, as in ``memory_report()``.
-        adam_bytes: bytes of Adam's two moments.
-        total_bytes: the sum of `held_bytes` and `adam_bytes`.
+        held_bytes, adam_bytes, host_bytes, host_adam_bytes, chunk_bytes: as in ``memory_report()``.
+        total_bytes: the sum on the device: `held_bytes`, `adam_bytes` and `chunk_bytes`.
+        host_total_bytes: the sum in host memory: `host_bytes` and `host_adam_bytes`.
         all_gathers, reductions: the number of collectives in one step: one forward, one backward.
         sent_bytes: bytes that the rank sends for these collectives.
     """
@@ -70,7 +71,11 @@ class Stage:
     grad_slots: SlotCount
     held_bytes: Mapping[str, int]
     adam_bytes: int
+    host_bytes: Mapping[str, int]
+    host_adam_bytes: int
+    chunk_bytes: int
     total_bytes: int
+    host_total_bytes: int
     all_gathers: int
     reductions: int
     sent_bytes: int
@@ -86,7 +91,7 @@ class Plan:
         world_size: the number of ranks.
         transport: the transport between the ranks.
         units: the units, root unit first.
-        stages: from ZeRO-3 to ZeRO-1.
+        stages: from ZeRO-3 to ZeRO-1; with ``offload``, without "all" slots.
         activation_bytes: without checkpointing, and with layers checkpointed; None without batch and seq.
         budget_bytes: the memory of a rank; None: not given.
         fitting: names of the stages that fit the budget, with the activations of checkpointed layers if these are
@@ -121,14 +126,13 @@ class Plan:
             name = f"{unit.count} x {unit.name}, each" if unit.count > 1 else unit.name
             kind = "resident" if unit.is_resident else "streamed"
             lines.append(f"{name:<32}{unit.numel:>16,}{size(unit.weight_bytes):>10} {unit_name}  {kind}")
-        lines += ["", row(f"{unit_name} per rank", (stage.name for stage in self.stages))]
-        for name in self.stages[0].held_bytes:
-            sizes = [size(stage.held_bytes[name]) for stage in self.stages]
-            if max(sizes) != "0.00":
-                lines.append(row(f"  {name}", sizes))
+        for place, tables in self._memory().items():
+            lines += ["", row(f"{unit_name} {place}", (stage.name for stage in self.stages))]
+            for name in tables[0]:
+                sizes = [size(table[name]) for table in tables]
+                if max(sizes) != "0.00":
+                    lines.append(row(f"  {name}", sizes))
         lines += [
-            row("  Adam's moments", (size(stage.adam_bytes) for stage in self.stages)),
-            row("  total", (size(stage.total_bytes) for stage in self.stages)),
             "\nsent by a rank in a step",
             row("  all-gathers", (stage.all_gathers for stage in self.stages)),
             row("  reductions", (stage.reductions for stage in self.stages)),
@@ -151,6 +155,18 @@ class Plan:
             others = f"ZeRO-3 does on {on} ranks" if on else "more ranks do not help"
             lines.append(f"\n{what}{', '.join(self.fitting)}" if self.fitting else f"\nnothing {what}{others}")
         return "\n".join(lines)
+
+    def _memory(self) -> dict[str, list[dict[str, int]]]:
+        """By place, a table of each stage: bytes by name."""
+        moments, chunks = "Adam's moments", "Adam's chunks"
+        here = [
+            {**each.held_bytes, moments: each.adam_bytes, chunks: each.chunk_bytes, "total": each.total_bytes}
+            for each in self.stages
+        ]
+        on_host = [
+            {**each.host_bytes, moments: each.host_adam_bytes, "total": each.host_total_bytes} for each in self.stages
+        ]
+        return {"per rank": here, **({"of host memory": on_host} if self.stages[0].host_bytes else {})}
 
 
 def plan(
@@ -177,7 +193,7 @@ def plan(
             not, the largest number that fits.
         budget: memory of a rank: bytes, or text such as "80GiB".
         batch, seq: shape of a rank's tokens, for the estimate of activations; `model` has to be a function.
-        **given: other arguments of `StreamShard`: precision, min_unit_size, align_pieces_to.
+        **given: other arguments of `StreamShard`: precision, min_unit_size, align_pieces_to, offload, device_budget.
 
     Raises:
         ConfigError: an argument cannot be used, or the model's forward cannot be run for the estimate.
@@ -201,9 +217,10 @@ def plan(
     def fits(planned: Stage) -> bool:
         return room is not None and planned.total_bytes <= room
 
-    stages = [stage("ZeRO-3", 2), stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")]
-    if weight_slots is None and room is not None and fits(stages[0]) and not fits(stages[1]):
-        weight_slots = _most_slots(len(checked.found), lambda count: stage("", count).total_bytes, room)
+    others = [stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")] if checked.settings.offload is None else []
+    stages = [stage("ZeRO-3", 2), *others]
+    if weight_slots is None and room is not None and fits(stages[0]) and not any(map(fits, stages[1:2])):
+        weight_slots = _most_slots(checked.found, lambda count: stage("", count).total_bytes, room)
     if weight_slots is not None and weight_slots != 2:
         stages.insert(1, stage(f"{weight_slots} slots", weight_slots))
     fitting = [planned.name for planned in stages if fits(planned)]
@@ -214,9 +231,10 @@ def plan(
     return Plan(*shape, budget_bytes, fitting, fits_on)
 
 
-def _most_slots(units: int, total_bytes: Callable[[int], int], room: int) -> int:
+def _most_slots(found: Sequence[FoundUnit], total_bytes: Callable[[int], int], room: int) -> int:
     """The largest number of weight slots, at least 2, with which a rank's bytes fit into `room`."""
-    return 2 + bisect.bisect_right(range(3, units), room, key=total_bytes)
+    streamed = sum(not unit.is_resident for unit in found)
+    return 2 + bisect.bisect_right(range(3, streamed + 1), room, key=total_bytes)
 
 
 def _first_that_fits(world_size: int, fits: Callable[[int], bool]) -> int | None:
@@ -230,17 +248,19 @@ def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotC
     settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
     engine = plan_engine(checked._replace(settings=settings), ranks)
     report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
-    at_turn = {slot: unit for unit, slot in enumerate(engine.plan.weights)}.values()  # in slots after forward
-    backward = [unit for number, unit in enumerate(units) if number not in at_turn]
-    gathered = [flat for unit in (*units, *backward) for flat in unit if flat.layout.params]
+    present = [*still_gathered(engine)], engine.plan.left_by(range(len(units)))  # as forward and backward begin
+    passes = [unit for there in present for number, unit in enumerate(units) if number not in there]
+    gathered = [flat for unit in passes for flat in unit if flat.layout.params]
     reduced = [flat for unit in units for flat in unit if flat.kind.trains]
     if ranks.world_size == 1:
         gathered = reduced = []
     shards = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in gathered)
     shards += sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in reduced)
     others = ranks.world_size - 1  # each receives this rank's shards, and chunks of this rank's gradients
-    memory = report.held_bytes, report.adam_bytes, report.total_bytes + report.adam_bytes
-    return Stage(name, weights, grads, *memory, len(gathered), len(reduced), others * shards)
+    moments, chunks, on_host = report.adam_bytes, report.chunk_bytes, report.host_adam_bytes
+    memory = report.held_bytes, moments, report.host_bytes, on_host, chunks
+    totals = report.total_bytes + moments + chunks, report.host_total_bytes + on_host
+    return Stage(name, weights, grads, *memory, *totals, len(gathered), len(reduced), others * shards)
 
 
 def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, engine_inside, lm_step, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, over_sockets
-from tests.simulated import simulated_device
+from tests.simulated import is_inside, pinned_blocks, simulated_device
 from tests.test_meta_device import on_meta
 
 SLOTS: tuple[dict[str, Any], ...] = (
@@ -49,7 +50,10 @@ def _assert_equal(planned: Stage, model: Any) -> None:
     report = model.memory_report()
     assert planned.held_bytes == report.held_bytes
     assert planned.adam_bytes == report.adam_bytes
-    assert planned.total_bytes == report.total_bytes + report.adam_bytes
+    assert planned.host_bytes == report.host_bytes
+    assert (planned.host_adam_bytes, planned.chunk_bytes) == (report.host_adam_bytes, report.chunk_bytes)
+    assert planned.total_bytes == report.total_bytes + report.adam_bytes + report.chunk_bytes
+    assert planned.host_total_bytes == report.host_total_bytes + report.host_adam_bytes
 
 
 def _check(build: Callable[[], nn.Module], world_size: int, transport: str, **settings: Any) -> None:
@@ -80,6 +84,23 @@ def test_a_plan_equals_the_live_memory_report(context: RankContext, transport: s
     with way():  # type: ignore[operator]  # each makes a context
         for name in names:
             _check(MODELS[name], context.world_size, transport, precision=PRECISIONS[precision])
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), *((2, each) for each in PRECISIONS), (3, "bf16")])
+def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext, precision: str) -> None:
+    """Bytes on the device and in host memory, of every category, and of a step's chunks; also with a device budget."""
+    for name in MODELS if precision == "bf16" else ("frozen", "adapters"):
+        for budget in (0, "24KB"):
+            settings: dict[str, Any] = {"precision": PRECISIONS[precision], "offload": "state", "device_budget": budget}
+            planned = plan(MODELS[name], context.world_size, weight_slots=3, **settings)
+            assert [stage.name for stage in planned.stages] == ["ZeRO-3", "3 slots"]
+            for stage, slots in zip(planned.stages, (2, 3), strict=True):
+                with simulated_device(), pinned_blocks() as blocks:
+                    model: Any = StreamShard(MODELS[name](), weight_slots=slots, **settings)
+                _assert_equal(stage, model)
+                held = [buffer for _, buffer in engine_inside(model).ledger.buffers]
+                assert sum(each.nbytes for each in held if is_inside(each, blocks)) == sum(stage.host_bytes.values())
 
 
 @on_ranks(2)
@@ -121,7 +142,7 @@ class _Sent(Observer):
 
     def on_collective(self, stream: StreamName, collective: Collective, tag: Any, reads: Any, writes: Any) -> None:
         """See `Observer.on_collective`."""
-        if tag < self._units:  # no flags
+        if tag is not None and tag < self._units:  # neither copies nor flags
             self.counts[collective] += 1
             shares = 1 if collective is Collective.ALL_GATHER else self._others + 1
             self.sent_bytes += reads[0].nbytes // shares * self._others
@@ -134,8 +155,9 @@ def _half_frozen() -> nn.Module:
     return model
 
 
-@on_ranks(2, 3)
-def test_a_step_sends_what_the_plan_says(context: RankContext) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (3, {}), (2, {"offload": "state"})])
+def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[str, Any]) -> None:
     """All-gathers, reductions and bytes of a training step, counted as they are issued."""
     models: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
         (_half_frozen, lm_step),
@@ -143,10 +165,11 @@ def test_a_step_sends_what_the_plan_says(context: RankContext) -> None:
         (Stack, stack_step),
         (lambda: nn.Sequential(*(Layer(DIM) for _ in range(5))), stack_step),  # nothing in the root unit
     )
-    all_slots = SLOTS if context.world_size == 2 else SLOTS[:1]
+    all_slots = SLOTS[: 2 if settings else 4] if context.world_size == 2 else SLOTS[:1]
     for (build, step), (number, slots) in itertools.product(models, enumerate(all_slots)):
-        planned = plan(build, context.world_size, weight_slots=3).stages[number]
-        model = StreamShard(build(), **slots)
+        planned = plan(build, context.world_size, weight_slots=3, **settings).stages[number]
+        with simulated_device() if settings else nullcontext():
+            model = StreamShard(build(), **slots, **settings)
         optimizer = adamw(model)
         for number in range(2):
             engine = engine_inside(model)
@@ -210,6 +233,36 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     assert {field.name for field in dataclasses.fields(Plan)} == told.keys()
     assert [f"{stage['total_bytes'] / 2**30:.2f}" for stage in told["stages"]] == rows["total"]
     assert told["stages"][1]["held_bytes"]["weight slots"] == 2 * (4 * 218_112_000 + 2 * 525_336_576 + 4096)
+
+
+def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/guide/commands.md: memory in both places, and the time of a step. JSON has the same numbers."""
+    command = ["plan", str(_config(tmp_path)), "--ranks", "1", "--offload", "state", "--machine", "pcie5"]
+    command += ["--batch", "4", "--seq", "8192", "--micro-batches", "2", "--checkpointing"]
+    with mock.patch("streamshard.tools.plan.estimate_activations", return_value=(0, 0)):  # takes seconds
+        assert main(command) == 0
+        text = capsys.readouterr().out
+        assert main([*command, "--link", "10GB/s", "--json"]) == 0
+    guide = (ROOT / "docs/guide/commands.md").read_text()
+    assert text[text.index("GiB per rank") : text.index("\n\nsent by")] in guide
+    assert text[text.index("ZeRO-3, a step") :] in guide
+    told = json.loads(capsys.readouterr().out)
+    assert told["stages"][0]["host_total_bytes"] == 18 * told["numel"]
+    assert told["step"]["machine"] == {"link": 10e9, "host_memory": 150e9, "flops": 400e12, "ranks": 1}
+    assert told["step"]["passes"][0]["in_bytes"] == 16 * told["numel"]
+
+
+def test_a_budget_with_offload_is_of_the_device(tmp_path: Path) -> None:
+    """There are at most as many slots as layers. A part of the state takes room, and leaves host memory."""
+    build = builder_of(str(_config(tmp_path)))
+    assert plan(build, 1, budget="12GiB", offload="state").fitting == ["ZeRO-3", "4 slots"]
+    assert plan(build, 1, budget="100GiB", offload="state").fitting == ["ZeRO-3", "32 slots"]
+    whole, part = (plan(build, 1, offload="state", device_budget=size).stages[0] for size in (0, "20GiB"))
+    moved = whole.host_total_bytes - part.host_total_bytes
+    assert 16 * 2**30 < moved <= 20 * 2**30
+    assert part.adam_bytes + part.host_adam_bytes == whole.host_adam_bytes
 
 
 def test_a_budget_finds_the_most_slots_that_fit(tmp_path: Path) -> None:
@@ -290,6 +343,11 @@ def test_bad_input_is_named(
         ([str(config), *ranks, "--budget", "much"], "budget='much': wanted"),
         ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
         ([str(config), *ranks, "--batch", "1"], "one is missing"),
+        ([str(config), *ranks, "--machine", "pcie5", "--offload", "state"], "batch=None: wanted a positive number"),
+        ([str(config), *ranks, "--link", "50GB/s"], "give all of them, or --machine"),
+        ([str(config), *ranks, "--link", "50", "--machine", "pcie5"], "link='50': wanted a number and GB/s"),
+        ([str(config), *ranks, "--local-ranks", "0", "--machine", "pcie5"], "ranks=0: wanted a positive number"),
+        ([str(config), *ranks, "--device-budget", "1GB"], "device_budget='1GB': without offload"),
         ([str(config), *ranks, "--units", "NoSuchLayer"], "units names 'NoSuchLayer'"),
         ([str(config), *ranks, "--min-unit-size", "some"], "min_unit_size='some': wanted"),
     ):

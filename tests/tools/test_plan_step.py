@@ -1,0 +1,96 @@
+"""`plan_step`: the bytes of a step are those of a live one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamshard import StreamShard
+from streamshard.errors import ConfigError
+from streamshard.tools.host_time import MACHINES
+from streamshard.tools.plan_step import plan_step
+from tests.models import DIM, TinyConfig, TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import Call, adamw, case, lm_step
+from tests.scenarios import BF16
+from tests.simulated import is_inside, pinned_blocks, simulated_device
+
+
+class _Copied(TorchDispatchMode):
+    """Counts the bytes that operations copy to and from `blocks`."""
+
+    def __init__(self, blocks: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._blocks = blocks
+        self.in_bytes = self.out_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            to, source = (is_inside(each, self._blocks) for each in args[:2])
+            self.in_bytes += args[1].nbytes * (source and not to)
+            self.out_bytes += args[0].nbytes * (to and not source)
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 3), (2, 1), (2, 3)])
+def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches: int) -> None:
+    """In both directions, with the optimizer's step, which the first forward carries out."""
+    call = Call(0, context.rank, context.world_size, 1.0)
+
+    def build(frozen: int = 0) -> nn.Module:
+        model = TinyLM(TinyConfig(vocabulary=160, depth=6))  # no unit is padded
+        for module in (model.embedding, *model.blocks[:3])[:frozen]:
+            module.requires_grad_(False)
+        return model
+
+    for frozen, slots, budget in ((0, 2, 0), (0, 3, 0), (4, 2, 0), (1, 2, 0), (0, 2, "60KB")):
+        settings: dict[str, Any] = {"offload": "state", "weight_slots": slots, "device_budget": budget}
+        settings["precision"] = BF16
+        run = {"batch": 2, "seq": 8, "micro_batches": micro_batches}
+        step = plan_step(functools.partial(build, frozen), context.world_size, MACHINES["pcie5"], **run, **settings)
+        with simulated_device(), pinned_blocks() as blocks:
+            model = StreamShard(build(frozen), **settings)
+            optimizer = adamw(model)
+            for number in range(3):
+                with _Copied(blocks) as copied:
+                    for part in range(micro_batches):
+                        lm_step(model, call._replace(step=micro_batches * number + part))
+                optimizer.step()
+                optimizer.zero_grad()
+        with case((frozen, slots, budget)):
+            assert copied.in_bytes == sum(each.count * each.in_bytes for each in step.passes)
+            assert copied.out_bytes == sum(each.count * each.out_bytes for each in step.passes)
+
+
+def test_a_step_is_predicted_for_offload_and_positive_numbers() -> None:
+    run: dict[str, Any] = {"batch": 2, "seq": 8, "offload": "state"}
+    for change, told in (
+        ({"offload": None}, 'copies nothing from host memory: give offload="state"'),
+        ({"batch": 0}, "batch=0: wanted a positive number"),
+        ({"micro_batches": 0}, "micro_batches=0: wanted a positive number"),
+        ({"active": 0.0}, "active=0.0: wanted a positive number"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            plan_step(TinyLM, 2, MACHINES["pcie5"], **{**run, **change})
+
+
+def test_a_token_uses_all_parameters_but_embeddings_unless_told() -> None:
+    """A tied embedding is the head too. A machine has no more ranks than the run."""
+    sizes, run = TinyConfig(vocabulary=160, depth=3), {"batch": 2, "seq": 8, "offload": "state"}
+    model = TinyLM(sizes)
+    used = sum(param.numel() for param in model.parameters()) - 160 * DIM
+    frozen = sum(param.numel() for param in model.blocks[0].requires_grad_(False).parameters())
+    step = plan_step(model, 2, MACHINES["pcie5x8"], **run)  # type: ignore[arg-type]
+    assert (step.load.used, step.load.trained) == (used, used - frozen)
+    assert (step.load.layers, step.load.width, step.machine.ranks) == (3, DIM, 2)
+    tied = plan_step(TinyLM(dataclasses.replace(sizes, tied=True)), 2, MACHINES["pcie5"], **run)  # type: ignore[arg-type]
+    assert tied.load.used == used
+    part = plan_step(model, 2, MACHINES["pcie5"], active=1000, **run)  # type: ignore[arg-type]
+    assert (part.load.used, part.load.trained) == (1000, pytest.approx(1000 * (used - frozen) / used))
