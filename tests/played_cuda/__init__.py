@@ -99,6 +99,7 @@ def _give_device(device: Any, devices: int, total_bytes: int) -> None:
         )
 
     def init() -> None:
+        device.init()
         torch.cuda.default_generators = tuple(device.default_generator(index) for index in range(devices))
         torch.cuda._get_device_properties = get_properties  # type: ignore[attr-defined]
 

@@ -1051,6 +1051,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     install_hooks();
     c10::SetAllocator(CUDA, &allocator, 1);
   });
+  m.def("init", [] { at::globalContext().lazyInitDevice(CUDA); });
   m.def("stream_id", [](int device) { return current_streams[static_cast<DeviceIndex>(device)]; });
   m.def("set_stream", [](int device, int64_t id) { current_streams[static_cast<DeviceIndex>(device)] = id; });
   m.def("synchronize", &synchronize_all);
