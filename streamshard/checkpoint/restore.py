@@ -5,6 +5,7 @@ verify all bytes -> compare the checkpoint with the run, changing nothing -> loa
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -82,11 +83,15 @@ def load_checkpoint(
     run_on_all_ranks(ranks, f"load {root}", finish_running)
     files, passed_over = open_intact(root, ranks)
     path = files.root
-    plan = run_on_all_ranks(ranks, f"load {path}", lambda: LoadPlan(parts, files))
-    run_on_all_ranks(ranks, f"load {path}", lambda: [act() for act in plan.loads])
-    # From here on only the storage itself can fail.
-    half = f"finish loading {path}, and a part of it is loaded now: load again before going on"
-    run_on_all_ranks(ranks, half, lambda: [act() for act in plan.steps])
+    with contextlib.ExitStack() as loading:
+        for _, engine in parts.models.values() if parts.optimizers else ():
+            if engine.host is not None:
+                loading.enter_context(engine.host.loading())
+        plan = run_on_all_ranks(ranks, f"load {path}", lambda: LoadPlan(parts, files))
+        run_on_all_ranks(ranks, f"load {path}", lambda: [act() for act in plan.loads])
+        # From here on only the storage itself can fail.
+        half = f"finish loading {path}, and a part of it is loaded now: load again before going on"
+        run_on_all_ranks(ranks, half, lambda: [act() for act in plan.steps])
     for each, engine in parts.models.values():
         engine.fill(set(saved_names(each, engine).values()))
         compute_buffers(engine, each)

@@ -45,6 +45,8 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
         engine.profiler.look()
     if engine.empty:
         engine.refuse_empty("a forward")
+    if engine.host is not None:
+        engine.host.refuse_failed()
     engine.inputs.before_pass()
     if is_whole_model and engine.buffers.are_sent:
         trains = torch.is_grad_enabled() and engine.is_synced

@@ -23,7 +23,9 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import Ledger, WeightSlot
-from streamshard.guards.sharded_parameter import grad_of
+from streamshard.errors import ShardingError, describe
+from streamshard.guards.sharded_parameter import give_life, grad_of
+from streamshard.guards.sharded_tensor import Life
 from streamshard.pinned import PinnedMemory
 from streamshard.planning.layout import UnitLayout
 from streamshard.planning.memory import Category
@@ -93,7 +95,7 @@ class HostState:
         self._norms = norms.split(counts)  # by unit
         self._by_name: dict[str, Param] = {}
         self._norm_of: dict[Param, torch.Tensor] = {}  # [] fp32, of main grads as the last reduction has left them
-        self._versions: dict[Param, int] = {}  # of main grads then
+        self._normed: set[Param] = set()  # nobody can have read or written their main grads since
         copied = Rule.HOST_COPIED
         self._staging_stored = [
             Fence(streams, copied, StreamName.STORE, f"staging {n}", StreamName.COMM) for n in (0, 1)
@@ -113,9 +115,12 @@ class HostState:
             Fence(streams, copied, name, f"host memory, {name.value}", StreamName.HOST)
             for name in (StreamName.FETCH, StreamName.STORE)
         ]
+        self._computed = Fence(streams, copied, StreamName.COMPUTE, "what others copy to the host", StreamName.HOST)
         self._is_busy = False  # copies may be under way, or steps late
         self._turn = 0  # of staging
         self._late: list[Late] = []
+        self._failure: str | None = None  # how a late step has failed
+        self._life = Life()  # of parameters here: if this object goes before a late step is carried out, they are stale
         self._factors: dict[Param, list[torch.Tensor]] = {}  # factors of main grads that nobody has applied
 
     def begin(self, units: Sequence[HostUnit]) -> None:
@@ -128,8 +133,16 @@ class HostState:
                 for param in flat.params:
                     self._places[param.param] = weakref.ref(unit), flat, param
                     self._by_name[param.name] = param
+                    give_life(param.param, self._life)
                     if flat.kind.trains:
                         self._norm_of[param] = next(norms)
+
+    def __del__(self) -> None:
+        if self._late:
+            self._life.why_over = (
+                "was kept when its model was freed, before the last optimizer step was carried out: read the weights "
+                "before, for example by model.full_state_dict()"
+            )
 
     def launch(
         self, stream: StreamName, what: Collective, action: Callable[[], None], reads: Any = (), writes: Any = ()
@@ -163,7 +176,7 @@ class HostState:
 
     def cast(self, unit: HostUnit) -> None:
         """Cast weights that the user has changed to the all-gather input, on the host."""
-        self.settle()
+        self._complete()
         with torch.no_grad():
             for flat in unit.flat_params:
                 if flat.host_input is not flat.main:
@@ -195,9 +208,7 @@ class HostState:
             unit: its gradients are written.
             adds: the reduction adds to main grads, so the buffers hold them.
         """
-        if self._late_params(unit.index):  # its gradients are about to be overwritten
-            self._stored[unit.index].wait()  # rule 8
-            self._step(unit.index, fills_slot=False)
+        self._step(unit.index, fills_slot=False)  # its gradients are about to be overwritten
         self._turn = 1 - self._turn
         free, trained = self._staging_stored[self._turn], unit.trained
         sizes = [flat.layout.shard_numel for flat in trained]
@@ -230,7 +241,7 @@ class HostState:
         for param in unit.params:
             self._factors.pop(param, None)  # of earlier gradients
             if param.has_room:
-                self._versions[param] = param.main_grad._version
+                self._normed.add(param)
         # Aliases: their version counters are not those of gradients that the user holds.
         self.copy(StreamName.STORE, [(flat.main_grads.data, each) for flat, each in flats])
         self._staging_stored[self._turn].record()
@@ -255,9 +266,15 @@ class HostState:
 
     def _step(self, unit: int, *, fills_slot: bool) -> None:
         """Carry out the late steps of the unit with this index."""
-        self._written.wait()  # rule 5
         for step in self._late:
-            step.run(self, unit, fills_slot=fills_slot)
+            if step.params_of(unit):
+                self._written.wait()  # rule 5
+                self._stored[unit].wait()  # rule 8
+                try:
+                    step.run(self, unit, fills_slot=fills_slot)
+                except BaseException as error:
+                    self._failure, self._late = describe(error), []
+                    raise
         self._late = [step for step in self._late if not step.is_done]
 
     @contextlib.contextmanager
@@ -287,18 +304,51 @@ class HostState:
     # -- readers --------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Carry out late steps and factors, and let the host wait for all copies. The caller is about to use memory."""
-        if not self._is_busy:
-            return
-        for unit, stored in enumerate(self._stored):
-            if self._late_params(unit):
-                stored.wait()  # rule 8
-                self._step(unit, fills_slot=False)
+        """Carry out late steps and factors, and let the host wait for all copies. The caller is about to use memory.
+
+        Raises:
+            ShardingError: see `refuse_failed`.
+        """
+        self.refuse_failed()
+        if self._is_busy:
+            self._complete()
+
+    def _complete(self) -> None:
+        for unit in range(len(self._stored)):
+            self._step(unit, fills_slot=False)
         for fence in self._copied:
             fence.record()
             fence.wait()  # rule 8
         self._is_busy = False
+        self._normed.clear()  # not all writes show in version counters: a loss scaler's on the CPU does not
         self._multiply_now(list(self._factors))
+
+    def refuse_failed(self) -> None:
+        """Raise if a late step has failed.
+
+        Raises:
+            ShardingError: says how.
+        """
+        if self._failure is not None:
+            raise ShardingError(
+                f"an optimizer's step has failed ({self._failure}), and some weights and state are stepped and others "
+                "are not: load all, by load_checkpoint(directory, model, optimizer) on all ranks"
+            )
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """The body loads all weights and state. If it succeeds, it does not matter that a late step has failed."""
+        failure, self._failure = self._failure, None
+        try:
+            yield
+        except BaseException:
+            self._failure = failure
+            raise
+
+    def wait_for_others(self) -> None:
+        """Let the host wait for copies that somebody else has issued on the compute stream."""
+        self._computed.record()
+        self._computed.wait()  # rule 8
 
     # -- clipping -------------------------------------------------------------------------------------------------
 
@@ -308,7 +358,7 @@ class HostState:
 
     def _owner_of(self, grad: Any) -> Param | None:
         param = self._by_name.get(grad.piece.name)
-        return param if param is not None and param.given is grad else None
+        return param if param is not None and param.is_given(grad) else None
 
     def norm_of(self, grad: Any) -> torch.Tensor | None:
         """[] fp32 on the device, the norm of this rank's part of `grad`, without a wait for copies; None: unknown.
@@ -316,7 +366,7 @@ class HostState:
         It was taken on the device, before the gradient was stored.
         """
         param = self._owner_of(grad)
-        if param is None or param in self._factors or self._versions.get(param) != grad._version:
+        if param is None or param not in self._normed or param in self._factors:
             return None
         return self._norm_of[param].clone()
 

@@ -20,13 +20,16 @@ from torch.optim import Optimizer
 from streamshard.comm.streams import Collective, StreamName
 from streamshard.core.host import HostState, HostUnit
 from streamshard.core.params import FlatParam, Param
-from streamshard.guards.sharded_parameter import ShardedParameter, refuse_unreduced
+from streamshard.errors import ShardingError
+from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.torch_private import AsTensors, get_grad
 
 # Elements of a chunk, over which an optimizer's kernels run at once. Adam moves 16 bytes of each to the device.
 CHUNK_NUMEL = 1 << 24
 
 NUMBERS = ("step", "mu_product", "eta", "mu")  # state with these names is a counter, even if the parameter is a scalar
+
+_REPLACED = ("param_groups", "state")  # attributes that a stand-in has of its own
 
 
 def chunk_bytes(units: Iterable[HostUnit]) -> int:
@@ -42,11 +45,22 @@ def chunk_bytes(units: Iterable[HostUnit]) -> int:
 
 
 class _Entry(NamedTuple):
-    """A parameter of a step: its group, and factors of its gradient that clipping has left."""
+    """A parameter of a step.
+
+    Attributes:
+        flat, param: where it lies.
+        group: its number.
+        attributes: of the parameter, which the user has set.
+        state: of the optimizer, the dict that was there at the call. The user may have put another one there since.
+        counts_on_device: kernels read counters there.
+        factors: of its gradient, which clipping has left.
+    """
 
     flat: FlatParam
     param: Param
     group: int
+    attributes: dict[str, Any]
+    state: dict[str, Any]
     counts_on_device: bool
     factors: Sequence[torch.Tensor]
 
@@ -68,24 +82,30 @@ class LateStep:
     """One ``optimizer.step()`` for the parameters of one model in host memory.
 
     Args:
-        optimizer: works element by element. Its state gets host tensors.
+        optimizer: works element by element. Its state gets host tensors. Its step has not begun.
         params: its parameters with a gradient, each with its unit's index, flat parameter and group.
         host: of the model. It keeps this object, which must not keep it.
+
+    Attributes:
+        makes_state: it steps a parameter for the first time.
     """
 
     def __init__(
         self, optimizer: Optimizer, params: Sequence[tuple[int, FlatParam, Param, int]], host: HostState
     ) -> None:
-        self._optimizer = optimizer
-        self._options = [
-            {key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
+        self._kind = type(optimizer)
+        self._attributes = _copied({key: value for key, value in vars(optimizer).items() if key not in _REPLACED})
+        self._options = [_copied({**group, "params": []}) for group in optimizer.param_groups]
         # Kernels of such groups read counters on the device.
         counts_there = [bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups]
         self._entries: dict[int, list[_Entry]] = defaultdict(list)
+        self.makes_state = False
         for unit, flat, param, group in params:
             if param.local.numel:
-                self._entries[unit].append(_Entry(flat, param, group, counts_there[group], host.factors_of(param)))
+                self.makes_state = self.makes_state or param.param not in optimizer.state
+                state = optimizer.state.setdefault(param.param, {})
+                facts = flat, param, group, own_attributes(param.param), state
+                self._entries[unit].append(_Entry(*facts, counts_there[group], host.factors_of(param)))
 
     @property
     def is_done(self) -> bool:
@@ -104,27 +124,23 @@ class LateStep:
             unit: its index. FETCH has waited for its memory.
             fills_slot: copy the new weights to the weight slot too. Else only to the all-gather input on the host.
         """
-        entries = self._entries.pop(unit, ())
-        before = {entry.param: dict(self._optimizer.state.get(entry.param.param, {})) for entry in entries}
-        after: dict[Param, dict[str, Any]] = {entry.param: {} for entry in entries}
-        for parts in _chunks(entries):
+        after: dict[str, Any] = {}
+        for parts in _chunks(self._entries.pop(unit, ())):
             with host.chunk() as tensors:
-                chunk = _Chunk(host, tensors, parts, before, after)
+                chunk = _Chunk(host, tensors, parts, after)
                 step = functools.partial(chunk.step, self._stand_in, fills_slot=fills_slot)
                 host.launch(StreamName.FETCH, Collective.STEP, step, *chunk.touched(fills_slot=fills_slot))
                 host.stepped()
                 host.launch(StreamName.STORE, Collective.COPY, chunk.store, (), chunk.stored())
         host.stored(unit)
-        for entry in entries:
-            self._optimizer.state[entry.param.param] = after[entry.param]
 
     def _stand_in(self, groups: Mapping[int, list[nn.Parameter]], state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Step plain parameters on the device, as an optimizer of the same class with the same options."""
-        kind: Any = type(self._optimizer)
+        kind: Any = self._kind
         stand_in = object.__new__(kind)
         stand_in.__dict__ = {
-            **self._optimizer.__dict__,
-            "param_groups": [{**options, "params": groups.get(i, [])} for i, options in enumerate(self._options)],
+            **_copied(self._attributes),
+            "param_groups": [{**_copied(opts), "params": groups.get(i, [])} for i, opts in enumerate(self._options)],
             "state": defaultdict(dict, state),
         }
         kind.step.__wrapped__(stand_in)  # without hooks, which have run around `step()`
@@ -138,19 +154,13 @@ class _Chunk:
         host: of the model.
         tensors: keeps the chunk's memory.
         parts: of parameters.
-        before: by parameter, the optimizer's state before the step.
-        after: by parameter, its state after the step; filled here.
+        after: state after the step, of a parameter that the chunk before has begun; filled here.
     """
 
     def __init__(
-        self,
-        host: HostState,
-        tensors: list[torch.Tensor],
-        parts: Sequence[_Part],
-        before: Mapping[Param, dict[str, Any]],
-        after: Mapping[Param, dict[str, Any]],
+        self, host: HostState, tensors: list[torch.Tensor], parts: Sequence[_Part], after: dict[str, Any]
     ) -> None:
-        self._host, self._tensors, self._parts, self._before, self._after = host, tensors, parts, before, after
+        self._host, self._tensors, self._parts, self._after = host, tensors, parts, after
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host, on the device
 
     def touched(self, *, fills_slot: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -170,10 +180,11 @@ class _Chunk:
         params = []
         for part in self._parts:
             param = nn.Parameter(self._fetch(part.of(part.entry.flat.main)))
+            param.__dict__.update(part.entry.attributes)
             param.grad = self._fetch(part.of(part.entry.flat.main_grads))
             for factor in part.entry.factors:
                 param.grad.mul_(factor)
-            state[param] = {key: self._fetch_state(key, part, value) for key, value in self._state_of(part).items()}
+            state[param] = {key: self._fetch_state(key, part, value) for key, value in part.entry.state.items()}
             groups[part.entry.group].append(param)
             params.append(param)
         run(groups, state)
@@ -186,7 +197,11 @@ class _Chunk:
             if flat.host_input is not flat.main:
                 self._pairs.append((part.of(flat.host_input), sent))
             for key, value in state[param].items():
-                self._after[part.entry.param][key] = self._keep_state(key, part, value)
+                self._after[key] = self._keep_state(key, part, value)
+            if part.stop == part.entry.param.local.numel:
+                part.entry.state.clear()
+                part.entry.state.update(self._after)
+                self._after.clear()
         self._tensors += [source for _, source in self._pairs]
 
     def store(self) -> None:
@@ -200,25 +215,22 @@ class _Chunk:
         self._tensors.append(copy)
         return copy
 
-    def _state_of(self, part: _Part) -> dict[str, Any]:
-        return self._before[part.entry.param]
-
     def _fetch_state(self, key: str, part: _Part, value: Any) -> Any:
         """The part's elements of one entry of state, on the device; a copy of a counter."""
         if not isinstance(value, torch.Tensor):
             return value
-        if key in NUMBERS:
+        if _is_number(key, part, value):
             return value.to(self._host.device, copy=True) if part.entry.counts_on_device else value.clone()
         return self._fetch(value.view(-1)[part.start : part.stop])
 
     def _keep_state(self, key: str, part: _Part, value: Any) -> Any:
         """The entry of state that the parameter has after the step: host memory, to which `value` will be copied."""
-        if not isinstance(value, torch.Tensor) or key in NUMBERS:
+        if not isinstance(value, torch.Tensor) or _is_number(key, part, value):
             return value
-        param = part.entry.param
-        kept = self._after[param].get(key)
+        kept = self._after.get(key)
         if kept is None:
-            kept = self._host.home_of(self._state_of(part).get(key), param.local.numel, value.dtype)
+            param = part.entry.param
+            kept = self._host.home_of(part.entry.state.get(key), param.local.numel, value.dtype)
             kept = kept.view(param.piece.local_shape)
         self._pairs.append((kept.view(-1)[part.start : part.stop], value))
         return kept
@@ -242,8 +254,14 @@ def _chunks(entries: Sequence[_Entry]) -> Iterator[list[_Part]]:
         yield parts
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _is_number(key: str, part: _Part, value: torch.Tensor) -> bool:
+    """Whether an entry of state is a counter. A parameter that is a scalar has moments that look like one."""
+    return value.ndim == 0 and (key in NUMBERS or part.entry.param.piece.local_shape != ())
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """Options or attributes, which a step may change in place."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
 def late_steps(
@@ -271,8 +289,14 @@ def late_steps(
 
 
 def host_of(param: torch.Tensor) -> HostState | None:
-    """The host memory in which the state of `param` lies; None: it lies on the device."""
-    if not isinstance(param, ShardedParameter) or not param.piece.is_on_host:
+    """The host memory in which the state of `param` lies; None: it lies on the device, or the model is gone.
+
+    Raises:
+        ShardingError: the model has taken a late step with it.
+    """
+    if not isinstance(param, ShardedParameter):
         return None
-    ledger = param.piece.ledger_of()
-    return None if ledger is None else ledger.host  # None: the model is gone, and the step runs on the CPU
+    if param.why_unusable:
+        raise ShardingError(f"an optimizer's state or step: {param.piece.what} {param.why_unusable}")
+    host: HostState | None = param.piece.host
+    return host

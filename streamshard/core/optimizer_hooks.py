@@ -28,7 +28,7 @@ from streamshard.core.late_step import NUMBERS, host_of, late_steps
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import look_at_step
 from streamshard.guards.piece import Piece
-from streamshard.guards.sharded_parameter import OWN, ShardedParameter, refuse_unreduced
+from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, get_grad, untraced
 
@@ -119,6 +119,9 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _HOOK not in hooks:
         if ShardedParameter not in map(type, params):  # isinstance() asks the metaclass of nn.Parameter, in Python
             _lend_full_grads(optimizer, params)
+            return
+        if not is_elementwise_class(type(optimizer)) and not any(map(piece_of, params)):
+            settle_state(optimizer)  # it steps whole parameters in host memory, at once
             return
         _adopt(optimizer)
     hooks.move_to_end(_HOOK)  # the last hook before the step itself: hooks of the user's may replace gradients
@@ -233,7 +236,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         for param in group["params"]:
             if not isinstance(param, ShardedParameter):
                 params.append(param)
-            elif param.piece.is_on_host and _steps_late(optimizer, param):
+            elif param.piece.is_on_host and host_of(param) is not None:  # its model may be gone
                 on_host.append(param)
             else:
                 plain[param] = param.plain
@@ -264,14 +267,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     return ((stand_in, called, *args[2:]), kwargs) if len(args) > 1 else ((stand_in,), {**kwargs, "closure": called})
 
 
-def _steps_late(optimizer: Optimizer, param: ShardedParameter) -> bool:
-    """Whether the next forward steps `param`, whose state lies in host memory. Else it is stepped there, at once."""
-    if is_elementwise_class(type(optimizer)) and host_of(param) is not None:
-        return True
-    param.piece.settle()
-    return False
-
-
 def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: bool = True) -> None:
     """Give plain parameters their gradients, and the attributes that the user has set (``p.lr_scale = 2``).
 
@@ -296,7 +291,7 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: boo
             if each.requires_grad is not param.requires_grad:
                 each.requires_grad = param.requires_grad
             if len(param.__dict__) > 3:  # beside `piece`, `plain` and `whole_class`
-                each.__dict__.update({key: value for key, value in param.__dict__.items() if key not in OWN})
+                each.__dict__.update(own_attributes(param))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -309,6 +304,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for unit, changed_here in by_unit.items():
             unit.expire_stepped(changed_here)
         host.add_step(step)
+        if step.makes_state:  # who reads `optimizer.state` finds every entry
+            host.settle()
     for group, theirs in zip(optimizer.param_groups, stepped.pop("param_groups"), strict=True):
         group.update({**theirs, "params": group["params"]})
     sharded = dict(zip(plain.values(), plain, strict=True))

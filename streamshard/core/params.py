@@ -150,17 +150,17 @@ class Param:
             put_grad(self.param, None)
         return is_same
 
-    def adopt_grad(self) -> bool:
-        """Copy ``.grad``, if the user has replaced it, into the main grads. Inside `AsTensors`.
+    def is_given(self, grad: torch.Tensor | None) -> bool:
+        """Whether `grad` is `given`, still in the main grads' memory."""
+        with AsTensors():
+            is_given = grad is not None and grad is self.given
+            return is_given and grad.data_ptr() == self.main_grad.data_ptr()  # type: ignore[union-attr]  # not None
 
-        Returns:
-            Whether ``.grad`` is `given`, still in the main grads' memory.
-        """
+    def adopt_grad(self) -> None:
+        """Copy ``.grad``, if the user has replaced it, into the main grads. Inside `AsTensors`."""
         grad = get_grad(self.param)
-        is_same = grad is self.given and (grad is None or grad.data_ptr() == self.main_grad.data_ptr())
-        if grad is not None and not is_same:
+        if grad is not None and not self.is_given(grad):
             self._adopt(grad)
-        return is_same
 
     def _adopt(self, grad: torch.Tensor) -> None:
         self.piece.settle()

@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
     @property
     def host(self) -> Any:
-        """The `HostState` that copies the parameter's state; None: no such copies are under way."""
+        """The `HostState` with the parameter's state; None: it lies on the device, or the model is gone."""
         ledger = self.ledger_of() if self.is_on_host else None
         return None if ledger is None else ledger.host
 

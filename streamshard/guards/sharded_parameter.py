@@ -20,7 +20,9 @@ from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, s
 # ``grad_slots="all"``). Under FSDP2 ``.grad`` is None then, which Optimizer.zero_grad() passes over: a micro-batch that
 # the user drops would be stepped with.
 _UNREDUCED = "unreduced"
-OWN = frozenset(("piece", "plain", "whole_class", _UNREDUCED))  # entries that are StreamShard's, not the user's
+_OWN = frozenset(("piece", "plain", "whole_class", "life", _UNREDUCED))  # StreamShard's, not the user's
+    ("piece", "plain", "whole_class", "life", _UNREDUCED)
+)  # entries that are StreamShard's, not the user's
 _WHY_UNREDUCED = (
     "was accumulated inside no_sync() and has not been reduced over ranks. Run the last backward outside of no_sync() "
     "before you step, clip or read gradients; zero_grad(set_to_none=True) drops what was accumulated"
@@ -149,6 +151,16 @@ def be_whole(param: nn.Parameter) -> None:
         kind = param.whole_class
         del param.piece, param.plain, param.whole_class
         param.__class__ = kind
+
+
+def give_life(param: nn.Parameter, life: Life) -> None:
+    """The memory of `param`, in host memory, holds its values as long as `life` says."""
+    cast(ShardedParameter, param).life = life
+
+
+def own_attributes(param: nn.Parameter) -> dict[str, Any]:
+    """The attributes that the user has set on `param` (``p.lr_scale = 2``)."""
+    return {key: value for key, value in param.__dict__.items() if key not in _OWN}
 
 
 def data_of(param: torch.Tensor) -> torch.Tensor:

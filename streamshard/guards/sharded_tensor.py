@@ -32,7 +32,7 @@ from streamshard.guards.global_ops import (
     order_of,
 )
 from streamshard.guards.piece import Piece
-from streamshard.nested import tensors_in
+from streamshard.nested import map_tensors, tensors_in
 from streamshard.torch_private import AsTensors, skip, untraced
 
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
@@ -138,14 +138,17 @@ def is_piece(tensor: torch.Tensor) -> bool:
 def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Answer a call. Inside, nothing calls __torch_function__ again."""
     tensors = [value for value in tensors_in((args, kwargs)) if isinstance(value, ShardedTensor)]
-    for tensor in (each for each in tensors if each.why_unusable and answer is not _shape):
-        raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
-    if (host := tensors[0].piece.host) is not None:
-        if (clipped := _clip_late(host, func, args, kwargs)) is not NotImplemented:
+    for tensor in tensors:
+        if tensor.why_unusable and answer is not _shape:
+            raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
+    hosts = {tensor.piece.host for tensor in tensors if tensor.piece.is_on_host} - {None}  # of several models
+    if hosts:
+        if (clipped := _clip_late(tensors[0].piece.host, func, args, kwargs)) is not NotImplemented:
             return clipped
-        host.settle()
+        for host in hosts:
+            host.settle()
     with AsTensors():
-        if tensors[0].piece.is_whole:
+        if tensors[0].piece.is_whole and not (tensors[0].piece.is_on_host and answer in _ON_DEVICE):
             result = func(*args, **kwargs)
             if tensors[0].piece.is_on_host and isinstance(result, torch.Tensor) and result is not tensors[0]:
                 is_same = result.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
@@ -280,6 +283,8 @@ def _total(local: torch.Tensor, tensor: ShardedTensor, dtype: torch.dtype | None
 
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     norm, rest = torch.linalg.vector_norm, args[1:]
+    if tensor.piece.is_whole:
+        return [func([_on_device(each)], *rest, **kwargs)[0] for each in args[0]]
     return [
         _norm(norm, each, (each, *rest), kwargs) if isinstance(each, ShardedTensor) else norm(each, *rest, **kwargs)
         for each in args[0]
@@ -287,7 +292,9 @@ def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kw
 
 
 def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    order, local, ranks = order_of(func, args, kwargs), tensor.as_subclass(torch.Tensor), tensor.piece.ranks
+    if tensor.piece.is_whole:
+        return func(*map_tensors(args, _on_device), **map_tensors(kwargs, _on_device))
+    order, local, ranks = order_of(func, args, kwargs), _on_device(tensor), tensor.piece.ranks
     has_graph = local.requires_grad and torch.is_grad_enabled()
     if order is None or has_graph and math.isinf(order):
         _refuse(func, tensor)
@@ -295,6 +302,13 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
     if not has_graph:
         return PartialNorm.wrap(norm, order, ranks)
     return global_norm(norm, order, ranks)
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The local elements where the model trains: clipping by them has the same bits as without ``offload``."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    return tensor.as_subclass(torch.Tensor).to(tensor.piece.ranks.streams.device)
 
 
 def _are_equal(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -322,7 +336,12 @@ def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
 
 
 def _check_finite(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A loss scaler's check saw this rank's pieces only. An overflow on any rank must skip the step on all."""
+    """A loss scaler's check saw this rank's pieces only. An overflow on any rank must skip the step on all.
+
+    The scaler has copied its scale to where gradients are, without waiting: torch's kernels on a device need no wait.
+    """
+    if tensor.piece.host is not None:
+        tensor.piece.host.wait_for_others()
     result = func(*args, **kwargs)
     tensor.piece.ranks.all_reduce(args[1], maximum=True, with_replicas=True)
     return result
@@ -400,6 +419,7 @@ _ANSWERS: Mapping[str, _Answer] = {
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _check_finite,
 }
+_ON_DEVICE = (_norm, _foreach_norm, _check_finite)  # answers for a whole tensor in host memory too
 _BY_FUNCTION: Mapping[Callable[..., Any], _Answer] = {  # whose names stand for others too
     **dict.fromkeys(NORMS, _norm),
     torch.autograd.backward: _backward,
