@@ -20,9 +20,8 @@ from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, s
 # ``grad_slots="all"``). Under FSDP2 ``.grad`` is None then, which Optimizer.zero_grad() passes over: a micro-batch that
 # the user drops would be stepped with.
 _UNREDUCED = "unreduced"
-_OWN = frozenset(("piece", "plain", "whole_class", "life", _UNREDUCED))  # StreamShard's, not the user's
-    ("piece", "plain", "whole_class", "life", _UNREDUCED)
-)  # entries that are StreamShard's, not the user's
+# Attributes that are StreamShard's, not the user's.
+_OWN = frozenset(("piece", "plain", "whole_class", "life", _UNREDUCED))
 _WHY_UNREDUCED = (
     "was accumulated inside no_sync() and has not been reduced over ranks. Run the last backward outside of no_sync() "
     "before you step, clip or read gradients; zero_grad(set_to_none=True) drops what was accumulated"
