@@ -183,8 +183,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/shared_memory": [
         ("SharedMemoryTransport.copy_until", Drop("if for_all:"), "shared_memory"),
         ("SharedMemoryTransport.copy_until", Drop("self._await(Counter.PUBLISHED"), "shared_memory invariants matrix"),
-        ("SharedMemoryTransport.sum_until", Drop("if self._differ(number)"), "shared_memory:mixed"),
-        ("SharedMemoryTransport.progress", Swap(" or self._differ(number)", ""), "shared_memory:mixed"),
+        ("SharedMemoryTransport.sum_until", Drop("for each in self._buffers"), "shared_memory:mixed"),
+        (
+            "SharedMemoryTransport.progress",
+            Swap(" or each.written[place] != written[place]", ""),
+            "shared_memory:mixed",
+        ),
     ],
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),

@@ -233,10 +233,11 @@ class SharedMemoryTransport(PairwiseTransport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then."""
-        if not is_published or not self._own.holds(shard):
-            return super().start_gather(shard, slot, tag, is_published=is_published)
         key = shard.data_ptr(), slot.data_ptr(), shard.numel(), shard.dtype
-        if (copies := self._copies.get(key)) is None:
+        copies = self._copies.get(key)
+        if copies is None or not is_published:
+            if not is_published or not self._own.holds(shard):  # send it through gloo
+                return super().start_gather(shard, slot, tag, is_published=is_published)
             copies = self._copies[key] = self._plan_copies(shard, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         self._gathers.append(copies)
@@ -277,9 +278,10 @@ class SharedMemoryTransport(PairwiseTransport):
         slot, out, _, _, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
         key = slot.data_ptr(), slot.numel(), slot.dtype
-        if (chunks := self._chunks.get(key)) is None:
-            everywhere = (each.view(self.world_size, -1) for each in self._everywhere(slot))
-            chunks = self._chunks[key] = [each[self.rank] for each in everywhere]
+        chunks = self._chunks.get(key)
+        if chunks is None:
+            chunks = [each.view(self.world_size, -1)[self.rank] for each in self._everywhere(slot)]
+            self._chunks[key] = chunks
         self._started.append((chunks, out, accumulate, divisor))
         own, number = self._own, self._own.counters[Counter.WRITTEN]
         own.written[number % len(own.written)] = self.recorder.log.digest
@@ -289,29 +291,30 @@ class SharedMemoryTransport(PairwiseTransport):
     def progress(self) -> None:
         """See `Transport.progress`. Takes each sum once all ranks have written, so that no rank waits later."""
         while self._started:
-            number = self._own.counters[Counter.SUMMED]
-            if any(each.counters[Counter.WRITTEN] <= number for each in self._buffers) or self._differ(number):
+            number, written = self._own.counters[Counter.SUMMED], self._own.written
+            place = number % len(written)
+            if any(
+                each.counters[Counter.WRITTEN] <= number or each.written[place] != written[place]
+                for each in self._buffers
+            ):
                 return  # if ranks differ, the wait in `sum_until` raises, inside a guard
             self.sum_until(number + 1, for_all=False)
 
     def sum_until(self, count: int, *, for_all: bool) -> None:
         """Sum reductions in their order, until this rank has summed `count`; `for_all`: until all ranks have."""
-        own = self._own.counters
+        own, written = self._own.counters, self._own.written
         while (number := own[Counter.SUMMED]) < count:
             self._await(Counter.WRITTEN, number + 1)
-            if self._differ(number):
-                raise RuntimeError("ranks have issued different collectives")
+            place = number % len(written)
+            for each in self._buffers:
+                if each.written[place] != written[place]:
+                    raise RuntimeError("ranks have issued different collectives")
             chunks, out, accumulate, divisor = self._started.popleft()
             with self._on_stream:
                 sum_in_rank_order(chunks, out, accumulate=accumulate, divisor=divisor)
             own[Counter.SUMMED] = number + 1
         if for_all:
             self._await(Counter.SUMMED, count)
-
-    def _differ(self, number: int) -> bool:
-        """Whether ranks had issued different collectives when they had written for this reduction."""
-        place = number % len(self._own.written)
-        return any(each.written[place] != self._own.written[place] for each in self._buffers)
 
     # -- counters ---------------------------------------------------------------------------------------------------
 
