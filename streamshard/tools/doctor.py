@@ -26,9 +26,9 @@ from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Streams
 from streamshard.config import Precision, ReductionMode, SlotCount
 from streamshard.device import module_of, training_device
-from streamshard.errors import ConfigError, StreamShardError
+from streamshard.errors import ConfigError, HostMemoryError, StreamShardError
 from streamshard.tools.activations import Build
-from streamshard.tools.speed import CollectiveSpeed, Layer, LayerSpeed, matmul_tflops, measure
+from streamshard.tools.speed import CollectiveSpeed, Layer, LayerSpeed, host_gb_s, link_gb_s, matmul_tflops, measure
 
 _UNIT_NUMELS = tuple(mib << 19 for mib in (1, 16, 128))  # elements of units of so many MiB in bf16
 _HIDDEN = 0.1  # communication hides if it makes compute longer by at most this share
@@ -120,13 +120,14 @@ def examine(build: Build | None, precision: Precision, batch: int | None, seq: i
 
 
 def check_machine(device: torch.device, local_size: int) -> Iterator[Finding]:
-    """Check this machine's devices, the speed of bf16 and fp32, and environment variables.
+    """Check this machine's devices, host memory, the speed of bf16 and fp32, and environment variables.
 
     Args:
         device: this rank's device.
         local_size: the number of ranks on this machine.
     """
     yield from _check_cpu(local_size) if device.type == "cpu" else _check_gpus(device)
+    yield from _check_host(device)
     bf16, fp32 = (matmul_tflops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     slow = 'precision="fp32" computes faster here' if bf16 < fp32 else ""
     yield Finding("note" if slow else "ok", f"matmul: bf16 {bf16:.2f} TFLOP/s, fp32 {fp32:.2f} TFLOP/s", slow)
@@ -157,6 +158,21 @@ def _check_cpu(local_size: int) -> Iterator[Finding]:
         level = "problem" if threads == "not set" and local_size > 1 else "note"
         advice = f"set it to {fair}: then {local_size} rank(s) use each core once"
         yield Finding(level, f"OMP_NUM_THREADS: {threads}", advice)
+
+
+def _check_host(device: torch.device) -> Iterator[Finding]:
+    """The speeds that ``offload`` needs."""
+    yield Finding("ok", f"host memory: {host_gb_s():.1f} GB/s")
+    if device.type == "cpu":
+        yield Finding("note", "there is no GPU, whose link to host memory would be measured")
+        return
+    try:
+        there, back, both = link_gb_s(device)
+    except HostMemoryError as error:
+        yield Finding("note", 'offload="state" cannot run', str(error))
+    else:
+        what = f"{there:.1f} GB/s to the GPU, {back:.1f} GB/s to host memory, {both:.1f} GB/s each way at once"
+        yield Finding("ok", f"link: {what}")
 
 
 def _size(n_bytes: int) -> str:

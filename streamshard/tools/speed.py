@@ -8,6 +8,7 @@ also slow each other: they share memory bandwidth and cores, and through shared 
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +26,13 @@ from streamshard.config import Precision
 from streamshard.device import has_streams, module_of
 from streamshard.errors import ConfigError
 from streamshard.nested import map_tensors, tensors_in
+from streamshard.pinned import PinnedMemory
 from streamshard.planning.layout import kind_of
 from streamshard.tools.activations import Build, cast_params, model_without_memory, run_tokens
 
 _SECONDS = 1.0  # for each measurement, if one repeat does not take longer
 _MOST_REPEATS = 30
+_COPIED_BYTES = 1 << 27  # more than the caches of a CPU
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,40 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     matrix = torch.randn(width, width, device=device).to(dtype)
     (ms,) = medians_ms(RankGroup(), device, lambda: matrix @ matrix)
     return float(2 * width**3 / ms / 1e9)
+
+
+def host_gb_s() -> float:
+    """1e9 bytes per second that torch's copies read and write in host memory, on all cores of this process."""
+    threads, source = torch.get_num_threads(), torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
+    to = source.clone()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        (ms,) = medians_ms(RankGroup(), source.device, lambda: to.copy_(source))
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * _COPIED_BYTES / ms / 1e6
+
+
+def link_gb_s(device: torch.device) -> list[float]:
+    """1e9 bytes per second between pinned host memory and `device`: to the device, to the host, each way at once.
+
+    Raises:
+        HostMemoryError: memory cannot be pinned.
+    """
+    module, memory = module_of(device), PinnedMemory(device)
+    on_host = [memory.allocate(_COPIED_BYTES, torch.uint8) for _ in range(2)]
+    on_device = [torch.zeros_like(buffer, device=device) for buffer in on_host]
+    ways = list(
+        zip((on_device[0], on_host[1]), (on_host[0], on_device[1]), map(module.Stream, [device] * 2), strict=True)
+    )
+
+    def copy(*directions: int) -> None:
+        for to, source, stream in (ways[direction] for direction in directions):
+            with module.stream(stream):
+                to.copy_(source, non_blocking=True)
+
+    times = medians_ms(RankGroup(), device, partial(copy, 0), partial(copy, 1), partial(copy, 0, 1))
+    return [_COPIED_BYTES / ms / 1e6 for ms in times]
 
 
 def medians_ms(ranks: RankGroup, device: torch.device, *parts: Callable[[], object]) -> list[float]:

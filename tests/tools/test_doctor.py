@@ -26,7 +26,7 @@ from streamshard.comm.gloo import Exchange
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Streams
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, HostMemoryError
 from streamshard.tools import doctor, speed
 from streamshard.tools.command import main
 from streamshard.tools.doctor import Report, advise, check_machine
@@ -35,7 +35,7 @@ from tests.launched import Launched
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.scenarios import over_sockets
-from tests.simulated import simulated_device
+from tests.simulated import is_inside, pinned_blocks, simulated_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -55,7 +55,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def played_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three GPUs, the third without P2P access. No matmul is measured."""
+    """Three GPUs, the third without P2P access. No speed is measured."""
     module = types.SimpleNamespace(
         device_count=lambda: 3,
         get_device_name=lambda index: "H100" if index < 2 else "A100",
@@ -63,6 +63,8 @@ def played_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(devices, "get_device_module", lambda kind: module)
     monkeypatch.setattr(doctor, "matmul_tflops", lambda device, dtype: 1.0)
+    monkeypatch.setattr(doctor, "host_gb_s", lambda: 150.0)
+    monkeypatch.setattr(doctor, "link_gb_s", lambda device: [55.0, 54.0, 48.0])
 
 
 def _found(device: torch.device = CPU, local_size: int = 1) -> list[str]:
@@ -127,11 +129,66 @@ def test_gpus_are_listed_with_what_slows_them_down() -> None:
     assert _found(GPU, 3) == [
         "ok       2 x H100, 1 x A100",
         "note     GPUs 0-2, 1-2 cannot access each other's memory (P2P): they communicate through the host",
+        "ok       host memory: 150.0 GB/s",
+        "ok       link: 55.0 GB/s to the GPU, 54.0 GB/s to host memory, 48.0 GB/s each way at once",
         "ok       matmul: bf16 1.00 TFLOP/s, fp32 1.00 TFLOP/s",
+    ]
+    assert _found(CPU)[-3:-1] == [
+        "ok       host memory: 150.0 GB/s",
+        "note     there is no GPU, whose link to host memory would be measured",
     ]
 
 
+@pytest.mark.usefixtures("played_machine")
+def test_memory_that_cannot_be_pinned_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> list[float]:
+        raise HostMemoryError("look at ulimit -l")
+
+    monkeypatch.setattr(doctor, "link_gb_s", fail)
+    assert 'note     offload="state" cannot run: look at ulimit -l' in _found(GPU)
+
+
 # -- measurements -----------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_is_read_and_written_on_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has the caller's threads again afterwards."""
+    monkeypatch.setattr(speed, "_COPIED_BYTES", 1 << 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    before, seen = torch.get_num_threads(), set[int]()
+
+    def medians(ranks: Any, device: torch.device, copy: Callable[[], object]) -> list[float]:
+        copy()
+        seen.add(torch.get_num_threads())
+        return [1.0]
+
+    monkeypatch.setattr(speed, "medians_ms", medians)
+    assert speed.host_gb_s() == 2 * (1 << 16) / 1e6
+    assert seen == {3} and torch.get_num_threads() == before
+
+
+def test_a_link_is_measured_alone_and_both_ways_with_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of both ways are on streams of their own."""
+    monkeypatch.setattr(speed, "_COPIED_BYTES", 1 << 16)
+    copies: list[list[tuple[object, bool]]] = []
+    with simulated_device() as device, pinned_blocks() as blocks:
+
+        def medians(ranks: Any, _: torch.device, *parts: Callable[[], object]) -> list[float]:
+            for part in parts:
+                copies.append([])
+                with mock.patch.object(torch.Tensor, "copy_", note):
+                    part()
+            return [1.0, 2.0, 4.0]
+
+        def note(to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+            assert non_blocking and is_inside(to, blocks) is not is_inside(source, blocks)
+            copies[-1].append((device.current_stream(CPU), is_inside(to, blocks)))
+
+        monkeypatch.setattr(speed, "medians_ms", medians)
+        assert speed.link_gb_s(CPU) == [(1 << 16) / ms / 1e6 for ms in (1.0, 2.0, 4.0)]
+    there, back, both = copies
+    assert both == [*there, *back] and [to_host for _, to_host in both] == [False, True]
+    assert len({device.compute, *(stream for stream, _ in both)}) == 3
 
 
 def _communicator(device: torch.device = CPU) -> Communicator:
@@ -168,8 +225,12 @@ def test_ranks_measure_on_gpus(context: RankContext) -> None:
     layer = Layer(_build(), torch.bfloat16, (2, 4), context.device)
     speeds, found = measure(ranks, [layer.size], layer, Precision())
     assert len(speeds) == 2 and found is not None and found.backward_beside_ms > 0
-    with mock.patch.object(doctor, "matmul_tflops", return_value=1.0):  # a played device takes seconds for one
-        assert context.device.type == "cpu" or _found(context.device)[0].startswith("ok       ")
+    with (
+        mock.patch.object(doctor, "matmul_tflops", return_value=1.0),  # a played device takes seconds for one
+        mock.patch.object(speed, "_COPIED_BYTES", 1 << 20),
+    ):
+        found = [] if context.device.type == "cpu" else _found(context.device)
+    assert not found or found[0].startswith("ok       ") and any(line.startswith("ok       link: ") for line in found)
 
 
 @on_ranks(2)
