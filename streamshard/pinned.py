@@ -45,8 +45,10 @@ class PinnedMemory:
         if self._device.type == "meta":  # a plan
             return torch.empty(numel, dtype=dtype, device=self._device)
         n_bytes = numel * dtype.itemsize
+        if n_bytes >= _BLOCK_BYTES // 8:  # else the rest of many blocks would be lost
+            return self._map(n_bytes).narrow(0, 0, n_bytes).view(dtype)
         if self._used + n_bytes > self._block.numel():
-            self._block, self._used = self._map(max(n_bytes, _BLOCK_BYTES)), 0
+            self._block, self._used = self._map(_BLOCK_BYTES), 0
         buffer = self._block.narrow(0, self._used, n_bytes)
         self._used += math.ceil(n_bytes / _ALIGNMENT) * _ALIGNMENT
         return buffer.view(dtype)

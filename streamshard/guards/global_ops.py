@@ -206,7 +206,7 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def _full_of(norm: PartialNorm) -> torch.Tensor:
     """The norm over all ranks, reduced once: later writes into it stay."""
     if norm._full is None:
-        norm._full = global_norm(norm.local, norm.order, norm.ranks)
+        norm._full = global_norm(norm.local, norm.order, norm.ranks).to(norm.device)
     return norm._full
 
 

@@ -147,6 +147,8 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
             return clipped
         for host in hosts:
             host.settle()
+        args = (*args[:1], *map_tensors(args[1:], _number_on_host))
+        kwargs = kwargs if "out" in kwargs else map_tensors(kwargs, _number_on_host)
     with AsTensors():
         if tensors[0].piece.is_whole and not (tensors[0].piece.is_on_host and answer in _ON_DEVICE):
             result = func(*args, **kwargs)
@@ -157,6 +159,11 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
             is_on_grad = is_alias and _life_under(result, args) is not None
             return _wrapped(result, tensors[0].piece, args) if is_on_grad else result
         return answer(func, tensors[0], full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
+
+
+def _number_on_host(value: torch.Tensor) -> torch.Tensor:
+    """Kernels of the CPU take no number of another device, as those of a device take the CPU's."""
+    return value if value.ndim or isinstance(value, ShardedTensor | PartialNorm) else value.cpu()
 
 
 def _clip_late(host: Any, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -284,7 +291,7 @@ def _total(local: torch.Tensor, tensor: ShardedTensor, dtype: torch.dtype | None
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     norm, rest = torch.linalg.vector_norm, args[1:]
     if tensor.piece.is_whole:
-        return [func([_on_device(each)], *rest, **kwargs)[0] for each in args[0]]
+        return [func([_on_device(each)], *rest, **kwargs)[0].to(each.device) for each in args[0]]
     return [
         _norm(norm, each, (each, *rest), kwargs) if isinstance(each, ShardedTensor) else norm(each, *rest, **kwargs)
         for each in args[0]
@@ -293,15 +300,15 @@ def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kw
 
 def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if tensor.piece.is_whole:
-        return func(*map_tensors(args, _on_device), **map_tensors(kwargs, _on_device))
+        return func(*map_tensors(args, _on_device), **map_tensors(kwargs, _on_device)).to(tensor.device)
     order, local, ranks = order_of(func, args, kwargs), _on_device(tensor), tensor.piece.ranks
     has_graph = local.requires_grad and torch.is_grad_enabled()
     if order is None or has_graph and math.isinf(order):
         _refuse(func, tensor)
     norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
     if not has_graph:
-        return PartialNorm.wrap(norm, order, ranks)
-    return global_norm(norm, order, ranks)
+        return PartialNorm.wrap(norm, order, ranks, tensor.device)
+    return global_norm(norm, order, ranks).to(tensor.device)
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
