@@ -426,3 +426,28 @@ def test_files_change_no_bit(context: RankContext, tmp_path: Path, name: str) ->
     """Written and read while a step is late."""
     write = _exported if name == "exported" else functools.partial(_saved, wait=name == "saved")
     compare(context, lambda run: write(run, tmp_path / str(len(run.settings))))
+
+
+def _scale_losses(run: Run) -> Any:
+    """One loss overflows: its step is left out, and the scale is halved."""
+    scaler = torch.amp.GradScaler(run.context.device.type, init_scale=1024.0, growth_interval=100)
+    for factor in (1.0, 2.0**120, 1.0):
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss() * factor).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    return [scaler.get_scale()]
+
+
+@pytest.mark.gpu
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scaler_steps_as_without_offload_on_a_gpu(context: RankContext, fused: bool) -> None:
+    """Its scale and its check are on the device, gradients are not."""
+    compare(context, _scale_losses, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
+
+
+@on_ranks(1, 2)
+def test_a_loss_scaler_steps_as_without_offload(context: RankContext) -> None:
+    """A scaler of the CPU, beside gradients there."""
+    compare(context, _scale_losses)
