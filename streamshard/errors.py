@@ -25,6 +25,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Sequence
 
 
 class StreamShardError(RuntimeError):
@@ -62,11 +63,25 @@ class HostMemoryError(StreamShardError, MemoryError):
 class CheckpointError(StreamShardError):
     """Files of a checkpoint, an export or a conversion that cannot be written or read.
 
-    The message is one line of printable characters: names come from files, and may hold terminal commands.
+    The message is one line of printable characters: names come from files, and may hold terminal commands. The lists
+    are complete and as in the files, while the message may show only some names. They are empty if something else is
+    wrong.
+
+    Attributes:
+        missing: names of tensors that the model wants and the files do not have.
+        unexpected: names of tensors that the files have and the model does not.
+        mismatched: names of tensors whose shape or kind differs, each with the difference.
     """
 
-    def __init__(self, *args: object) -> None:
+    def __init__(
+        self,
+        *args: object,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
+    ) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
+        self.missing, self.unexpected, self.mismatched = list(missing), list(unexpected), list(mismatched)
 
 
 class StateError(StreamShardError):

@@ -357,7 +357,7 @@ def _with_deepspeed(**arguments: Any) -> Any:
         ),
         (
             {"given": {"optimizer_cls_and_kwargs": (torch.optim.LBFGS, {})}},
-            "torch.optim.lbfgs.LBFGS was tried .*without a closure",
+            "torch.optim.lbfgs.LBFGS, tried .*without a closure",
         ),
         ({"arguments_class": _with_deepspeed}, "deepspeed='zero3.json' .* leave it out"),
         ({"save_on_each_node": True}, "storage that they share"),

@@ -193,7 +193,7 @@ def test_the_factor_is_one_for_all_ranks_and_for_all_gradients_of_a_step(context
         stack_step(model, Call(0, context.rank, 2, 1.0))
     hook.remove()
     with (
-        pytest.raises(ConfigError, match="divide_by_initial_world_size=False, and set_gradient_divide_factor"),
+        pytest.raises(ConfigError, match="divide_by_initial_world_size=False and set_gradient_divide_factor"),
         Join([model], repeat=print, divide_by_initial_world_size=False),
     ):
         stack_step(model, Call(0, context.rank, 2, 1.0))
