@@ -16,7 +16,7 @@ from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.core.engine import Engine
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
-from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.guards.global_ops import global_norm
 from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, exchange, grad_of, refuse_unreduced
 from streamshard.torch_private import is_traceable_wrapper_subclass
@@ -243,6 +243,8 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
 
 def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
     """See `StreamShard.clip_grad_norm_`; `params` are the model's."""
+    if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
+        raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
     order = float(norm_type)  # it may be the text "inf"
     engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")

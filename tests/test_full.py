@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamshard import LocalSGD, StreamShard, export_safetensors, full, load_safetensors
 from streamshard.core.engine import Engine
 from streamshard.core.params import Param
-from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.full import gather_full
 from streamshard.integrations import peft
 from streamshard.integrations.peft import save_on_first
@@ -208,3 +208,12 @@ def test_the_rank_that_cannot_keep_full_tensors_raises_on_all(context: RankConte
 
     save_on_first(model, tmp_path / "out", save)
     assert_same(torch.load(tmp_path / "out" / "weights"), model.full_state_dict(rank0_only=False), "full", EXACT)
+
+
+@on_ranks(1, 2)
+def test_a_largest_norm_that_is_no_number_is_refused(context: RankContext) -> None:
+    """Gradients would point away from the minimum, or become nan."""
+    model = StreamShard(Stack(), precision=FP32)
+    for wrong in (-1.0, float("nan"), "1"):
+        with pytest.raises(ConfigError, match="max_norm=.*wanted a number of at least 0"):
+            model.clip_grad_norm_(wrong)  # type: ignore[arg-type]
