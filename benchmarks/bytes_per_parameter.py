@@ -1,6 +1,6 @@
 """Bytes per parameter at every setting of the dial, formula and count side by side, for 1 to 4 ranks on the CPU.
 
-    python benchmarks/bytes_per_parameter.py            # prints the table of docs/guide/dial.md
+    python benchmarks/bytes_per_parameter.py            # prints a table: docs/guide/dial.md has its formulas
     python benchmarks/bytes_per_parameter.py --output FILE
 
 Counted are the live tensors of the engine and of AdamW after two steps, less flags (N + 1 bytes a parameter tensor).
