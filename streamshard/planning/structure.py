@@ -35,19 +35,20 @@ def leave_meta_device() -> AbstractContextManager[object]:
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
     """All modules with their names, in the order of ``nn.Module.named_modules``, which a model may redefine."""
     found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
+    _add_modules(found, set() if remove_duplicate else None, "", root)
+    return found
 
-    def walk(prefix: str, module: nn.Module) -> None:
-        if remove_duplicate and id(module) in seen:
+
+def _add_modules(found: list[tuple[str, nn.Module]], seen: set[int] | None, prefix: str, module: nn.Module) -> None:
+    # No function inside `modules_of`: that would be in a cycle, and keep the modules in `found` alive.
+    if seen is not None:
+        if id(module) in seen:
             return
         seen.add(id(module))
-        found.append((prefix, module))
-        for key, child in module._modules.items():
-            if child is not None:
-                walk(join_names(prefix, key), child)
-
-    walk("", root)
-    return found
+    found.append((prefix, module))
+    for key, child in module._modules.items():
+        if child is not None:
+            _add_modules(found, seen, join_names(prefix, key), child)
 
 
 def params_of(root: nn.Module) -> dict[str, nn.Parameter]:
@@ -124,10 +125,10 @@ def _problem_with(param: nn.Parameter) -> str | None:
     form = form_of(param)
     if (problem := form.problem_with(param)) is not None:
         return problem
-    if param.layout is not torch.strided or not form.is_packed and type(param) is not nn.Parameter:
+    if param.layout is not torch.strided or not form.is_packed and not form.inner and type(param) is not nn.Parameter:
         return (
             f"is a {type(param).__name__} ({param.layout}), wanted a dense torch.nn.Parameter: shard the model as it "
-            "was built, without fully_shard, tensor parallelism, quantization or enable_fsdp_float8_all_gather before"
+            "was built, without fully_shard, quantization or enable_fsdp_float8_all_gather before"
         )
     if not form.is_packed and param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"is {param.dtype}: main weights are fp32, so only fp32, bf16 and fp16 parameters can be sharded"

@@ -183,7 +183,9 @@ def test_a_graph_is_freed_with_the_last_reference_to_it(context: RankContext, se
 @on_ranks()
 @each_setting
 def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, settings: str) -> None:
-    """At once, as a plain module: its buffers are most of a device's memory."""
+    """At once, as a plain module, without help of the garbage collector: its buffers are most of a device's memory."""
+    gc.collect()
+    gc.disable()
     model: Any = StreamShard(RoutedStack(), precision=FP32, **SETTINGS[settings])
     optimizer = sgd(model)
     for number in range(2):
@@ -197,8 +199,6 @@ def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, se
     buffers = (*(buffer for _, buffer in engine.ledger.buffers), *(p.unsharded for u in engine.units for p in u.params))
     alive = [weakref.ref(each) for each in (*parts, *buffers)]
     del parts, buffers
-    gc.collect()
-    gc.disable()
     try:
         del model, optimizer, engine
         assert [ref() for ref in alive if ref() is not None] == []
