@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import Groups, groups_of, resolve_group
+from streamshard.comm.groups import Groups, groups_across, groups_of, resolve_group
 from streamshard.comm.ranks import refuse_together
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Settings, parse_bytes, parse_precision, refuse_unknown
@@ -31,7 +32,7 @@ from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import has_streams, module_of, training_device, warn_if_untested
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is_of_this_rank
-from streamshard.forms import form_of
+from streamshard.forms import DTensorForm, form_of, lower
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
 from streamshard.planning.layout import UnitLayout, plan_units
@@ -93,6 +94,8 @@ def accept_model(
     """
     refuse_transforms()  # before meeting other ranks: a transform also wraps the tensors of collectives
     who = None if mesh is None else groups_of(mesh)
+    if (across := _mesh_of_dtensors(module)) is not None:
+        who = groups_across(who, across)
     try:
         checked = check_model(module, units, resident, given)
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
@@ -110,6 +113,7 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     try:
         _check_ranks_agree(ranks, module, checked)
         empty = _agree_on_empty(ranks, checked.on_meta)
+        checked = _lower(module, checked)
         for each in module.parameters():
             form_of(each).move(each, ranks.streams.device)
         engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty))
@@ -185,7 +189,7 @@ def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> T
                 if layout.name not in empty:
                     full = room[: param.nbytes].view(param.dtype) if param.is_meta else param.to(room.device)
                     full = full.contiguous().view(-1)
-                    ranks.broadcast(full)
+                    ranks.broadcast(full, is_part=bool(form_of(found.param).box))
                 flat_param.add(layout, found.names[1:], found.param, full)
         if ranks.streams.module is not None:  # give the memory of the full parameters back to the device
             ranks.streams.module.empty_cache()
@@ -235,6 +239,11 @@ def _check_module(module: nn.Module) -> None:
                 f"{name!r} is a {type(child).__name__}, which reduces gradients too: leave it out, and shard the model "
                 "that it was given"
             )
+        if any(kind.__name__ == "FSDPModule" for kind in type(child).__mro__):
+            raise ShardingError(
+                f"{name!r} was given to fully_shard, whose parameters are DTensors on its own mesh: leave fully_shard "
+                "out, and shard the model as it was built"
+            )
         if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
             raise ShardingError(
                 f"{name!r} is TorchScript, which keeps its parameters where they cannot be exchanged: shard the module "
@@ -256,7 +265,7 @@ def _connect(who: Groups | None, device: torch.device, *, has_host: bool) -> tup
         who = groups_of(resolve_group(device))
     refuse_together(who.all_ranks, _problem_of_host(who, device) if has_host else None)
     streams = Streams(device, has_host=has_host)
-    ranks = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
+    ranks = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica, who.tensor_parallel)
     if who.replicate is None:
         return ranks, None
     return ranks, Replicas(Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
@@ -309,6 +318,35 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str]) -> set[str]:
             "for all: let rank 0 have the values, or none"
         )
     return firsts
+
+
+def _mesh_of_dtensors(module: object) -> DeviceMesh | None:
+    """The mesh of the DTensors among the parameters; None: there are none."""
+    params = params_of(module) if isinstance(module, nn.Module) else {}
+    forms = {name: form_of(param) for name, param in params.items() if not is_lazy(param)}
+    found = {name: form for name, form in forms.items() if isinstance(form, DTensorForm)}
+    for name, form in found.items():
+        first, mesh = next(iter(found)), form.mesh
+        if mesh.ndim > 1:
+            raise ShardingError(f"{name!r} is a DTensor on a mesh of axes {mesh.mesh_dim_names}: wanted one axis")
+        if mesh != found[first].mesh:
+            raise ShardingError(f"{first!r} and {name!r} are DTensors on different meshes: wanted one mesh")
+    return next((form.mesh for form in found.values()), None)
+
+
+def _lower(module: nn.Module, checked: Checked) -> Checked:
+    """Put plain Parameters in the place of DTensors. See `streamshard.forms.lower`."""
+    lowered = {param: lower(name, param) for name, param in params_of(module).items()}
+    for owner in modules_inside(module):
+        for key, param in owner._parameters.items():
+            if param is not None and lowered[param] is not param:
+                owner._parameters[key] = lowered[param]
+    found = []
+    for unit in checked.found:
+        params = tuple(each._replace(param=lowered[each.param]) for each in unit.params)
+        found.append(unit._replace(params=params))
+    in_fp32 = checked.in_fp32._replace(params=frozenset(map(lowered.__getitem__, checked.in_fp32.params)))
+    return checked._replace(found=found, in_fp32=in_fp32)
 
 
 # -- plan and allocate --------------------------------------------------------------------------------------------

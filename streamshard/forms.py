@@ -1,7 +1,8 @@
-"""Forms: parameters whose memory does not hold numbers of their dtype. StreamShard moves their bytes as they are.
+"""Forms: parameters that are not plain tensors. StreamShard moves their memory as it is.
 
-A `Form` is what a parameter is to its module. Planning, slots, transports and checkpoints see the parameter's plain
-memory. Every parameter has a form; a plain one has `PlainForm`, so that no code asks whether there is one.
+A `Form` is what a parameter is to its module: packed bytes, or this rank's part of a DTensor. Planning, slots,
+transports and checkpoints see the parameter's plain memory. Every parameter has a form; a plain one has `PlainForm`, so
+that no code asks whether there is one.
 
 bitsandbytes and torchao are not imported here: their parameters tell what they are.
 """
@@ -15,6 +16,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+Box = tuple[tuple[int, int], ...]
+"""For each dim, start and length of a part of a tensor."""
+
 
 class Form:
     """What a parameter is to its module.
@@ -22,10 +26,14 @@ class Form:
     Attributes:
         is_packed: the bytes are never cast, have no gradient, and never train.
         part: the parameter's attribute that is its memory; empty: the parameter itself is.
+        inner: the same of the unsharded parameter.
+        box: for each dim the start and the length of the part that this rank's memory is, of a larger tensor that
+            other ranks have parts of; empty: the memory is the whole parameter.
     """
 
     is_packed = False
-    part = ""
+    part = inner = ""
+    box: Box = ()
 
     def problem_with(self, param: nn.Parameter) -> str | None:
         """Why `param` cannot be sharded, in words that follow its name; None: it can."""
@@ -39,8 +47,24 @@ class Form:
         """The plain tensor that ranks cut, before and after sharding."""
         return param
 
+    def shape(self, param: torch.Tensor) -> tuple[int, ...]:
+        """The shape of the whole parameter, in elements of its memory."""
+        return tuple(self.memory(param).shape)
+
     def around(self, memory: torch.Tensor) -> torch.Tensor:
-        """What the module computes with, in `memory`, the whole parameter's. No copy."""
+        """The whole parameter in `memory`, [whole shape]. No copy."""
+        return memory
+
+    def unsharded(self, memory: torch.Tensor) -> torch.Tensor:
+        """What the module computes with, in `memory`, this rank's part of the whole parameter. No copy."""
+        return self.around(memory)
+
+    def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of this rank's memory, of the gradient that autograd has made."""
+        return grad
+
+    def whole(self, memory: torch.Tensor) -> torch.Tensor:
+        """[whole shape]: the parts of all ranks of which `memory` is one. Collective, if there is a `box`."""
         return memory
 
     def beside(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -131,7 +155,7 @@ class TorchaoForm(IntegerForm):
         names, self._context = param.__tensor_flatten__()
         self._parts: dict[str, torch.Tensor] = {name: getattr(param, name) for name in names}
         self._kind, self._size, self._stride, self._dtype = type(param), param.shape, param.stride(), param.dtype
-        self.part = max(names, key=lambda name: self._parts[name].nbytes)
+        self.part = self.inner = max(names, key=lambda name: self._parts[name].nbytes)
         are_plain = all(type(each) is torch.Tensor and each.is_contiguous() for each in self._parts.values())
         self.can_be_cut = are_plain and self.part in vars(param)
         self._part_dtype = self._parts.pop(self.part).dtype
@@ -168,12 +192,110 @@ class TorchaoForm(IntegerForm):
             setattr(param, name, tensor.to(device))
 
 
+class DTensorForm(PlainForm):
+    """A DTensor: this rank's part of a parameter that tensor parallelism has cut, or a copy of it.
+
+    Args:
+        param: not sharded yet, on a mesh with one axis.
+    """
+
+    inner = "_local_tensor"
+
+    def __init__(self, param: Any) -> None:
+        self.kind, self.mesh, self.placements = type(param), param.device_mesh, param.placements
+        self._shape, self._stride = param.shape, param.stride()
+        self.cut_along = next((place.dim for place in self.placements if type(place).__name__ == "Shard"), None)
+        if self.cut_along is not None and self.mesh.ndim == 1:
+            size, ranks = self._shape[self.cut_along], self.mesh.size()
+            step = -(-size // ranks)  # as torch.chunk
+            start = min(self.mesh.get_local_rank() * step, size)
+            box = [(0, length) for length in self._shape]
+            box[self.cut_along] = start, min(step, size - start)
+            self.box = tuple(box)
+
+    def problem_with(self, param: Any) -> str | None:
+        """See `Form`."""
+        shape = tuple(length for _, length in self.box) or tuple(self._shape)
+        is_known = type(self.placements[0]).__name__ in ("Shard", "Replicate")
+        if not is_known or tuple(param.to_local().shape) != shape:
+            return f"is a DTensor with {self.placements[0]}: wanted Shard or Replicate"
+        return None
+
+    def shape(self, param: torch.Tensor) -> tuple[int, ...]:
+        """See `Form`."""
+        return tuple(self._shape)
+
+    def memory(self, param: Any) -> torch.Tensor:
+        """See `Form`."""
+        return cast(torch.Tensor, param.to_local()) if isinstance(param, self.kind) else param
+
+    def unsharded(self, memory: torch.Tensor) -> torch.Tensor:
+        """See `Form`."""
+        given = {"run_check": False, "shape": self._shape, "stride": self._stride}
+        with torch.no_grad():
+            whole: Any = self.kind.from_local(memory, self.mesh, self.placements, **given)
+        whole._is_param = True  # for isinstance(whole, nn.Parameter)
+        return cast(torch.Tensor, whole.requires_grad_())
+
+    def local_grad(self, grad: Any) -> torch.Tensor:
+        """See `Form`. Collective if the gradient is a sum over ranks, as of a norm in sequence parallelism."""
+        if grad.placements != self.placements:
+            grad = grad.redistribute(placements=self.placements)
+        return cast(torch.Tensor, grad.to_local())
+
+    def whole(self, memory: torch.Tensor) -> torch.Tensor:
+        """See `Form`."""
+        if not self.box:
+            return memory
+        with torch.no_grad():
+            return cast(torch.Tensor, self.unsharded(memory.detach()).full_tensor())  # type: ignore[attr-defined]
+
+    def facts(self, param: torch.Tensor) -> str:
+        """See `Form`."""
+        return f"{self.placements[0]} over {self.mesh.size()} ranks"
+
+
+_FORM = "dtensor_form"  # the attribute of a parameter that was a DTensor
+_LOWERED = "streamshard_name"  # the attribute of a DTensor in whose place a model has a plain Parameter now
+
+
+def lower(name: str, param: nn.Parameter) -> nn.Parameter:
+    """A plain Parameter in the place of the DTensor `param`: this rank's part. Any other parameter is returned itself.
+
+    A DTensor cannot become a ``ShardedParameter``: its class has another layout in memory.
+    """
+    form = form_of(param)
+    if not isinstance(form, DTensorForm):
+        return param
+    plain = nn.Parameter(form.memory(param.detach()), param.requires_grad)
+    plain.__dict__.update({**vars(param), _FORM: form})
+    plain.__dict__.pop("_is_param")
+    setattr(param, _LOWERED, name)
+    return plain
+
+
+def name_if_lowered(param: torch.Tensor) -> str | None:
+    """The name of a DTensor in whose place a model has a plain Parameter now; None: it is another tensor."""
+    return vars(param).get(_LOWERED)
+
+
 _PLAIN, _INTEGERS, _FOUR_BIT = PlainForm(), IntegerForm(), FourBitForm()
 _TORCHAO = "torchao.quantization", "torchao.dtypes"  # the modules of quantized tensors; others cast in each forward
 
 
+def take_form(param: torch.Tensor) -> Form:
+    """The form of a parameter that is about to be sharded. Afterwards the parameter does not know it."""
+    form = form_of(param)
+    vars(param).pop(_FORM, None)
+    return form
+
+
 def form_of(param: torch.Tensor) -> Form:
-    """The form of a parameter, before it is sharded."""
+    """The form of a parameter. Of packed ones only before it is sharded."""
+    if (known := vars(param).get(_FORM)) is not None:
+        return cast(Form, known)
+    if hasattr(param, "placements") and hasattr(param, "device_mesh"):
+        return DTensorForm(param)
     if any(kind.__name__ == "Params4bit" for kind in type(param).__mro__):
         return _FOUR_BIT
     is_torchao = type(param).__module__.startswith(_TORCHAO) and hasattr(param, "__tensor_flatten__")

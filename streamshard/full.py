@@ -19,6 +19,7 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.guards.global_ops import global_norm
 from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, exchange, grad_of, refuse_unreduced
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _Take = Callable[[Param, torch.Tensor], torch.Tensor]
@@ -77,7 +78,7 @@ def gather_whole(unit: Unit, pieces: Sequence[torch.Tensor | None]) -> list[torc
         if not flat_param.layout.is_whole:
             full = torch.empty(flat_param.layout.padded_numel, dtype=flat.dtype, device=flat.device)
             unit.ranks.gather_now(flat, full, flat_param.tag)
-        wholes += [flat_param.part_of(full, param.layout) for param in flat_param.params]
+        wholes += [param.form.whole(flat_param.part_of(full, param.layout)) for param in flat_param.params]
     return wholes
 
 
@@ -137,7 +138,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         raise_if(failure)
         with torch.no_grad():
             for shard, tensor in edited.items():
-                local = tensor.reshape(-1)[shard.local.start : shard.local.stop]
+                local = shard.piece.cut(tensor).view(-1)
                 data_of(shard.form.memory(shard.param)).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
@@ -169,7 +170,7 @@ def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int
         if shard.param.grad is not None:
             raise ShardingError(f"{what} a gradient inside summon_full_params(): compute the loss outside")
         if shape != tensor.shape:
-            raise ShardingError(f"{what} other data inside summon_full_params(): {shape}, wanted {shard.layout.shape}")
+            raise ShardingError(f"{what} other data inside summon_full_params(): {shape}, wanted {shard.piece.shape}")
     edited = {shard: memory[shard].detach().to(tensor) for shard, tensor in full.items()}
     if before is None:
         return edited
@@ -251,8 +252,8 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
     host = engine.host
     norms: Sequence[torch.Tensor] = [torch.zeros((), device=engine.streams.device)]
-    if filled:
-        norms = torch._foreach_norm([*map(grad_of, filled)], order) if host is None else host.norms(filled, order)
+    if counted := [param for param in filled if (piece := piece_of(param)) is None or piece.counts]:
+        norms = torch._foreach_norm([*map(grad_of, counted)], order) if host is None else host.norms(counted, order)
     total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if filled and host is not None:

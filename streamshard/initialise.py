@@ -86,9 +86,9 @@ def _draw(engine: Engine, model: nn.Module, init: Init | None, shards: Sequence[
     for shard in shards:
         tensor = drawn.pop(shard.name, None)
         if tensor is None:
-            tensor = torch.empty(shard.layout.numel, dtype=shard.dtype, device=engine.streams.device)
+            tensor = torch.empty(shard.piece.shape, dtype=shard.dtype, device=engine.streams.device)
         ranks.broadcast(tensor)
-        shard.main.copy_(tensor[shard.local.start : shard.local.stop])
+        shard.main.copy_(shard.piece.cut(tensor).view(-1))
     engine.fill([shard.name for shard in shards])
 
 
@@ -105,14 +105,14 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
         seed: the seed of all random numbers in this run.
 
     Returns:
-        By name, the full parameters: [numel] in their dtype before sharding, on the device.
+        By name, the full parameters in their dtype before sharding, on the device.
     """
     device = engine.streams.device
     shards = [shard for shard in engine.param_shards if shard.name in empty]
     unsharded = {}
     for shard in engine.param_shards:
         where = device if shard.name in empty else "meta"
-        unsharded[shard] = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=where)
+        unsharded[shard] = torch.full(shard.piece.shape, math.nan, dtype=shard.dtype, device=where)
     with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), under_params(engine, unsharded) as full:
         try:
             if init is not None:
@@ -128,9 +128,9 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
             ) from error
     engine.check_structure()
     drawn = {shard: full[shard] for shard in shards}
-    left = [each.name for each, new in drawn.items() if bool(new.isnan().any()) or new.shape != each.layout.shape]
+    left = [each.name for each, new in drawn.items() if bool(new.isnan().any()) or new.shape != each.piece.shape]
     _refuse_left(left, model, "parameter")
-    return {shard.name: tensor.detach().to(device, shard.dtype).reshape(-1) for shard, tensor in drawn.items()}
+    return {shard.name: tensor.detach().to(device, shard.dtype).contiguous() for shard, tensor in drawn.items()}
 
 
 def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: bool) -> None:

@@ -119,7 +119,7 @@ _ASIDE = "with module.stream(module.Stream()):"
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/block_state": [
         ("span_of", Swap("for each in (start, stop, last)", "for each in (0, stop - start, last)"), "block_state"),
-        ("span_of", Drop("if any(shard.piece.range_of"), "block_state"),
+        ("span_of", Drop("if any(piece.range_of"), "block_state"),
     ],
     "checkpoint/directory": [
         ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
@@ -317,7 +317,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),
-        ("classes_of", Drop("entries[part] = property"), "packed"),
+        ("classes_of", Drop("entries[inner] = property"), "packed"),
     ],
     "../tests/adversary": [
         ("delay", Drop("sleep(_DELAY_CYCLES)"), "adversary"),

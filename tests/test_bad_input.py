@@ -65,7 +65,7 @@ BAD_MODELS: dict[str, tuple[Callable[[int], Any], str]] = {
     "inside DDP": (lambda size: DistributedDataParallel(TinyLM()), "DistributedDataParallel.*leave it out"),
     "FSDP2": (
         lambda size: fully_shard(TinyLM(), mesh=init_device_mesh("cpu", (size,))),
-        "is a DTensor .*without fully_shard",
+        "was given to fully_shard, .*leave fully_shard out",
     ),
 }
 

@@ -21,10 +21,12 @@ import torch
 from streamshard.core.optimizer_hooks import BLOCK_NUMEL
 from streamshard.core.params import Param
 from streamshard.errors import ShardingError
+from streamshard.forms import Box
 
 _CLASSES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
 _PART = re.compile(rf"(?:.*\.)?(?:(?:{'|'.join(_CLASSES)})\.\w+|absmax[12]|qmap[12])")
 _ATTRIBUTES = "attributes"
+_NO_BLOCKS = "take an optimizer with a number for each element, such as torch.optim.AdamW"
 
 
 def is_part(name: str) -> bool:
@@ -67,32 +69,37 @@ class Span(NamedTuple):
         shape: of the full tensor.
         start: first element.
         local_shape: of this rank's elements.
+        box: see `PieceRecord`.
     """
 
     shape: tuple[int, ...]
     start: int
     local_shape: tuple[int, ...]
+    box: Box = ()
 
 
-def span_of(name: str, shard: Param, numel: int, shape: tuple[int, ...]) -> Span:
+def span_of(name: str, shard: Param, shape: tuple[int, ...], *, is_local: bool = False) -> Span:
     """This rank's part of a tensor of state, which has a number for each element or for each block.
 
     Args:
         name: of the tensor.
         shard: the parameter.
-        numel: elements of the parameter, all or this rank's.
-        shape: of the tensor for these elements.
+        shape: of the tensor for all elements of the parameter, or with `is_local` for this rank's.
 
     Raises:
         ShardingError: on all ranks alike; a block is cut between ranks.
     """
-    start, stop, last = shard.local.start, shard.local.stop, shard.layout.numel
+    piece = shard.piece
+    start, stop, last = piece.start, piece.stop, math.prod(piece.shape)
+    numel = stop - start if is_local else last
     if is_part(name) and name.rpartition(".")[2].startswith("qmap"):
         return Span(shape, 0, shape)
     block = 1 << (-(-numel // math.prod(shape)) - 1).bit_length() if is_part(name) else 1
     if block == 1:
-        return Span(shard.layout.shape, start, shard.piece.local_shape)
-    if any(shard.piece.range_of(rank).start % block for rank in range(shard.piece.ranks.world_size)):
+        return Span(piece.shape, start, piece.local_shape, piece.box)
+    if piece.box:
+        raise ShardingError(f"{name!r} has blocks of {block} elements, and {shard.name!r} is a DTensor: {_NO_BLOCKS}")
+    if any(piece.range_of(rank).start % block for rank in range(piece.ranks.world_size)):
         advice = f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
         raise ShardingError(f"{name!r} has blocks of {block} elements, and {shard.name!r} is cut inside one: {advice}")
     start, stop, last = (-(-each // block) for each in (start, stop, last))

@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
+from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, contiguous_runs, meet_runs, runs_in
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
+from streamshard.core.params import Param
 from streamshard.errors import CheckpointError
+from streamshard.forms import Box
 from streamshard.planning.structure import join_names
 from streamshard.torch_private import TorchDispatchMode
 
@@ -107,7 +109,7 @@ class Rearrangement(TorchDispatchMode):
 
     def _of_view(self, name: str, view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[str, int, int]]:
         """Elements [start, start + numel) of `view` in row-major order, as (source, source start, numel)."""
-        for offset, length in _contiguous_runs(view, start, numel):
+        for offset, length in contiguous_runs(view, start, numel):
             yield from self._of_storage(name, _storage(view), offset, length)
 
     def _of_storage(self, name: str, storage: int, offset: int, numel: int) -> Iterator[tuple[str, int, int]]:
@@ -131,37 +133,30 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # the data pointer of all meta storages is 0
 
 
-def _contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
-    """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
-    dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
-    block, end = 1, start + numel  # each `block` elements in row-major order are neighbours in storage
-    while dims and dims[-1][1] == block:
-        block *= dims.pop()[0]
-    while start < end:
-        row, within = divmod(start, block)
-        position = int(view.storage_offset()) + within
-        for size, stride in reversed(dims):
-            row, along = divmod(row, size)
-            position += along * stride
-        length = min(block - within, end - start)
-        yield position, length
-        start += length
-
-
 class TensorPiece(NamedTuple):
-    """A rank's part of a tensor: elements [start, start + data.numel()) of the flattened tensor.
+    """A rank's part of a tensor: elements [start, start + data.numel()) of the flattened tensor, or of its `box`.
 
     Attributes:
         name: of the tensor, the same on all ranks.
         shape: of the full tensor.
         start: first element.
         data: [n] 1-D contiguous, any device.
+        box: see `PieceRecord`.
+        is_copy: a rank with another part of the DTensors has the same piece, and saves it.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     data: torch.Tensor
+    box: Box = ()
+    is_copy: bool = False
+
+    @classmethod
+    def of(cls, param: Param) -> TensorPiece:
+        """This rank's piece of `param`: its own memory."""
+        piece = param.piece
+        return cls(param.name, piece.shape, piece.start, param.main, piece.box, not piece.counts)
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> TensorPiece:
@@ -176,8 +171,12 @@ class TensorPiece(NamedTuple):
     def record(self, rank: int) -> TensorRecord:
         """Describes the piece of `rank` to other ranks."""
         stop = self.start + self.data.numel()
-        pieces = (PieceRecord(rank, self.start, stop),) if self.start < stop else ()
+        pieces = (PieceRecord(rank, self.start, stop, self.box),) if self.start < stop else ()
         return TensorRecord(self.shape, self.data.dtype, pieces)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The ranges of the flattened tensor that the piece has, in order: (first element, number)."""
+        return runs_in(self.shape, self.box, self.start, self.data.numel())
 
 
 class Difference(NamedTuple):
@@ -309,8 +308,7 @@ def local_pieces(model: nn.Module, engine: Engine, *, buffers: bool) -> dict[str
     Raises:
         CheckpointError: a buffer has no values.
     """
-    shards = engine.param_shards
-    pieces = {each.name: TensorPiece(each.name, each.layout.shape, each.local.start, each.main) for each in shards}
+    pieces = {each.name: TensorPiece.of(each) for each in engine.param_shards}
     for name, source in saved_names(model, engine).items() if buffers else ():
         if source not in pieces:
             buffer = model.get_buffer(name)
@@ -331,10 +329,8 @@ def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator
     """The parts of a tensor made of `runs` that `pieces` have: for each, its first element in the tensor, and data."""
     for run in (run for run in runs if run.source in pieces):
         piece = pieces[run.source]
-        first = max(run.source_start, piece.start)
-        last = min(run.source_start + run.numel, piece.start + piece.data.numel())
-        if first < last:
-            yield first + run.start - run.source_start, piece.data[first - piece.start : last - piece.start]
+        for place, along, numel in meet_runs(piece.runs(), [(run.source_start, run.numel)]):
+            yield run.start + along, piece.data[place : place + numel]
 
 
 def _whole_tensors(
@@ -342,7 +338,7 @@ def _whole_tensors(
 ) -> dict[str, torch.Tensor]:
     """Full meta tensors for `names`, in their order; floating-point tensors are in `dtype`, unless it is None."""
     found = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    found.update((shard.name, (shard.layout.shape, shard.dtype)) for shard in engine.param_shards)
+    found.update((shard.name, (shard.piece.shape, shard.dtype)) for shard in engine.param_shards)
     tensors = {}
     for name, source in names.items():
         shape, own = found[source]

@@ -16,8 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +35,10 @@ from streamshard.checkpoint.safetensors_file import (
     verify_files,
 )
 from streamshard.errors import CheckpointError
+from streamshard.forms import Box
 
 MANIFEST_NAME = "checkpoint.json"
-FORMAT = 7
+FORMAT = 8
 MAX_GENERATION = 1 << 40
 """No run saves as often. A larger generation is damage: no later checkpoint could be newer."""
 
@@ -49,17 +50,19 @@ Found = tuple[torch.Tensor, int, torch.Tensor]
 
 
 class PieceRecord(NamedTuple):
-    """Elements [start, stop) of a flattened tensor. The file has them as a 1-D tensor of the same name.
+    """Elements [start, stop) of a flattened tensor, or of a flattened box in it. The file has them as a 1-D tensor.
 
     Attributes:
         file: the file's place in the manifest's list of files.
         start: first element.
         stop: one behind the last element.
+        box: for each dim, start and length; empty: the whole tensor. Tensor parallelism cuts tensors into boxes.
     """
 
     file: int
     start: int
     stop: int
+    box: Box = ()
 
 
 class TensorRecord(NamedTuple):
@@ -68,7 +71,7 @@ class TensorRecord(NamedTuple):
     Attributes:
         shape: of the full tensor.
         dtype: of the tensor.
-        pieces: in the order of their elements.
+        pieces: in the order of their boxes, and of their elements.
     """
 
     shape: tuple[int, ...]
@@ -82,14 +85,79 @@ class TensorRecord(NamedTuple):
             CheckpointError: pieces leave gaps, overlap, or lie outside of the shape; or a number is no size.
             TypeError: starts are not numbers.
         """
-        pieces = tuple(sorted(self.pieces, key=lambda piece: piece[1:]))
-        edges = [0, *chain(*(piece[1:] for piece in pieces)), math.prod(self.shape)]
-        numbers = (*self.shape, *edges, *(piece.file for piece in pieces))
+        pieces = tuple(sorted(self.pieces, key=lambda piece: (piece.box, piece.start, piece.stop)))
+        boxes: dict[Box, list[tuple[int, int]]] = {} if pieces else {(): []}
+        for piece in pieces:
+            boxes.setdefault(piece.box, []).append((piece.start, piece.stop))
+        numbers = (*self.shape, *chain(*(piece[:3] for piece in pieces)), *chain(*chain(*boxes)))
         are_sizes = all(type(each) is int and each >= 0 for each in numbers)
-        if not are_sizes or edges[::2] != edges[1::2] or edges != sorted(edges):
-            have = ", ".join(f"{each.start}:{each.stop} of {self.shape} in file {each.file}" for each in pieces)
+        if (
+            not are_sizes
+            or not self._is_tiled(boxes)
+            or not all(map(_is_filled, map(self._numel, boxes), boxes.values()))
+        ):
+            places = ((each, f"{list(each.box)} of " * bool(each.box)) for each in pieces)
+            have = ", ".join(f"{each.start}:{each.stop} of {of}{self.shape} in file {each.file}" for each, of in places)
             raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have or 'none':.300}")
         return self._replace(pieces=pieces)
+
+    def _numel(self, box: Box) -> int:
+        return math.prod([length for _, length in box] if box else self.shape)
+
+    def _is_tiled(self, boxes: Collection[Box]) -> bool:
+        """Whether `boxes` have each element of the tensor once."""
+        if () in boxes:
+            return len(boxes) == 1
+        fit = all(len(box) == len(self.shape) and _is_inside(box, self.shape) for box in boxes)
+        return (
+            fit and sum(map(self._numel, boxes)) == self._numel(()) and not any(starmap(_meet, combinations(boxes, 2)))
+        )
+
+
+def _is_filled(numel: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether `ranges`, in order, have each of `numel` elements once."""
+    edges = [0, *chain(*ranges), numel]
+    return edges[::2] == edges[1::2] and edges == sorted(edges)
+
+
+def _is_inside(box: Box, shape: Sequence[int]) -> bool:
+    return all(start + length <= size for (start, length), size in zip(box, shape, strict=True))
+
+
+def _meet(one: Box, other: Box) -> bool:
+    """Whether two boxes have elements in common."""
+    pairs = zip(one, other, strict=True)
+    return all(max(a, b) < min(a + length, b + size) for (a, length), (b, size) in pairs)
+
+
+def runs_in(shape: Sequence[int], box: Box, start: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Elements [start, start + numel) of a flattened `box`, as ranges of the whole tensor: (first element, number)."""
+    if not box:
+        yield start, numel
+        return
+    yield from contiguous_runs(torch.empty(shape, device="meta")[slices_of(box)], start, numel)
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """The index of `box` in a tensor; of an empty box, the index of the whole tensor."""
+    return tuple(slice(start, start + length) for start, length in box)
+
+
+def contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
+    dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
+    block, end = 1, start + numel  # each `block` elements in row-major order are neighbours in storage
+    while dims and dims[-1][1] == block:
+        block *= dims.pop()[0]
+    while start < end:
+        row, within = divmod(start, block)
+        position = int(view.storage_offset()) + within
+        for size, stride in reversed(dims):
+            row, along = divmod(row, size)
+            position += along * stride
+        length = min(block - within, end - start)
+        yield position, length
+        start += length
 
 
 def join_records(by_rank: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
@@ -181,7 +249,7 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
         raise CheckpointError("it lists a file twice")
     found = {}
     for name, told in tensors.items():
-        pieces = tuple(PieceRecord(*piece) for piece in told["pieces"])
+        pieces = tuple(_piece_of(*piece) for piece in told["pieces"])
         found[name] = TensorRecord(tuple(told["shape"]), dtype_named(told["dtype"]), pieces).ordered(name)
     manifest = Manifest(files=records, tensors=found, **others)
     for key, kind in (("number", int), ("world_size", int), ("generation", int), ("versions", dict), ("state", dict)):
@@ -191,6 +259,10 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
         numbers = f"number {manifest.number}, {manifest.world_size} ranks and generation {manifest.generation}"
         raise CheckpointError(f"it has {numbers:.200}: no save writes these")
     return manifest
+
+
+def _piece_of(file: int, start: int, stop: int, box: Sequence[Sequence[int]] = ()) -> PieceRecord:
+    return PieceRecord(file, start, stop, tuple((first, length) for first, length in box))
 
 
 def _file_of(name: str, size_bytes: int, crc32: list[str]) -> FileRecord:
@@ -209,6 +281,25 @@ def name_of_rank(name: str, rank: int) -> str:
 def name_of_replica(name: str, replica: int) -> str:
     """The name in files of a tensor that differs between replicas. The first replica's tensor keeps its own name."""
     return f"replica{replica}/{name}"
+
+
+def meet_runs(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The common elements of two ascending lists of ranges (first element, number).
+
+    Yields:
+        For each common range: its place among the elements of `one`, among the elements of `other`, and its length.
+    """
+    ones, others = iter(one), iter(other)
+    mine, theirs = next(ones, None), next(others, None)
+    done, their_done = 0, 0  # elements of the ranges passed
+    while mine is not None and theirs is not None:
+        first, stop = max(mine[0], theirs[0]), min(sum(mine), sum(theirs))
+        if first < stop:
+            yield done + first - mine[0], their_done + first - theirs[0], stop - first
+        if sum(mine) <= sum(theirs):
+            done, mine = done + mine[1], next(ones, None)
+        else:
+            their_done, theirs = their_done + theirs[1], next(others, None)
 
 
 class CheckpointFiles(OpenFiles):
@@ -245,8 +336,8 @@ class CheckpointFiles(OpenFiles):
             raise CheckpointError(f"{self.root / file} does not have the piece of {name!r} that the manifest names")
         return stored
 
-    def find(self, name: str, start: int, target: torch.Tensor) -> Iterator[Found]:
-        """The copies that fill `target` with elements [start, start + n) of the tensor `name`.
+    def find(self, name: str, start: int, target: torch.Tensor, box: Box = ()) -> Iterator[Found]:
+        """The copies that fill `target` with elements [start, start + n) of the tensor `name`, or of a box in it.
 
         The files stay mapped, so the copies work even if the files are deleted.
 
@@ -254,6 +345,7 @@ class CheckpointFiles(OpenFiles):
             name: of the tensor.
             start: first element.
             target: [n] 1-D contiguous, any device.
+            box: see `PieceRecord`.
 
         Yields:
             Arguments of `copy_range`.
@@ -261,12 +353,16 @@ class CheckpointFiles(OpenFiles):
         Raises:
             CheckpointError: a file does not have a piece that the manifest names.
         """
-        record, stop = self.manifest.tensors[name], start + target.numel()
+        record = self.manifest.tensors[name]
         for piece in record.pieces:
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last:
-                stored = self._stored(name, record, piece)
-                yield stored, first - piece.start, target[first - start : last - start]
+            shape, wanted = record.shape, (start, target.numel())
+            there = piece.start, piece.stop - piece.start
+            if piece.box == box:
+                found = meet_runs([there], [wanted])
+            else:
+                found = meet_runs(runs_in(shape, piece.box, *there), runs_in(shape, box, *wanted))
+            for at, place, numel in found:
+                yield self._stored(name, record, piece), at, target[place : place + numel]
 
     def read_whole(self, name: str, device: torch.device = CPU) -> torch.Tensor:
         """A full tensor, in new memory.

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.block_state import is_part, put_together, span_of, take_apart
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, encode
-from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica
+from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica, runs_in, slices_of
 from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.core.engine import Engine
@@ -64,8 +64,9 @@ def of_replica(pieces: Iterable[TensorPiece], engine: Engine) -> list[TensorPiec
     In local SGD each replica has its own weights and saves them. Otherwise only the first replica saves.
     """
     replicas, number = engine.reductions.replicas, engine.ranks.replica
+    pieces = [piece for piece in pieces if not piece.is_copy]
     if not number:
-        return list(pieces)
+        return pieces
     is_alone = replicas is not None and not replicas.averages_grads
     return [piece._replace(name=name_of_replica(piece.name, number)) for piece in pieces if is_alone]
 
@@ -116,11 +117,12 @@ def _own_pieces(tensors: Mapping[str, torch.Tensor], shard: Param, moments: Coll
     """This rank's pieces of a parameter's state. The tensors named in `moments` have a number for each element."""
     own, others = [], []
     for name, data in tensors.items():
-        span = span_of(name, shard, shard.local.numel, data.shape)
+        span = span_of(name, shard, data.shape, is_local=True)
         if name not in moments and not (is_part(name) and math.prod(span.local_shape) == data.numel()):
             others.append(name)
         elif not shard.local.start or span.shape != span.local_shape:  # the first rank saves a tensor that all have
-            own.append(TensorPiece(name, span.shape, span.start, data.reshape(-1)))
+            place = span.start, data.reshape(-1), span.box, not shard.piece.counts
+            own.append(TensorPiece(name, span.shape, *place))
     if others:
         raise ShardingError(
             f"{', '.join(sorted(others))}: tensors without one number for each element of the parameter, which ranks "
@@ -203,7 +205,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
 
     def outline() -> tuple[dict[str, Any], dict[str, TensorRecord]]:
         part, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
-        mine.extend(pieces if not ranks.replica else ())
+        mine.extend(piece for piece in pieces if not ranks.replica and not piece.is_copy)
         return part, {piece.name: piece.record(ranks.total_rank) for piece in mine}
 
     told = ranks.gather_results("collect the optimizer's state", outline, ShardingError)
@@ -213,12 +215,15 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     for name, record in join_records(records for _, records in told).items():
         if ranks.is_first or not rank0_only:
             wholes[name] = torch.empty(record.shape, dtype=record.dtype)
-        for source, start, stop in record.pieces:
+        for source, start, stop, box in record.pieces:
             is_mine = source == ranks.total_rank
             part = own[name].to(device) if is_mine else torch.empty(stop - start, dtype=record.dtype, device=device)
             ranks.broadcast(part, source)
             if name in wholes:
-                wholes[name].view(-1)[start:stop] = part
+                done = 0
+                for first, numel in runs_in(record.shape, box, start, stop - start):
+                    wholes[name].view(-1)[first : first + numel] = part[done : done + numel]
+                    done += numel
     if rank0_only and not ranks.is_first:
         return {}
     state = {
@@ -283,9 +288,10 @@ def _part_of(full: Mapping[str, torch.Tensor], shard: Param | None, name: str, w
     whole = full[name].to(where)
     if shard is None:
         return whole
-    span = span_of(name, shard, shard.layout.numel, whole.shape)
+    span = span_of(name, shard, whole.shape)
     if whole.shape != span.shape:
         advice = "load state of an optimizer of the same parameters"
-        shapes = f"has shape {tuple(whole.shape)}, {shard.name!r} has {shard.layout.shape}"
+        shapes = f"has shape {tuple(whole.shape)}, {shard.name!r} has {shard.piece.shape}"
         raise ShardingError(f"optimizer state {name!r} {shapes}: {advice}")
-    return whole.reshape(-1)[span.start :][: math.prod(span.local_shape)].view(span.local_shape).clone()
+    part = whole[slices_of(span.box)].reshape(-1)
+    return part[span.start :][: math.prod(span.local_shape)].view(span.local_shape).clone()

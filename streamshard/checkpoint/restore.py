@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from streamshard.checkpoint.block_state import put_together, span_of
 from streamshard.checkpoint.directory import open_intact
-from streamshard.checkpoint.disk_layout import fill_buffers, local_pieces, saved_names
+from streamshard.checkpoint.disk_layout import TensorPiece, fill_buffers, local_pieces, saved_names
 from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owners_of, steps_here
@@ -142,12 +142,13 @@ class LoadPlan:
         """The value of JSON `saved`, with full tensors: of this rank's replica, if `engine` is given."""
         return decode(saved, lambda name, on: self._files.read_whole(self._of_replica(engine, name), on), self._device)
 
-    def _read(self, what: str, tensor: str, shape: tuple[int, ...], start: int, target: torch.Tensor) -> None:
-        """Plan to fill `target`, [n] contiguous, with elements [start, start + n) of a saved tensor of `shape`."""
-        if (found := self._tensors[tensor].shape) != shape:
-            self._wrong.append(f"{what} has shape {list(found)}, wanted {list(shape)}")
+    def _read(self, what: str, piece: TensorPiece) -> None:
+        """Plan to fill `piece` with its elements of the saved tensor of its name."""
+        if (found := self._tensors[piece.name].shape) != piece.shape:
+            self._wrong.append(f"{what} has shape {list(found)}, wanted {list(piece.shape)}")
         else:
-            self.steps.extend(partial(copy_range, *each) for each in self._files.find(tensor, start, target))
+            copies = self._files.find(piece.name, piece.start, piece.data, piece.box)
+            self.steps.extend(partial(copy_range, *each) for each in copies)
 
     def _of_replica(self, engine: Engine | None, tensor: str) -> str:
         """The name in files of a tensor: the replica's, if this rank's replica has saved its own tensor."""
@@ -165,8 +166,8 @@ class LoadPlan:
         unexpected = sorted({*saved["names"].values()} - {*found.values()})
         wrong = {"missing": sorted(pieces.keys() - found.keys()), "unexpected": unexpected}
         for here, there in found.items():
-            tensor, piece = self._of_replica(engine, f"{name}/{there}"), pieces[here]
-            self._read(f"{name}: {here!r}", tensor, piece.shape, piece.start, piece.data)
+            tensor = self._of_replica(engine, f"{name}/{there}")
+            self._read(f"{name}: {here!r}", pieces[here]._replace(name=tensor))
         self.steps.append(partial(fill_buffers, model, pieces))
         if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):
             self._wrong.append(
@@ -202,10 +203,10 @@ class LoadPlan:
         """A tensor for this rank's piece of the saved tensor `saved`, to be filled later."""
         tensor = self._of_replica(engine, saved)
         found = self._tensors[tensor]
-        span = span_of(saved, shard, shard.layout.numel, found.shape)
+        span = span_of(saved, shard, found.shape)
         shape = span.local_shape if found.shape == span.shape else (0,)  # else `_read` notes the mismatch
         piece = torch.empty(shape, dtype=found.dtype, device=self._device)
-        self._read(f"{name}: {saved!r}", tensor, span.shape, span.start, piece.view(-1))
+        self._read(f"{name}: {saved!r}", TensorPiece(tensor, span.shape, span.start, piece.view(-1), span.box))
         return piece
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.groups import host_group_of
+from streamshard.comm.groups import TensorParallel, alive, host_group_of, weak
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Fence, Guard, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AloneTransport, Transport
@@ -27,8 +27,11 @@ class Communicator(RankGroup):
         stream: the transport's stream.
         all_ranks: all ranks that train this model, in all replicas; None: the shard group.
         replica: number of this rank's replica. Replica 0 writes weights to files.
+        across: the ranks beside the shard group that have other parts of DTensors; None: there are no DTensors.
 
     Attributes:
+        replicas: the number of replicas.
+        counts_copies: sums and norms count tensors on this rank of which other parts' ranks have copies.
         transport: moves bytes between the ranks; chosen by the device of `streams`. Tests replace it.
         grad_divisor: sums of gradients over the shard group are divided by it; N for the mean.
 
@@ -37,6 +40,8 @@ class Communicator(RankGroup):
     """
 
     transport: Transport
+    counts_copies = True
+    _parts = 1  # ranks with other parts of DTensors
 
     def __init__(
         self,
@@ -45,6 +50,7 @@ class Communicator(RankGroup):
         stream: StreamName = StreamName.COMM,
         all_ranks: dist.ProcessGroup | None = None,
         replica: int = 0,
+        across: TensorParallel | None = None,
     ) -> None:
         if not serves(group, streams.device.type):
             backend = dist.get_default_backend_for_device(streams.device)
@@ -52,13 +58,30 @@ class Communicator(RankGroup):
                 f"parameters are on {streams.device}, for which the process group ({dist.get_backend_config(group)}) "
                 f"has no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
             )
-        shard_group = group if streams.has_streams else host_group_of(group)
+        shard_group, *others = (
+            each if streams.has_streams else host_group_of(each)
+            for each in (group, *(() if across is None else (across.model, across.data)))
+        )
         super().__init__(all_ranks or group, shard_group=shard_group, replica=replica, streams=streams, stream=stream)
+        self._model_group_of, self._data_group_of = self.group_of, weak(self.all_ranks)
+        if across is not None:
+            self._parts, self.counts_copies = across.size, across.rank == 0
+            self._model_group_of, self._data_group_of = map(weak, others)
         self.transport = _make_transport(self, "nccl" if streams.has_streams else "sockets")
         self.grad_divisor = float(self.world_size)
         if self.world_size > 1:
             with self.guard("the first meeting of a process group's ranks"):
                 self.transport.meet()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank has the model to itself, replicas aside."""
+        return self.world_size * self._parts == 1
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas of the model."""
+        return self.total_size // (self.world_size * self._parts)
 
     def share_memory(self, nbytes: int, units: int) -> None:
         """Switch to the shared-memory transport if all CPU ranks can map each other's memory. Collective.
@@ -90,24 +113,31 @@ class Communicator(RankGroup):
         with self.guard("a gather of full tensors"), self._beside_compute("full tensors") as works:
             works.append(self.transport.start_gather(shard, full, tag, is_published=False))
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, *, is_part: bool = False) -> None:
+        """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks.
+
+        Args:
+            tensor: any shape.
+            source: a number of `total_size`.
+            is_part: the tensor is a part of a DTensor: among the ranks that have the same part.
+        """
         if self.total_size > 1:
             with self.talk("a broadcast", RecordKind.BROADCAST), self._blocking("a tensor"):
                 sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # gloo knows no fp8
-                dist.broadcast(sent, group=self.all_ranks, group_src=source)
+                group = alive(self._data_group_of) if is_part else self.all_ranks
+                dist.broadcast(sent, group=group, group_src=source)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, with_replicas: bool = False) -> None:
-        """Replace `tensor` by the sum (or maximum) over ranks. The compute stream can use it afterwards.
+        """Replace `tensor` by the sum (or maximum) over a replica's ranks. The compute stream can use it afterwards.
 
         Args:
             tensor: any shape; it may be in host memory.
             maximum: take the maximum instead of the sum.
             with_replicas: reduce over all replicas too.
         """
-        if (self.total_size if with_replicas else self.world_size) > 1:
+        if self.total_size > 1 if with_replicas else not self.is_alone:
             with self.talk("a sum over all ranks", RecordKind.SUM), self._blocking("a sum"):
-                group = self.all_ranks if with_replicas else self.group
+                group = self.all_ranks if with_replicas else alive(self._model_group_of)
                 on_device = tensor.to(self.streams.device)
                 dist.all_reduce(on_device, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
                 if on_device is not tensor:

@@ -45,15 +45,31 @@ MOST_CONNECTED = 32  # ranks of the largest group that connects at once
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
+class TensorParallel(NamedTuple):
+    """The ranks of a model with DTensors, whose mesh lies across the shard group.
+
+    Attributes:
+        size, rank: of the mesh of the DTensors.
+        model: ranks that share one replica of the model: shard x mesh.
+        data: ranks with the same parts of DTensors: replicate x shard.
+    """
+
+    size: int
+    rank: int
+    model: dist.ProcessGroup
+    data: dist.ProcessGroup
+
+
 class Groups(NamedTuple):
     """The process groups of one model.
 
     Attributes:
-        shard: ranks that share one replica of the model.
+        shard: ranks that cut the same tensors. Without `tensor_parallel` they share one replica of the model.
         replicate: ranks that hold the same shard, one in each replica; None if there is one replica.
         all_ranks: all ranks that train the model.
         replica: this rank's number in `replicate`.
         device_type: the device type of the user's mesh; None: the user gave no mesh.
+        tensor_parallel: more ranks, if the model has DTensors.
     """
 
     shard: dist.ProcessGroup
@@ -61,6 +77,7 @@ class Groups(NamedTuple):
     all_ranks: dist.ProcessGroup
     replica: int = 0
     device_type: str | None = None
+    tensor_parallel: TensorParallel | None = None
 
 
 def groups_of(mesh: object) -> Groups:
@@ -83,11 +100,45 @@ def groups_of(mesh: object) -> Groups:
         return Groups(shard, None, shard, device_type=mesh.device_type)
     if any(row != sorted(row) for row in mesh.mesh.tolist()):  # a process group sorts its ranks
         raise ConfigError(f"mesh={mesh!r}: wanted ranks that ascend along the second axis, shard")
-    if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
-        all_ranks = dist.group.WORLD
-    else:
-        all_ranks = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    all_ranks = _group_of(mesh.mesh.flatten().tolist())
     return Groups(shard, mesh.get_group(0), all_ranks, mesh.get_local_rank(0), mesh.device_type)
+
+
+def groups_across(who: Groups | None, mesh: DeviceMesh) -> Groups:
+    """The groups of a model that `mesh`, of its DTensors, divides once more. Collective.
+
+    Args:
+        who: the groups of the user's mesh; None: the model is sharded over all ranks with the same place in `mesh`.
+        mesh: has one axis.
+
+    Raises:
+        ConfigError: on all ranks: the ranks of `mesh` are ranks of `who` too.
+    """
+    base = dist.group.WORLD if who is None else who.all_ranks
+    assert base is not None
+    told: list[Any] = [None] * base.size()
+    mine = mesh.get_local_rank(), mesh.mesh.flatten().tolist()
+    dist.all_gather_object(told, mine, group=host_group_of(base))
+    beside = dict(zip(dist.get_process_group_ranks(base), told, strict=True))
+    if who is None:
+        shard = _group_of([rank for rank, (place, _) in beside.items() if place == mine[0]])
+        who = Groups(shard, None, shard, device_type=mesh.device_type)
+    data, shard_ranks = (dist.get_process_group_ranks(group) for group in (who.all_ranks, who.shard))
+    model, everyone = (sorted({each for rank in ranks for each in beside[rank][1]}) for ranks in (shard_ranks, data))
+    if len(everyone) != len(data) * mesh.size():
+        raise ConfigError(
+            f"the model has DTensors on {mesh}, and is sharded over ranks {data}: wanted a mesh of other axes, such as "
+            'StreamShard(model, mesh=world["dp"]) after parallelize_module(model, world["tp"], plan)'
+        )
+    across = TensorParallel(mesh.size(), mine[0], _group_of(model), who.all_ranks)
+    return who._replace(all_ranks=_group_of(everyone), tensor_parallel=across)
+
+
+def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+    """A group of `ranks`. Collective for them, unless they are all ranks."""
+    if len(ranks) == dist.get_world_size():
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
 
 
 def resolve_group(device: torch.device) -> dist.ProcessGroup:

@@ -48,7 +48,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for unit in engine.units:
         for index, param in enumerate(unit.params):
             places[param.param] = unit.index, index
-            if not param.form.part:
+            if not param.form.inner:
                 param.unsharded.__dict__ = param.param.__dict__  # an attribute that the user sets on one is on both
         if unit is not engine.root_unit:
             layer = type(found[unit.index].modules[0]).__name__

@@ -23,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 from streamshard.comm.communicator import Communicator
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
-from streamshard.forms import Form, form_of
+from streamshard.forms import Form, form_of, take_form
 from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import be_piece, exchange, put_grad
 from streamshard.guards.sharded_tensor import Life, ShardedTensor
@@ -111,7 +111,7 @@ class Param:
         self.name, self.layout, self.aliases = piece.name, piece.place, aliases
         self.piece, self.param, self.main_weights = piece, param, main_weights
         self.local = piece.range_of(piece.ranks.rank)
-        self.form, self.whole_class = form_of(param), type(param)
+        self.form, self.whole_class = take_form(param), type(param)
         self.dtype = self.form.memory(param).dtype
         self.has_room = False
         self.state = GradState.NONE
@@ -221,6 +221,8 @@ def write_all(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: b
     # Of mixed dtypes one call would launch a kernel for each tensor.
     fresh: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for param, grad in zip(params, grads, strict=True):
+        if param.form.inner:
+            grad = param.form.local_grad(grad)
         if grad.is_sparse:
             grad = grad.to_dense()
         if adds or param.state is GradState.IN_SLOT:
@@ -347,8 +349,10 @@ class FlatParam:
         if self.layout.is_whole:  # a storage of its own, or accelerate and safetensors take parameters for tied
             main_weights = from_dlpack(main_weights)
         places = (local.start, local.stop, tuple(main_weights.shape))
-        facts = layout.name, layout.shape, *places, self._ranks, self.layout, layout, self._ledger_of
-        piece = Piece(*facts, is_on_host=self.is_on_host)
+        form, ranks = form_of(param), self._ranks
+        facts = layout.name, form.shape(param), *places, ranks, self.layout, layout, self._ledger_of
+        counts = bool(form.box) or ranks.counts_copies
+        piece = Piece(*facts, is_on_host=self.is_on_host, box=form.box, counts=counts)
         added = Param(piece, aliases, param, main_weights)
         param.grad = None
         _put_under(param, added.form, main_weights, is_ordinary=piece.is_ordinary)
@@ -362,13 +366,15 @@ class FlatParam:
         It is a view of an alias of the slot with a version counter of its own: autograd must not take an all-gather for
         an in-place edit of saved tensors.
         """
-        alias = self.weights.data
-        classes = classes_of(param.whole_class, param.form.part)
-        whole = param.form.around(self.part_of(alias, param.layout))
-        if not isinstance(whole, classes[1]):
+        alias, form = self.weights.data, param.form
+        whole = form.unsharded(self.part_of(alias, param.layout))
+        classes = classes_of(type(whole) if form.inner else param.whole_class, form.inner)
+        if not form.inner:
             whole = make_subclass(classes[1], whole, not self.kind.is_packed)
         param.unsharded = cast(UnshardedParameter, whole)
-        guard.watch(param.unsharded, classes, alias, param.param, param.name)
+        # A tensor around another one has a version counter of its own.
+        aliases = (alias, whole.detach()) if form.inner and self.kind.trains else (alias,)
+        guard.watch(param.unsharded, classes, aliases, param.param, param.name)
         if self.kind.trains:
             self.place_grad(param)
 

@@ -65,7 +65,7 @@ class Reductions:
             ConfigError: on all ranks: `factor` is no positive, finite number, or parameters have gradients.
             RankMismatchError: ranks have given different factors.
         """
-        ranks, replicas = self.ranks, self.ranks.total_size // self.ranks.world_size
+        ranks, replicas = self.ranks, self.ranks.replicas
 
         def check() -> float:
             if not isinstance(factor, int | float) or not 0.0 < factor < math.inf:

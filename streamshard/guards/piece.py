@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from streamshard.comm.communicator import Communicator
+from streamshard.forms import Box
 from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
 
 
@@ -17,13 +18,16 @@ class Piece(NamedTuple):
     Attributes:
         name: of the parameter.
         shape: of the full parameter.
-        start, stop: which elements of the flattened parameter this rank has.
+        start, stop: which elements of the flattened parameter, or of the flattened `box`, this rank has.
         local_shape: of this rank's elements.
         ranks: of the shard group. Each has other elements; norms and sums are collectives of these ranks.
         flat_param, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
         ledger_of: returns the model's `Ledger` (see `streamshard.core.slots`), None once the model is gone.
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
         is_on_host: the parameter's state lies in host memory (``offload``).
+        box: see `streamshard.forms.Form`.
+        counts: sums and norms count the elements on this rank. No: another rank outside of the shard group has the same
+            elements and counts them.
     """
 
     name: str
@@ -37,6 +41,8 @@ class Piece(NamedTuple):
     ledger_of: Callable[[], Any]
     is_weight: bool = True
     is_on_host: bool = False
+    box: Box = ()
+    counts: bool = True
 
     @property
     def is_ordinary(self) -> bool:
@@ -60,8 +66,8 @@ class Piece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has all elements, so that the piece is the full tensor."""
-        return self.flat_param.is_whole
+        """Whether the piece is the full tensor, and norms and sums need no other rank."""
+        return self.flat_param.is_whole and self.ranks.is_alone
 
     @property
     def full(self) -> torch.Tensor:
@@ -74,7 +80,9 @@ class Piece(NamedTuple):
         return f"{'parameter' if self.is_weight else 'the gradient of parameter'} {self.name!r}"
 
     def __str__(self) -> str:
-        return f"piece {self.start}:{self.stop} of {self.shape}, rank {self.ranks.rank} of {self.ranks.world_size}"
+        part = f" of {self.place.shape}" * bool(self.box)
+        ranks = f"rank {self.ranks.rank} of {self.ranks.world_size}"
+        return f"piece {self.start}:{self.stop}{part} of {self.shape}, {ranks}"
 
     def of_grad(self) -> Piece:
         """The same elements of the gradient."""
@@ -86,7 +94,8 @@ class Piece(NamedTuple):
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of `whole`, in new memory: [local_shape]."""
-        return whole.detach().reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
+        part = whole.detach()[tuple(slice(start, start + length) for start, length in self.box)]
+        return part.reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
 
     def is_like(self, other: Piece) -> bool:
         """Whether both are cut at the same places. All ranks get the same answer."""
@@ -98,6 +107,6 @@ class Piece(NamedTuple):
 
         No, if it is as long as a row: it may be a row, and torch would broadcast it.
         """
-        row = self.shape[-1] if len(self.shape) > 1 else 0
+        row = self.place.shape[-1] if len(self.shape) > 1 else 0
         is_row = self.stop - self.start == row and self.start % max(row, 1) != 0
         return tuple(local.shape) == self.local_shape and not is_row

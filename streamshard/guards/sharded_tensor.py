@@ -277,7 +277,7 @@ def _shape(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: M
 
 def _number(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The value of a parameter that is one number: one rank has it. Collective."""
-    if tensor.piece.place.numel != 1:
+    if tensor.piece.full.numel() != 1:
         if func.__name__ == "__format__":
             return format(repr(tensor), *args[1:])
         _refuse(func, tensor)
@@ -285,7 +285,8 @@ def _number(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
 
 
 def _total(local: torch.Tensor, tensor: ShardedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return global_sum(local.sum(dtype=dtype), tensor.piece.ranks)
+    total = local.sum(dtype=dtype)
+    return global_sum(total if tensor.piece.counts else total * 0, tensor.piece.ranks)
 
 
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -306,6 +307,7 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
     if order is None or has_graph and math.isinf(order):
         _refuse(func, tensor)
     norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
+    norm = norm if tensor.piece.counts else norm * 0
     if not has_graph:
         return PartialNorm.wrap(norm, order, ranks, tensor.device)
     return global_norm(norm, order, ranks).to(tensor.device)
@@ -334,7 +336,7 @@ def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
         _refuse(func, tensor)
     if name in ("sum", "mean"):
         total = _total(local, tensor, dtype)
-        return total if name == "sum" else total / tensor.piece.place.numel
+        return total if name == "sum" else total / tensor.piece.full.numel()
     if name in ("any", "all"):
         return extreme(local != 0, largest=name == "any", ranks=ranks) > 0
     if local.requires_grad and torch.is_grad_enabled():

@@ -25,7 +25,7 @@ import atexit
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -127,27 +127,28 @@ class AbsentWeight(_Absent, _Weight):
 
 
 @functools.cache
-def classes_of(kind: type, part: str) -> tuple[type, type]:
+def classes_of(kind: type, inner: str) -> tuple[type, type]:
     """The classes of an unsharded parameter that is absent, and in place.
 
     Args:
         kind: the class before sharding.
-        part: see `Form`. The operations of a tensor that consists of others want exactly its class.
+        inner: see `Form`. The operations of a tensor that consists of others want exactly its class.
     """
     if kind is nn.Parameter:
         return AbsentWeight, UnshardedParameter
     entries: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__}
-    if part:
-        entries[part] = property(functools.partial(_present, part))
+    if inner:
+        entries[inner] = property(functools.partial(_present, kind, inner))
         return type(kind.__name__, (_Absent, kind), entries), kind
     absent, present = (type(kind.__name__, (base, kind), dict(entries)) for base in (AbsentWeight, UnshardedParameter))
     return absent, present
 
 
-def _present(part: str, weight: _Absent) -> torch.Tensor:
+def _present(kind: Any, inner: str, weight: _Absent) -> torch.Tensor:
     """A part of an absent weight, which operations read before torch knows of them: put its unit in place, or raise."""
     weight.guard.ask(weight.guard.names[weight.place])
-    tensor: torch.Tensor = vars(weight)[part]
+    slot = vars(kind).get(inner)  # of a class with slots, as DTensor
+    tensor: torch.Tensor = vars(weight)[inner] if slot is None else slot.__get__(weight)
     return tensor
 
 
@@ -173,6 +174,7 @@ class WeightGuard:
         self.ask: Callable[[str], object] = lambda name: None
         self._is_shared = is_shared
         self._aliases: list[torch.Tensor] = []  # with the views' version counters: a view may be absent
+        self._places: list[int] = []  # of the aliases' views
         self._versions: list[int] = []  # while the weights are in place
         self._absent: list[int] = []  # while they are not
         self._before: dict[int, torch.Tensor] = {}  # by index, copies of weights: their .data was read
@@ -181,7 +183,7 @@ class WeightGuard:
         self,
         view: UnshardedParameter,
         classes: tuple[type, type],
-        alias: torch.Tensor,
+        aliases: Sequence[torch.Tensor],
         param: nn.Parameter,
         name: str,
     ) -> None:
@@ -190,7 +192,7 @@ class WeightGuard:
         Args:
             view: the unsharded parameter.
             classes: see `classes_of`.
-            alias: the tensor with the version counter of `view`.
+            aliases: tensors with the version counters of `view` and of the memory that it is around.
             param, name: the sharded parameter, in the memory that StreamShard has given it, and its name.
         """
         view.guard_of, view.place = weakref.ref(self), len(self.views)
@@ -201,9 +203,11 @@ class WeightGuard:
         self.params.append(param)
         with AsTensors():
             self._addresses.append(param.data_ptr() if param.numel() else None)
-        self._aliases.append(alias)
-        self._versions.append(alias._version)
-        self._absent.append(ABSENT_VERSION)
+        for alias in aliases:
+            self._aliases.append(alias)
+            self._places.append(view.place)
+            self._versions.append(alias._version)
+            self._absent.append(ABSENT_VERSION)
 
     def check(self) -> None:
         """A pass begins, which casts the weights.
@@ -258,10 +262,11 @@ class WeightGuard:
             return
         before = dict(self._before)
         self.begin_use()
-        for index, name in enumerate(self.names):
-            is_same = index not in before or torch.equal(before[index], self._bytes(index))
-            if now[index] != self._versions[index] or not is_same:
-                _refuse(name, "was changed in place")
+        versions = zip(now, self._versions, self._places, strict=True)
+        changed = {place for version, known, place in versions if version != known}
+        changed.update(index for index in before if not torch.equal(before[index], self._bytes(index)))
+        if changed:
+            _refuse(self.names[min(changed)], "was changed in place")
 
     def mark_absent(self, *, in_forward: bool) -> None:
         """A forward begins or has ended: a backward that reads the weights raises. See [Note: absent weights]."""

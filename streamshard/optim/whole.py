@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from streamshard.comm.communicator import Communicator
 from streamshard.config import parse_bytes
 from streamshard.core.optimizer_hooks import PiecesOfState, full_name, is_elementwise_class, params_in
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.guards.sharded_parameter import refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.optim.inner import GroupClass, InnerOptimizer, options_of
@@ -323,6 +323,12 @@ class WholeParameterOptimizer(Optimizer):
             if piece.ranks is not ranks:
                 two = f"parameter {piece.name!r} is of another model than {found[0][1].name!r}"
                 raise ConfigError(f"{two}: make one WholeParameterOptimizer for each model")
+            if piece.box:
+                raise ShardingError(
+                    f"parameter {piece.name!r} is a DTensor, of which each rank's shard group has a part, and "
+                    "WholeParameterOptimizer steps full tensors: take an elementwise optimizer such as "
+                    "torch.optim.AdamW, or shard the model without tensor parallelism"
+                )
         costs = {param: self._cost(param) for param, _ in found}
         self._loads = self._loads or [0.0] * ranks.world_size
         new = [param for param in costs if param not in self._owners]

@@ -1,0 +1,463 @@
+"""Tensor parallelism: DTensors on a mesh across the shard group train what one process trains, as FSDP2's do."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import (
+    ConfigError,
+    ShardingError,
+    StreamShard,
+    export_safetensors,
+    full_optimizer_state_dict,
+    init_weights,
+    load_checkpoint,
+    load_optimizer_state_dict,
+    load_safetensors,
+    save_checkpoint,
+)
+from streamshard.optim import WholeParameterOptimizer
+from tests.ranks import RankContext, on_ranks
+from tests.reference import full_weights
+
+HEADS, WORDS, LAYERS, TOKENS, STEPS, CLIP = 4, 33, 4, 8, 4, 0.5
+Course = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, weights
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:While redistributing:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*lru_cache:UserWarning"),
+]
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.head_width = width // HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = [each(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in (self.q, self.k, self.v)]
+        mixed = F.scaled_dot_product_attention(*split, is_causal=True)
+        made: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return made
+
+
+class _MLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(F.gelu(self.up(x)))
+        return made
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), _Attention(width)
+        self.norm2, self.mlp = nn.LayerNorm(width), _MLP(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class _LM(nn.Module):
+    def __init__(self, width: int = 24, hidden: int = 48) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(_Block(width, hidden) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
+        self.checkpoints = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _made(seed: int = 0) -> _LM:
+    torch.manual_seed(seed)
+    return _LM()
+
+
+def _parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """The plan of torch's tutorial, with or without sequence parallelism."""
+    layout = Shard(1) if sequence else Replicate()
+    for layer in model.layers:  # type: ignore[union-attr]
+        columns = dict.fromkeys(("attention.q", "attention.k", "attention.v", "mlp.up"), ColwiseParallel())
+        rows = {name: RowwiseParallel(output_layouts=layout) for name in ("attention.o", "mlp.down")}
+        plan: dict[str, Any] = {**columns, **rows}
+        if sequence:
+            whole = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
+            plan |= {name: PrepareModuleInput(**whole) for name in ("attention", "mlp")}  # type: ignore[arg-type]
+            plan |= {name: SequenceParallel() for name in ("norm1", "norm2")}
+        parallelize_module(layer, mesh, plan)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
+        "head": ColwiseParallel(input_layouts=layout, output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan | ({"norm": SequenceParallel()} if sequence else {}))
+
+
+class _Axes(NamedTuple):
+    """The axes of a mesh of all ranks.
+
+    Attributes:
+        shard: the mesh for `StreamShard`, of one or two axes.
+        dp, tp: its last axis; the axis of the DTensors.
+    """
+
+    shard: DeviceMesh
+    dp: DeviceMesh
+    tp: DeviceMesh
+
+
+def _mesh(*sizes: int) -> _Axes:
+    """dp x tp, or replicas x dp x tp. Meshes of other shapes have other names: torch caches by names, not by groups."""
+    names = [f"{name} of {sizes}" for name in ("replicas", "dp", "tp")[-len(sizes) :]]
+    world = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names))
+    return _Axes(world[tuple(names[:-1])], world[names[-2]], world[names[-1]])
+
+
+def _sharded(model: nn.Module, world: _Axes, *, sequence: bool = True, **settings: Any) -> Any:
+    if world.tp.size() > 1:
+        _parallelize(model, world.tp, sequence=sequence)
+    return StreamShard(model, mesh=world.shard, **{"precision": "fp32", **settings})
+
+
+def _torch_clip(model: nn.Module) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+
+def _own_clip(model: Any) -> Tensor:
+    total: Tensor = model.clip_grad_norm_(CLIP)
+    return total
+
+
+def _clip_one_by_one(model: nn.Module) -> Tensor:
+    """For FSDP2: torch's function fails on gradients of several meshes (pytorch/pytorch#180346)."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in full]))
+    for grad in grads:
+        grad.mul_(min(1.0, CLIP / (float(total) + 1e-6)))
+    return total
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    """With a large `eps`, which does not blow up the rounding of small gradients."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+def _train(
+    model: Any,
+    place: int = 0,
+    places: int = 1,
+    clip: Callable[[Any], Tensor] = _torch_clip,
+    *,
+    micro_batches: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = STEPS,
+) -> Course:
+    """Train on this data rank's rows, number `place` of `places`; the losses are means over all rows."""
+    optimizer = optimizer or _adam(model)
+    generator = torch.Generator().manual_seed(1)
+    losses, norms = [], []
+    for _ in range(steps):
+        rows = torch.randint(0, WORDS, (4, TOKENS), generator=generator)
+        parts = rows.chunk(places)[place].chunk(micro_batches)
+        for number, part in enumerate(parts):
+            waits = number + 1 < len(parts) and isinstance(model, StreamShard)
+            with model.no_sync() if waits else contextlib.nullcontext():
+                loss = F.cross_entropy(model(part)[:, :-1].flatten(0, 1), part[:, 1:].flatten()) / len(parts)
+                loss.backward()
+        norms.append(float(clip(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms, full_weights(model) if not _has_dtensors(model) else {}
+
+
+def _has_dtensors(model: nn.Module) -> bool:
+    return any(isinstance(param, DTensor) for param in model.parameters())
+
+
+def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def _assert_equal(found: Course, wanted: Course) -> None:
+    assert found[1] == pytest.approx(wanted[1], rel=1e-6)
+    assert _difference(found[2], wanted[2]) < 1e-5
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor parallel", "sequence parallel"])
+def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext, sequence: bool) -> None:
+    """2 x 2 ranks, an uneven vocabulary, four steps of AdamW with clipping; FSDP2 with the same plan is no closer."""
+    world = _mesh(2, 2)
+    place = world.dp.get_local_rank()
+    wanted = _train(_made())
+    for clip in (_torch_clip, _own_clip):
+        found = _train(_sharded(_made(), world, sequence=sequence), place, 2, clip)
+        _assert_equal(found, wanted)
+    peer: Any = _made()
+    _parallelize(peer, world.tp, sequence=sequence)
+    for layer in peer.layers:
+        fully_shard(layer, mesh=world.dp)
+    fully_shard(peer, mesh=world.dp)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP2's, of views
+        _train(peer, place, 2, _clip_one_by_one)
+    state = peer.state_dict().items()
+    theirs = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state}
+    assert _difference(found[2], wanted[2]) <= 1.5 * _difference(theirs, wanted[2])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (2, 1, 2)], ids=str)
+def test_meshes_of_other_shapes_train_the_same(context: RankContext, sizes: tuple[int, ...]) -> None:
+    """One data rank with four parts; no tensor parallelism; two replicas of two parts."""
+    world = _mesh(*sizes)
+    places = 4 // sizes[-1]
+    found = _train(_sharded(_made(), world), dist.get_rank() // sizes[-1], places)
+    _assert_equal(found, _train(_made()))
+
+
+@on_ranks(4)
+def test_without_a_mesh_the_model_is_sharded_over_ranks_with_the_same_parts(context: RankContext) -> None:
+    """Each rank has half of its half of a matrix, and all of them have the norm."""
+    world, model = _mesh(2, 2), _made()
+    _parallelize(model, world.tp, sequence=True)
+    sharded: Any = StreamShard(model, precision="fp32")
+    weight = sharded.layers[0].mlp.up.weight
+    assert weight.shape == (48, 24)
+    told: list[Any] = [None] * 4
+    dist.all_gather_object(told, weight.detach().as_subclass(Tensor).numel())
+    assert sum(told) == weight.numel()
+    _assert_equal(_train(sharded, world.dp.get_local_rank(), 2), _train(_made()))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("slots", [2, "all"])
+def test_accumulation_with_checkpointed_layers_trains_the_same(context: RankContext, slots: Any) -> None:
+    """Two micro-batches in `no_sync()`; backward runs each layer's forward again."""
+    world = _mesh(2, 2)
+    model = _made()
+    model.checkpoints = True
+    sharded = _sharded(model, world, weight_slots=slots, grad_slots=slots)
+    found = _train(sharded, world.dp.get_local_rank(), 2, micro_batches=2)
+    _assert_equal(found, _train(_made(), micro_batches=4))
+
+
+@on_ranks(4)
+def test_bf16_computes_with_bf16_dtensors(context: RankContext) -> None:
+    """Ranks of one mesh get the same loss, close to fp32."""
+    world = _mesh(2, 2)
+    sharded = _sharded(_made(), world, precision="bf16")
+    losses, norms, weights = _train(sharded, world.dp.get_local_rank(), 2)
+    wanted = _train(_made())
+    assert norms == pytest.approx(wanted[1], rel=2e-2)
+    told: list[Any] = [None] * 4
+    dist.all_gather_object(told, (losses, {name: float(each.sum()) for name, each in weights.items()}))
+    assert told[0] == told[1] and told[2] == told[3] and told[0][1] == told[2][1]
+
+
+@on_ranks(4)
+def test_frozen_parts_keep_their_values_and_get_no_gradient(context: RankContext) -> None:
+    """Some are frozen before sharding, some after it."""
+    world = _mesh(2, 2)
+
+    def freeze(model: Any) -> Any:
+        for name, param in model.named_parameters():
+            if "attention" in name:
+                param.requires_grad_(False)
+        return model
+
+    sharded = _sharded(freeze(_made()), world)
+    sharded.layers[0].mlp.up.weight.requires_grad_(False)
+    wanted = freeze(_made())
+    wanted.layers[0].mlp.up.weight.requires_grad_(False)
+    _assert_equal(_train(sharded, world.dp.get_local_rank(), 2), _train(wanted))
+
+
+@on_ranks(4)
+def test_norms_sums_and_shapes_are_the_full_tensors(context: RankContext) -> None:
+    """Of matrices in parts, and of norms that every rank of the mesh has."""
+    world, whole = _mesh(2, 2), _made()
+    sharded = _sharded(_made(), world)
+    for (name, param), full in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        assert param.shape == full.shape and param.numel() == full.numel(), name
+        assert type(param).__name__ != "DTensor", name
+        for function in (torch.norm, torch.sum, torch.mean):
+            assert float(function(param.detach())) == pytest.approx(float(function(full.detach())), rel=1e-5), name
+        assert float(param.detach().max()) == float(full.detach().max()), name
+
+
+@on_ranks(4)
+def test_gradients_are_pieces_of_the_full_gradients(context: RankContext) -> None:
+    """A gradient hook's norm is the norm of one process; users may replace gradients."""
+    world, whole = _mesh(2, 2), _made()
+    sharded = _sharded(_made(), world)
+    tokens = torch.arange(2 * TOKENS).view(2, TOKENS) % WORDS
+    for model in (sharded, whole):
+        model(tokens).square().mean().backward()
+    for (name, param), full in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        assert full.grad is not None
+        assert float(param.grad.norm()) == pytest.approx(float(full.grad.norm()), rel=1e-5, abs=1e-9), name
+        param.grad = param.grad * 2
+        assert float(param.grad.norm()) == pytest.approx(2 * float(full.grad.norm()), rel=1e-5, abs=1e-9), name
+
+
+# -- saving and loading -----------------------------------------------------------------------------------------------
+
+
+def _run_of(world: _Axes, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    model = _sharded(_made(seed), world)
+    return model, _adam(model)
+
+
+def _saved(context: RankContext, path: Path, tp: int) -> tuple[dict[str, Tensor], Any]:
+    world = _mesh(context.world_size // tp, tp)
+    model, optimizer = _run_of(world, 0)
+    _train(model, world.dp.get_local_rank(), world.dp.size(), optimizer=optimizer, steps=2)
+    save_checkpoint(path / "run", model, optimizer)
+    export_safetensors(model, path / "export")
+    return full_weights(model), full_optimizer_state_dict(model, optimizer, rank0_only=False)
+
+
+def _loaded(context: RankContext, path: Path, tp: int, weights: dict[str, Tensor], state: Any) -> None:
+    """Load a checkpoint, an export and full state, each into another model, and compare."""
+    world = _mesh(context.world_size // tp, tp)
+    model, optimizer = _run_of(world, 1)
+    load_checkpoint(path / "run", model, optimizer)
+    assert _difference(full_weights(model), weights) == 0.0
+    _assert_same_state(full_optimizer_state_dict(model, optimizer, rank0_only=False), state)
+    other, own = _run_of(world, 2)
+    load_safetensors(other, path / "export")
+    assert _difference(full_weights(other), weights) == 0.0
+    load_optimizer_state_dict(other, own, state)
+    _assert_same_state(full_optimizer_state_dict(other, own, rank0_only=False), state)
+    third = _sharded(_made(3), world)
+    third.load_state_dict(weights)
+    assert _difference(full_weights(third), weights) == 0.0
+    found = _train(other, world.dp.get_local_rank(), world.dp.size(), optimizer=own, steps=1)
+    expected = _train(model, world.dp.get_local_rank(), world.dp.size(), optimizer=optimizer, steps=1)
+    assert _difference(found[2], expected[2]) == 0.0
+
+
+def _assert_same_state(found: Any, wanted: Any) -> None:
+    for number, values in wanted["state"].items():
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(value)), (number, key)
+
+
+@pytest.mark.parametrize(("ranks_saving", "tp_saving"), [(4, 2), (2, 1)])
+def test_checkpoints_exports_and_full_state_load_on_meshes_of_any_shape(
+    ranks: Any, tmp_path: Path, ranks_saving: int, tp_saving: int
+) -> None:
+    """From 2 x 2 to 4 x 1, 2 x 2, 1 x 4, 2 x 1, 1 x 2 and 1 x 1 ranks, to the bit; and from ranks without DTensors."""
+    weights, state = ranks(ranks_saving).run(_saved, tmp_path, tp_saving)[0]
+    for size, tp in ((4, 1), (4, 2), (4, 4), (2, 1), (2, 2), (1, 1)):
+        ranks(size).run(_loaded, tmp_path, tp, weights, state)
+
+
+@on_ranks(4)
+def test_initial_weights_do_not_depend_on_the_mesh(context: RankContext) -> None:
+    """Models from the meta device, whose DTensors have no values."""
+    found = []
+    for sizes in ((2, 2), (1, 4), (4, 1)):
+        with torch.device("meta"):
+            model = _LM()
+        sharded = _sharded(model, _mesh(*sizes))
+        init_weights(sharded, seed=5)
+        found.append(full_weights(sharded))
+    assert _difference(found[0], found[1]) == _difference(found[0], found[2]) == 0.0
+    assert float(found[0]["layers.0.mlp.up.weight"].std()) > 0.05
+
+
+@on_ranks(4)
+def test_summoned_parameters_are_full_tensors(context: RankContext) -> None:
+    """Changes inside are cut into parts and pieces again."""
+    sharded = _sharded(_made(), _mesh(2, 2))
+    before = full_weights(sharded)
+    with sharded.summon_full_params():
+        for param in sharded.parameters():
+            param.data.mul_(2)
+    after = full_weights(sharded)
+    assert _difference(after, {name: 2 * each for name, each in before.items()}) == 0.0
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_an_optimizer_from_before_sharding_is_refused_at_its_first_step(context: RankContext) -> None:
+    """It has DTensors that the model no longer has, and would train nothing."""
+    world, model = _mesh(2, 2), _made()
+    _parallelize(model, world.tp, sequence=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sharded: Any = StreamShard(model, mesh=world.dp)
+    sharded(torch.zeros(2, TOKENS, dtype=torch.int64)).mean().backward()
+    with pytest.raises(ShardingError, match=r"AdamW has the DTensor '.*', .* after StreamShard\(model\)"):
+        optimizer.step()
+
+
+@on_ranks(4)
+def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> None:
+    """On several meshes, on the shard mesh itself, on a mesh of two axes, or as a buffer."""
+    world = _mesh(2, 2)
+
+    def with_weights(*placed: tuple[DeviceMesh, Any]) -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in placed))
+        for layer, (mesh, placements) in zip(model, placed, strict=True):
+            layer.weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, placements))
+        return model
+
+    both, cut = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), [Shard(0)]
+    with pytest.raises(ShardingError, match=r"'0.weight' and '1.weight' are DTensors on different meshes"):
+        StreamShard(with_weights((world.tp, cut), (world.dp, cut)), mesh=world.dp)
+    with pytest.raises(ConfigError, match=r"has DTensors on .*: wanted a mesh of other axes"):
+        StreamShard(with_weights((world.dp, cut)), mesh=world.dp)
+    with pytest.raises(ShardingError, match=r"'0.weight' is a DTensor on a mesh of axes \('dp', 'tp'\): wanted one"):
+        StreamShard(with_weights((both, [Replicate(), Shard(0)])), mesh=world.dp)
+    model = with_weights((world.tp, cut))
+    model.register_buffer("table", distribute_tensor(torch.ones(4), world.tp, [Replicate()]))
+    with pytest.raises(ShardingError, match=r"buffer 'table' is not dense \(DTensor"):
+        StreamShard(model, mesh=world.dp)
+
+
+@on_ranks(4)
+def test_optimizers_of_whole_parameters_refuse_parts(context: RankContext) -> None:
+    """A rank of the shard group would step its part of a matrix as if it were the matrix."""
+    sharded = _sharded(_made(), _mesh(2, 2))
+    matrices = [param for param in sharded.parameters() if param.ndim == 2]
+    optimizer = WholeParameterOptimizer(matrices, torch.optim.Muon, lr=1e-2)
+    sharded(torch.zeros(2, TOKENS, dtype=torch.int64)).mean().backward()
+    with pytest.raises(ShardingError, match=r"'embedding.weight' is a DTensor, .*: take an elementwise optimizer"):
+        optimizer.step()
