@@ -181,6 +181,7 @@ def _clip_late(host: Any, func: Callable[..., Any], args: Any, kwargs: Mapping[s
         norms: list[Any] = [host.norm_of(grad) for grad in grads] if order == 2.0 else [None]
         if any(norm is None for norm in norms):
             return NotImplemented
+        norms = [norm if grad.piece.counts else norm * 0 for norm, grad in zip(norms, grads, strict=True)]
         pairs = zip(norms, grads, strict=True)
         partial = [PartialNorm.wrap(norm, 2.0, grad.piece.ranks, grad.device) for norm, grad in pairs]
         return partial if name == "_foreach_norm" else partial[0]
