@@ -22,7 +22,7 @@ __all__ = ["LiveBytes", "shared_bytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts each storage once, views not. While it is entered, it also counts the results of each operator.
+    """Counts each storage once, views not. While it is entered, it also counts what each operator takes and returns.
 
     Memory that an operator takes and frees itself is not seen. Memory that ranks share is not counted: see
     `shared_bytes`.
@@ -45,7 +45,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and count."""
         result = func(*args, **(kwargs or {}))
-        found = [self._note(each) for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        # What it takes too: FSDP2 gives a storage its bytes back without an operator.
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+        found = [self._note(each) for each in tensors]
         if any(found):  # counting takes a millisecond per 3000 storages
             self.peak_bytes = max(self.peak_bytes, self._count())
         return result

@@ -145,10 +145,13 @@ class System(NamedTuple):
 SYSTEMS = {
     "ddp": System(_ddp, torch.uint8),
     "fsdp2": System(_fsdp2, BF16),
-    "fsdp2-uint8": System(_fsdp2, torch.uint8),
+    "fsdp2-uint8": System(_fsdp2, torch.uint8),  # without accelerate
     "fsdp2-accelerate": System(_fsdp2_ignoring, torch.uint8),
     "streamshard": System(_streamshard, torch.uint8),
 }
+
+
+DEFAULT_SYSTEMS = ("ddp", "fsdp2-accelerate", "fsdp2", "streamshard")  # fsdp2-uint8 holds what fsdp2 holds
 
 
 def wanted_bytes(system: str, model: nn.Module, parts: dict[str, int], ranks: int) -> int:
@@ -258,7 +261,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--lora-rank", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64, help="per rank and step")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
     parser.add_argument("--output", type=Path, default=RESULTS / "qlora_memory-cpu.json")
     return parser.parse_args()
 
