@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from streamshard import CheckpointError, Precision, ShardingError, StreamShard, export_safetensors
+from benchmarks._live import LiveBytes, shared_bytes
+from streamshard import CheckpointError, Precision, ShardingError, StreamShard, export_safetensors, plan
 from streamshard.forms import form_of
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests import families
@@ -187,6 +188,33 @@ def test_sharded_packed_weights_are_recognised_and_refuse_what_needs_all_bytes(
     for refused in (torch.chunk, lambda param, _: bnb.functional.dequantize_4bit(param, param.quant_state)):
         with pytest.raises(ShardingError, match=r"q_proj.base_layer.weight' outside of its model's forward"):
             refused(packed[0], 2)
+
+
+@on_ranks(2)
+def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankContext, tmp_path: Path) -> None:
+    """Of live storages after a step. A copy of a layer's packed weights would be 250 KB, one of adapters 25 KB."""
+    if context.device.type != "cpu":
+        pytest.skip("counts tensors in the host's memory")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 61}
+    path = tmp_path / "large"
+    if context.rank == 0:
+        families.llama(**sizes).save_pretrained(path)
+    dist.barrier()
+    _adapted(_base(path))  # makes what bitsandbytes keeps
+    before, shared_before = LiveBytes().held_bytes, shared_bytes(2)
+    model = _adapted(_base(path))
+    planned = plan(model, 2, transport="shared-memory", precision=_OWN).stages[0]
+    model = StreamShard(model, precision=_OWN)
+    optimizer = adamw(model)
+    _step(model, Call(0, context.rank, 2, 1.0))
+    optimizer.step()
+    optimizer.zero_grad()
+    report = model.memory_report()
+    assert planned.total_bytes == report.total_bytes + report.adam_bytes
+    held = LiveBytes().held_bytes - before + shared_bytes(2) - shared_before
+    counters = sum(moment.nbytes for state in optimizer.state.values() for moment in state.values() if not moment.ndim)
+    others = counters + sum(buffer.nbytes for buffer in model.buffers())
+    assert held == pytest.approx(planned.total_bytes + others, abs=2 * 4096 + 1000)  # shared memory has whole pages
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
