@@ -5,7 +5,6 @@ A result says how it was obtained (command, settings, commit, versions, device, 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from _live import LiveBytes, shared_bytes
 
 __all__ = [
     "QUIET_CORES",
@@ -165,6 +165,8 @@ class Memory:
 def measured_memory(device: torch.device) -> Iterator[Memory]:
     """Count what the block allocates on `device`. On CPU the profiler counts, so do not time inside.
 
+    On CPU the peak is too high by tensors that other threads have freed inside the block: see `_live`.
+
     Yields:
         The counts, filled in at the end of the block.
     """
@@ -179,27 +181,18 @@ def measured_memory(device: torch.device) -> Iterator[Memory]:
         memory.held_bytes = torch.cuda.memory_allocated(device) - before
         memory.peak_bytes = torch.cuda.max_memory_allocated(device) - before
         return
-    shared_before = _shared_bytes()
+    ranks = dist.get_world_size()
+    before, shared_before = LiveBytes().held_bytes, shared_bytes(ranks)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield memory
         gc.collect()
-    memory.held_bytes = memory.peak_bytes = _shared_bytes() - shared_before
+    running = memory.peak_bytes = shared_bytes(ranks) - shared_before
+    memory.held_bytes = LiveBytes().held_bytes - before + running
     results = profiler.profiler.kineto_results
     changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
     for _, change in sorted(changes, key=lambda pair: pair[0]):
-        memory.held_bytes += change
-        memory.peak_bytes = max(memory.peak_bytes, memory.held_bytes)
-
-
-def _shared_bytes() -> int:
-    """This rank's part of the memory that ranks share, which no profiler sees: every rank has all ranks' files open."""
-    files = {}
-    for link in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(link).startswith("/memfd:streamshard"):
-                status = os.stat(link)
-                files[status.st_ino] = status.st_blocks * 512
-    return sum(files.values()) // dist.get_world_size()
+        running += change
+        memory.peak_bytes = max(memory.peak_bytes, running)
 
 
 @dataclass
