@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import Groups, groups_across, groups_of, resolve_group
-from streamshard.comm.ranks import refuse_together
+from streamshard.comm.groups import Groups, groups_of, groups_with, resolve_group
+from streamshard.comm.ranks import raise_if, refuse_together
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Settings, parse_bytes, parse_precision, refuse_unknown
 from streamshard.conventions import conventions
@@ -76,6 +76,7 @@ class Accepted(NamedTuple):
     checked: Checked
     ranks: Communicator
     replicas: Replicas | None
+    experts: Communicator | None
 
 
 def accept_model(
@@ -95,7 +96,7 @@ def accept_model(
     refuse_transforms()  # before meeting other ranks: a transform also wraps the tensors of collectives
     who = None if mesh is None else groups_of(mesh)
     if (across := _mesh_of_dtensors(module)) is not None:
-        who = groups_across(who, across)
+        who = groups_with(who, across)
     try:
         checked = check_model(module, units, resident, given)
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
@@ -109,14 +110,14 @@ def accept_model(
 
 def shard_model(base: type, accepted: Accepted) -> Engine:
     """Shard the model in place and let its class derive from `base`. Collective. Errors: see `StreamShard`."""
-    module, checked, ranks, replicas = accepted
+    module, checked, ranks, replicas, experts = accepted
     try:
         _check_ranks_agree(ranks, module, checked)
         empty = _agree_on_empty(ranks, checked.on_meta)
         checked = _lower(module, checked)
         for each in module.parameters():
             form_of(each).move(each, ranks.streams.device)
-        engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty))
+        engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty), experts)
         for unit in engine.units:
             unit.make_unsharded()
         if engine.host is not None:
@@ -141,7 +142,13 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     return engine
 
 
-def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None, take: TakeWeights) -> Engine:
+def make_engine(
+    checked: Checked,
+    ranks: Communicator,
+    replicas: Replicas | None,
+    take: TakeWeights,
+    experts: Communicator | None = None,
+) -> Engine:
     """Plan and allocate.
 
     Args:
@@ -149,10 +156,12 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
         ranks: the shard group. With `PlannedRanks` buffers are on the meta device, and take no memory.
         replicas: the replicate axis; None on a 1-D mesh.
         take: fills each unit's shards.
+        experts: the ranks with the same experts; None: the model has no DTensors of experts.
     """
     settings, found = checked.settings, checked.found
     grain, in_fp32 = settings.align_pieces_to, checked.in_fp32.params
-    layouts = plan_units(found, settings.precision, in_fp32, ranks.world_size, align_pieces_to=grain)
+    sizes = ranks.world_size, 0 if experts is None else experts.world_size
+    layouts = plan_units(found, settings.precision, in_fp32, *sizes, align_pieces_to=grain)
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
@@ -166,7 +175,8 @@ def make_engine(checked: Checked, ranks: Communicator, replicas: Replicas | None
     weight_slots, grad_slots = settings.slots_on(ranks.world_size)
     plan = plan_slots([not unit.is_resident for unit in found], weight_slots, grad_slots)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
-    units = _allocate(layouts, plan, ranks, ledger, take, [host if each else None for each in on_host])
+    hosts = [host if each else None for each in on_host]
+    units = _allocate(layouts, plan, ranks, experts or ranks, ledger, take, hosts)
     reductions = Reductions(units, ranks, ledger, replicas)
     return Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
 
@@ -189,7 +199,7 @@ def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> T
                 if layout.name not in empty:
                     full = room[: param.nbytes].view(param.dtype) if param.is_meta else param.to(room.device)
                     full = full.contiguous().view(-1)
-                    ranks.broadcast(full, is_part=bool(form_of(found.param).box))
+                    flat_param.ranks.broadcast(full, is_part=bool(form_of(found.param).box))
                 flat_param.add(layout, found.names[1:], found.param, full)
         if ranks.streams.module is not None:  # give the memory of the full parameters back to the device
             ranks.streams.module.empty_cache()
@@ -257,24 +267,34 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _connect(who: Groups | None, device: torch.device, *, has_host: bool) -> tuple[Communicator, Replicas | None]:
+def _connect(
+    who: Groups | None, device: torch.device, *, has_host: bool
+) -> tuple[Communicator, Replicas | None, Communicator | None]:
     """Connect to the other ranks. All have accepted their models."""
     if device.type not in ("cpu", "meta"):  # also if the model is there: else NCCL and capture use another device
         module_of(device).set_device(device)
     if who is None:
         who = groups_of(resolve_group(device))
-    refuse_together(who.all_ranks, _problem_of_host(who, device) if has_host else None)
+    problem = _problem_of_host(who, device) if has_host else None
+    refuse_together(who.all_ranks, problem)
+    raise_if(problem)
     streams = Streams(device, has_host=has_host)
     ranks = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica, who.tensor_parallel)
-    if who.replicate is None:
-        return ranks, None
-    return ranks, Replicas(Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
+    experts = replicas = None
+    if who.replicate is not None:
+        replicas = Replicas(Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
+    if who.experts is not None:
+        group, across = who.experts
+        experts = Communicator(group, streams, StreamName.COMM, who.all_ranks, who.replica, across)
+    return ranks, replicas, experts
 
 
 def _problem_of_host(who: Groups, device: torch.device) -> ConfigError | None:
     """Why state cannot lie in host memory; None: it can."""
     if not has_streams(device):
         return ConfigError(f'offload="state": the model trains on {device}, whose memory is the host\'s: leave it away')
+    if who.experts is not None:
+        return ConfigError('offload="state": the model has DTensors of experts, whose state stays on the device')
     if who.replicate is not None:
         return ConfigError(
             'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device. Shard over all '
@@ -356,6 +376,7 @@ def _allocate(
     layouts: Sequence[UnitLayout],
     plan: SlotPlan,
     ranks: Communicator,
+    experts: Communicator,
     ledger: Ledger,
     take: TakeWeights,
     hosts: Sequence[HostState | None],
@@ -367,6 +388,7 @@ def _allocate(
 
     Args:
         layouts, plan, ranks, ledger: the model's.
+        experts: the ranks that cut flat parameters of experts.
         take: see `TakeWeights`.
         hosts: by unit, what copies its state; None: it lies on the device.
     """
@@ -382,13 +404,13 @@ def _allocate(
     wires = {slot: ledger.allocate(Category.WIRE_BUFFERS, size, torch.uint8) for slot, size in wire_bytes.items()}
     flat_params: list[list[FlatParam]] = []
     for layout, slot, host in zip(layouts, plan.weights, hosts, strict=True):
-        places = weight_slots[slot], wires[slot], ranks, ledger
+        places = weight_slots[slot], wires[slot]
         keeps, is_on_host = plan.keeps_weights, host is not None
-        flat_params.append(
-            [FlatParam(flat, *places, keeps_slot=keeps, is_on_host=is_on_host) for flat in layout.flat_params]
-        )
+        own = [(flat, *places, experts if flat.kind.is_expert else ranks, ledger) for flat in layout.flat_params]
+        flat_params.append([FlatParam(*each, keeps_slot=keeps, is_on_host=is_on_host) for each in own])
         take(layout, flat_params[-1])
-    parts = [plan_scratch(layout, ranks.transport.scratch_numel) for layout in layouts]
+    numels_of = ([flat.ranks.transport.scratch_numel for flat in own] for own in flat_params)
+    parts = list(map(plan_scratch, layouts, numels_of))
     scratch_bytes = largest_of(plan.scratch, [own[-1].stop for own in parts])
     scratch = {number: Scratch(n_bytes, ledger) for number, n_bytes in scratch_bytes.items()}
     scratch_of = dict(zip(plan.grads, plan.scratch, strict=True))

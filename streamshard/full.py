@@ -77,7 +77,7 @@ def gather_whole(unit: Unit, pieces: Sequence[torch.Tensor | None]) -> list[torc
         full = flat
         if not flat_param.layout.is_whole:
             full = torch.empty(flat_param.layout.padded_numel, dtype=flat.dtype, device=flat.device)
-            unit.ranks.gather_now(flat, full, flat_param.tag)
+            flat_param.ranks.gather_now(flat, full, flat_param.tag)
         wholes += [param.form.whole(flat_param.part_of(full, param.layout)) for param in flat_param.params]
     return wholes
 

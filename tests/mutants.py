@@ -254,6 +254,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("adds or param.state is GradState.IN_SLOT", "False"),
             "passes loops",
         ),
+        ("FlatParam.add", Swap("bool(form.box) or ranks.counts_copies", "True"), "tensor_parallel:norms"),
+        ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changes"),
     ],
     "core/reductions": [
         ("UsedParams.start", Drop("self._arrived[0].wait()"), "simulated_device:flags"),
@@ -290,7 +292,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit._take", Drop("if not param.is_kept:"), "invariants loops graphs"),
         ("Unit.open", Drop("self._adds_in_slot ="), "loops graphs"),
         ("Unit.open", Drop("self._leave_slot()"), "dial"),
-        ("Unit._leave_slot", Swap("stays and ", ""), "divide_factor:one_rank"),
+        ("Unit._leave_slot", Swap("self.ranks.grad_divisor == 1.0 and", ""), "divide_factor:one_rank"),
+        ("Unit._leave_slot", Swap("all(", "any("), "expert_parallel:micro_batch"),
+        ("Unit.start_reduce", Swap("flat.ranks", "self.ranks"), "expert_parallel"),
         ("Unit.open", Drop("self._write("), "unit_size"),
         ("Unit.start_reduce", Drop("self._adds = True"), "passes"),
         ("Unit.start_reduce", Drop("slot.join()"), "simulated_device:zeros_of"),
@@ -315,6 +319,18 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Progress.look_at", Swap(".isdisjoint(params)", ".isdisjoint(())"), "loop"),
         ("Progress.look_at", Drop("self.has_new_grads = False"), "loop"),
     ],
+    "forms": [
+        ("DTensorForm.local_grad", Drop("if grad.placements"), "tensor_parallel:one_process"),
+        ("DTensorForm.__init__", Drop("self.box = tuple(box)"), "tensor_parallel:norms"),
+    ],
+    "guards/piece": [
+        ("Piece.is_whole", Swap("and self.ranks.is_alone", ""), "tensor_parallel:other_shapes"),
+        ("Piece.cut", Swap("for start, length in self.box", "for start, length in ()"), "tensor_parallel:mesh"),
+    ],
+    "guards/sharded_tensor": [
+        ("_norm", Drop("norm = norm if tensor.piece.counts"), "tensor_parallel:norms"),
+        ("_total", Swap("total if tensor.piece.counts else total * 0", "total"), "tensor_parallel:norms"),
+    ],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),
         ("classes_of", Drop("entries[inner] = property"), "packed"),
@@ -324,11 +340,14 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "build": [
         ("shard_model", Drop("ranks.broadcast(tensor)"), "packed"),
+        ("_taking_weights", Swap("is_part=bool(form_of(found.param).box)", "is_part=False"), "tensor_parallel:other"),
     ],
     "planning/layout": [
         ("_by_kind", Swap("form_of(param).is_packed", "False"), "packed"),
+        ("_by_kind", Swap("has_experts and", "False and"), "expert_parallel"),
     ],
     "full": [
+        ("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process"),
         ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
     ],
     "integrations/join": [

@@ -408,7 +408,8 @@ def late(model: nn.Module) -> Iterator[None]:
     """Collectives of `model` are as late as its waits allow; they spoil what must not be looked at meanwhile."""
     engine = engine_inside(model)
     replicas = engine.reductions.replicas
-    all_ranks: list[Communicator] = [engine.ranks] if replicas is None else [engine.ranks, replicas.ranks]
+    groups = [engine.ranks, *(flat.ranks for unit in engine.units for flat in unit.flat_params)]  # of experts too
+    all_ranks: list[Communicator] = list(dict.fromkeys(groups if replicas is None else [*groups, replicas.ranks]))
     transports = [LateTransport(ranks) for ranks in all_ranks]
     for ranks, transport in zip(all_ranks, transports, strict=True):
         ranks.transport = transport

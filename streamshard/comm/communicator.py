@@ -74,6 +74,11 @@ class Communicator(RankGroup):
                 self.transport.meet()
 
     @property
+    def model_group(self) -> dist.ProcessGroup:
+        """The ranks that share one replica of the model. Raises as `users_group` does."""
+        return alive(self._model_group_of)
+
+    @property
     def is_alone(self) -> bool:
         """Whether this rank has the model to itself, replicas aside."""
         return self.world_size * self._parts == 1
@@ -137,7 +142,7 @@ class Communicator(RankGroup):
         """
         if self.total_size > 1 if with_replicas else not self.is_alone:
             with self.talk("a sum over all ranks", RecordKind.SUM), self._blocking("a sum"):
-                group = self.all_ranks if with_replicas else alive(self._model_group_of)
+                group = self.all_ranks if with_replicas else self.model_group
                 on_device = tensor.to(self.streams.device)
                 dist.all_reduce(on_device, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
                 if on_device is not tensor:

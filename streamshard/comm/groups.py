@@ -60,6 +60,18 @@ class TensorParallel(NamedTuple):
     data: dist.ProcessGroup
 
 
+class Experts(NamedTuple):
+    """The ranks of a model with DTensors of experts, whose mesh lies inside the shard group.
+
+    Attributes:
+        shard: ranks that cut the same experts.
+        across: the ranks beside them, with other experts. Its `model` is the model's shard group.
+    """
+
+    shard: dist.ProcessGroup
+    across: TensorParallel
+
+
 class Groups(NamedTuple):
     """The process groups of one model.
 
@@ -69,7 +81,8 @@ class Groups(NamedTuple):
         all_ranks: all ranks that train the model.
         replica: this rank's number in `replicate`.
         device_type: the device type of the user's mesh; None: the user gave no mesh.
-        tensor_parallel: more ranks, if the model has DTensors.
+        tensor_parallel: more ranks, if the model has DTensors on a mesh across `shard`.
+        experts: if the model has DTensors on a mesh inside `shard`.
     """
 
     shard: dist.ProcessGroup
@@ -78,6 +91,7 @@ class Groups(NamedTuple):
     replica: int = 0
     device_type: str | None = None
     tensor_parallel: TensorParallel | None = None
+    experts: Experts | None = None
 
 
 def groups_of(mesh: object) -> Groups:
@@ -104,15 +118,15 @@ def groups_of(mesh: object) -> Groups:
     return Groups(shard, mesh.get_group(0), all_ranks, mesh.get_local_rank(0), mesh.device_type)
 
 
-def groups_across(who: Groups | None, mesh: DeviceMesh) -> Groups:
-    """The groups of a model that `mesh`, of its DTensors, divides once more. Collective.
+def groups_with(who: Groups | None, mesh: DeviceMesh) -> Groups:
+    """The groups of a model with DTensors on `mesh`. Collective.
 
     Args:
         who: the groups of the user's mesh; None: the model is sharded over all ranks with the same place in `mesh`.
-        mesh: has one axis.
+        mesh: has one axis. If its ranks are ranks of the shard group, the DTensors are experts.
 
     Raises:
-        ConfigError: on all ranks: the ranks of `mesh` are ranks of `who` too.
+        ConfigError: on all ranks: some ranks of `mesh` are ranks of `who`, and others are not.
     """
     base = dist.group.WORLD if who is None else who.all_ranks
     assert base is not None
@@ -124,11 +138,18 @@ def groups_across(who: Groups | None, mesh: DeviceMesh) -> Groups:
         shard = _group_of([rank for rank, (place, _) in beside.items() if place == mine[0]])
         who = Groups(shard, None, shard, device_type=mesh.device_type)
     data, shard_ranks = (dist.get_process_group_ranks(group) for group in (who.all_ranks, who.shard))
+    if set(shard_ranks).issuperset(mine[1]):
+        same = [rank for rank in data if beside[rank][0] == mine[0]]
+        own = [rank for rank in same if rank in shard_ranks]
+        if len(own) * mesh.size() == len(shard_ranks):
+            across = TensorParallel(mesh.size(), mine[0], who.shard, _group_of(same))
+            return who._replace(experts=Experts(_group_of(own), across))
     model, everyone = (sorted({each for rank in ranks for each in beside[rank][1]}) for ranks in (shard_ranks, data))
     if len(everyone) != len(data) * mesh.size():
         raise ConfigError(
             f"the model has DTensors on {mesh}, and is sharded over ranks {data}: wanted a mesh of other axes, such as "
-            'StreamShard(model, mesh=world["dp"]) after parallelize_module(model, world["tp"], plan)'
+            'StreamShard(model, mesh=world["dp"]) after parallelize_module(model, world["tp"], plan); or with DTensors '
+            "of experts a mesh that the ranks of the experts divide evenly"
         )
     across = TensorParallel(mesh.size(), mine[0], _group_of(model), who.all_ranks)
     return who._replace(all_ranks=_group_of(everyone), tensor_parallel=across)

@@ -257,7 +257,8 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
-        return (_Until(functools.partial(self.copy_until, self._own.counters[Counter.PUBLISHED], for_all=True)),)
+        until = _Until(functools.partial(self.copy_until, self._own.counters[Counter.PUBLISHED], for_all=True))
+        return (*works, until)  # gloo may send some of them
 
     def copy_until(self, count: int, *, for_all: bool) -> None:
         """Copy all-gathers in their order, until this rank has copied `count`; `for_all`: until all ranks have."""

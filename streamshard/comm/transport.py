@@ -168,7 +168,7 @@ class Transport(abc.ABC):
         """Works that end when no rank reads the shards of the last all-gathers any more. On devices streams order this.
 
         Args:
-            works: returned by the starts of these all-gathers on this rank.
+            works: returned by the starts of these all-gathers on this rank; other transports may have started some.
         """
         return works
 

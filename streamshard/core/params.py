@@ -246,13 +246,14 @@ class FlatParam:
         plan: its kind, and where it lies.
         slot: the unit's weight slot.
         wire: [bytes of the largest unit of the slot] uint8, the wire buffer beside the slot; None: there is none.
-        ranks: the shard group.
+        ranks: the ranks that cut it: the shard group, or the ranks with the same experts.
         ledger: allocates.
         keeps_slot: no other unit uses the slot: the all-gather input is this rank's range of it.
         is_on_host: main weights, main grads and all-gather inputs lie in host memory (``offload``).
 
     Attributes:
         tag: of its messages.
+        ranks: see above.
         kind: its dtypes, and whether it trains.
         layout: of its parameters.
         main: [shard_numel] main_dtype. The user's Parameters are views of it.
@@ -283,7 +284,7 @@ class FlatParam:
         self.params: list[Param] = []
         self.is_main_in_slot = False
         self.grads = self.main_grads = self.scratch = torch.empty(0)
-        self._plan, self._ranks, self._ledger_of = plan, ranks, weakref.ref(ledger)
+        self._plan, self.ranks, self._ledger_of = plan, ranks, weakref.ref(ledger)
         numel, kind = plan.layout.shard_numel, plan.kind
         is_cast = kind.main_dtype is not kind.wire_dtype
         kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
@@ -318,7 +319,7 @@ class FlatParam:
         self.scratch = slot.scratch.buffer.narrow(0, *scratch).view(dtype)
         self.is_main_in_slot = keeps_slot and dtype is torch.float32
         if self.is_main_in_slot:
-            self.main_grads = self.grads.narrow(0, self._ranks.rank * numel, numel)
+            self.main_grads = self.grads.narrow(0, self.ranks.rank * numel, numel)
         else:
             self.main_grads = self._new_main_grads()
 
@@ -339,9 +340,9 @@ class FlatParam:
             param: the user's Parameter; its data are replaced.
             full: [numel], the weights to shard, any dtype and device; None: it is empty, of NaN.
         """
-        local = self.layout.local_range(layout, self._ranks.rank)
+        local = self.layout.local_range(layout, self.ranks.rank)
         main_weights = self.main.narrow(0, local.shard_offset, local.numel)
-        main_weights = main_weights.view(self.layout.local_shape(layout, self._ranks.rank))
+        main_weights = main_weights.view(self.layout.local_shape(layout, self.ranks.rank))
         if full is None:
             main_weights.fill_(math.nan)  # none of a packed parameter is empty
         else:
@@ -349,7 +350,7 @@ class FlatParam:
         if self.layout.is_whole:  # a storage of its own, or accelerate and safetensors take parameters for tied
             main_weights = from_dlpack(main_weights)
         places = (local.start, local.stop, tuple(main_weights.shape))
-        form, ranks = form_of(param), self._ranks
+        form, ranks = form_of(param), self.ranks
         facts = layout.name, form.shape(param), *places, ranks, self.layout, layout, self._ledger_of
         counts = bool(form.box) or ranks.counts_copies
         piece = Piece(*facts, is_on_host=self.is_on_host, box=form.box, counts=counts)

@@ -177,7 +177,7 @@ class Unit:
             self.host.fetch(self)
         works: list[Work | None] = []
         for flat in self.flat_params:
-            works.append(transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
+            works.append(flat.ranks.transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
         slot.arrived.record(*works)
         self.read_done.works = ()  # its readers have read the input of the last all-gather too
         self.read_done.record(*transport.readers(works))
@@ -283,9 +283,9 @@ class Unit:
 
     def _leave_slot(self) -> None:
         """Main grads that lie in the slot are added to. Move them to memory of their own, unless they are all of it."""
-        stays = self.ranks.grad_divisor == 1.0  # else the next reduction would divide earlier gradients again
-        moved = [flat for flat in self.trained if flat.is_main_in_slot and not (stays and flat.layout.is_whole)]
-        for flat in moved:
+        if self.ranks.grad_divisor == 1.0 and all(flat.layout.is_whole for flat in self.trained):
+            return  # else the next reduction would divide earlier gradients again
+        for flat in (moved := [flat for flat in self.trained if flat.is_main_in_slot]):
             flat.leave_slot()
             for param in flat.params:
                 flat.place_grad(param)
@@ -366,7 +366,7 @@ class Unit:
         for place, flat in enumerate(self.trained):
             out = staging[place] if staging else flat.main_grads
             given = flat.grads, out, flat.scratch, flat.kind.mode, self._adds, flat.tag
-            works.append(self.ranks.transport.start_reduce(Reduction(*given, self.ranks.grad_divisor)))
+            works.append(flat.ranks.transport.start_reduce(Reduction(*given, self.ranks.grad_divisor)))
         if self.host is not None:
             self.host.end_reduction(self, staging)
         self._adds = True

@@ -194,7 +194,8 @@ class PartialNorm(torch.Tensor):
         return func(*args, **kwargs)  # other arguments may be pieces
 
     def _adds_to(self, other: PartialNorm) -> bool:
-        return self._full is None and self.order == other.order and self.ranks.group is other.ranks.group
+        are_same = self.ranks.model_group is other.ranks.model_group
+        return self._full is None and self.order == other.order and are_same
 
 
 @functools.cache

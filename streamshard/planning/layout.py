@@ -171,6 +171,7 @@ class FlatParamKind(NamedTuple):
         grad_dtype: dtype of gradients in grad slots.
         mode: how gradients are reduced.
         is_packed: the bytes are moved as they are, see `streamshard.forms`.
+        is_expert: this rank's part of DTensors of experts. Ranks with the same experts cut it.
     """
 
     trains: bool
@@ -180,6 +181,7 @@ class FlatParamKind(NamedTuple):
     grad_dtype: torch.dtype
     mode: ReductionMode
     is_packed: bool = False
+    is_expert: bool = False
 
     def on_one_rank(self) -> FlatParamKind:
         """The kind where nothing is sent: no rounding to dtypes of messages."""
@@ -282,6 +284,7 @@ def plan_units(
     precision: Precision,
     in_fp32: Collection[nn.Parameter],
     world_size: int,
+    expert_ranks: int = 0,
     *,
     align_pieces_to: int,
 ) -> list[UnitLayout]:
@@ -292,6 +295,7 @@ def plan_units(
         precision: the model's.
         in_fp32: layers compute with these parameters in fp32.
         world_size: number of ranks N.
+        expert_ranks: number of ranks with the same experts; 0: parameters in parts are no experts.
         align_pieces_to: see `plan_flat_param`.
     """
     layouts: list[UnitLayout] = []
@@ -299,13 +303,14 @@ def plan_units(
     for unit in units:
         flat_params: list[FlatParamPlan] = []
         weights = wire = grads = ByteRange(0, 0)
-        for kind, params in _by_kind(unit.params, precision, in_fp32):
-            if world_size == 1:
+        for kind, params in _by_kind(unit.params, precision, in_fp32, has_experts=expert_ranks > 0):
+            n_ranks = expert_ranks if kind.is_expert else world_size
+            if n_ranks == 1:
                 kind = kind.on_one_rank()
             memory = [form_of(found.param).memory(found.param) for found in params]
             sizes = [ParamLayout(p.names[0], tuple(m.shape)) for p, m in zip(params, memory, strict=True)]
             element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)
-            layout = plan_flat_param(sizes, world_size, element_bytes=element_bytes, align_pieces_to=align_pieces_to)
+            layout = plan_flat_param(sizes, n_ranks, element_bytes=element_bytes, align_pieces_to=align_pieces_to)
             numel, is_wire = layout.padded_numel, kind.wire_dtype is not kind.compute_dtype
             weights = ByteRange(weights.stop, numel * kind.compute_dtype.itemsize)
             wire = ByteRange(wire.stop, is_wire * numel * kind.wire_dtype.itemsize)
@@ -317,7 +322,7 @@ def plan_units(
 
 
 def _by_kind(
-    params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter]
+    params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter], *, has_experts: bool
 ) -> list[tuple[FlatParamKind, list[FoundParam]]]:
     """The flat parameters of a unit, those that train first. See [Note: flat parameters]."""
     parts: dict[FlatParamKind, list[FoundParam]] = {}
@@ -328,6 +333,7 @@ def _by_kind(
             kind = FlatParamKind(False, dtype, dtype, dtype, torch.float32, ReductionMode.FP32, is_packed=True)
         else:
             kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
+        kind = kind._replace(is_expert=has_experts and bool(form_of(param).box))
         parts.setdefault(kind, []).append(found)
     if not parts:
         parts[kind_of(torch.float32, precision, trains=False, in_fp32=False)] = []

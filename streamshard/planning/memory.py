@@ -116,15 +116,15 @@ class Category(enum.Enum):
     NORMS = "norms"
 
 
-def plan_scratch(unit: UnitLayout, numel_of: Callable[[int, ReductionMode], int]) -> list[ByteRange]:
+def plan_scratch(unit: UnitLayout, numels_of: Iterable[Callable[[int, ReductionMode], int]]) -> list[ByteRange]:
     """Where the reductions of each flat parameter have their part of the unit's scratch.
 
     Args:
         unit: the unit.
-        numel_of: see `Transport.scratch_numel`.
+        numels_of: for each flat parameter, see `Transport.scratch_numel`.
     """
     ranges = [ByteRange(0, 0)]
-    for flat in unit.flat_params:
+    for flat, numel_of in zip(unit.flat_params, numels_of, strict=True):
         numel = numel_of(flat.layout.shard_numel, flat.kind.mode) if flat.kind.trains else 0
         ranges.append(ByteRange(ranges[-1].stop, numel * flat.kind.grad_dtype.itemsize))
     return ranges[1:]

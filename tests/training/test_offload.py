@@ -10,11 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import StreamShard
+from streamshard import ConfigError, StreamShard
 from streamshard.comm.streams import Fence, Observer, StreamName
 from streamshard.core import late_step
-from tests.models import vector_batch
+from tests.models import Stack, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, adamw, assert_same, built, engine_inside, full_weights, stack_step
@@ -229,3 +230,13 @@ def test_offload_changes_no_bit_on_a_gpu(context: RankContext, name: str) -> Non
     """Which memory is whose: collectives, counters and norms are the device's, state is the host's."""
     resident = _loop(context, _OPTIMIZERS[name], weight_slots=2, grad_slots=2)
     assert_same(_loop(context, _OPTIMIZERS[name], **OFFLOAD), resident, "losses, norms and weights", EXACT)
+
+
+@on_ranks(2)
+def test_offload_is_refused_where_state_cannot_lie_in_host_memory(context: RankContext) -> None:
+    """On the CPU, and with replicas."""
+    with pytest.raises(ConfigError, match="the model trains on cpu, whose memory is the host's"):
+        StreamShard(Stack(), **OFFLOAD)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with simulated_device(), pytest.raises(ConfigError, match="on a 2-D mesh: averages over replicas"):
+        StreamShard(Stack(), mesh=mesh, **OFFLOAD)

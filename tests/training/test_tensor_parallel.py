@@ -334,6 +334,40 @@ def test_gradients_are_pieces_of_the_full_gradients(context: RankContext) -> Non
         assert float(param.grad.norm()) == pytest.approx(2 * float(full.grad.norm()), rel=1e-5, abs=1e-9), name
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("takes", ["weight", "to_local"])
+def test_absent_dtensors_raise_when_another_layer_reads_them(context: RankContext, takes: str) -> None:
+    """The DTensor itself, or its local part taken in forward: backward names the layer that is not in place."""
+    world, model = _mesh(2, 2), _made()
+    kept: list[Any] = []
+    model.layers[0].register_forward_pre_hook(lambda layer, args: kept.append(layer.mlp.up.weight))
+
+    def borrow(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+        weight = kept[-1]
+        return output * (weight if takes == "weight" else weight.to_local()).square().sum()
+
+    sharded = _sharded(model, world)
+    model.layers[3].register_forward_hook(borrow)
+    with pytest.raises(ShardingError, match=r"'layers.0.mlp.up.weight'.*resident=\['layers.0.mlp.up'\]"):
+        sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
+
+
+@on_ranks(4)
+def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext) -> None:
+    """Through the DTensor, and through its local part."""
+    world = _mesh(2, 2)
+    for change in (lambda weight: weight.mul_(0.5), lambda weight: weight.to_local().mul_(0.5)):
+        sharded = _sharded(_made(), world)
+
+        def edit(layer: Any, args: Any, change: Any = change) -> None:
+            with torch.no_grad():
+                change(layer.mlp.up.weight)
+
+        sharded.layers[1].register_forward_pre_hook(edit)
+        with pytest.raises(ShardingError, match=r"'layers.1.mlp.up.weight' was changed in place"):
+            sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
+
+
 # -- saving and loading -----------------------------------------------------------------------------------------------
 
 
@@ -430,7 +464,7 @@ def test_an_optimizer_from_before_sharding_is_refused_at_its_first_step(context:
 
 @on_ranks(4)
 def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> None:
-    """On several meshes, on the shard mesh itself, on a mesh of two axes, or as a buffer."""
+    """On several meshes, on a mesh across and inside the shard mesh, on a mesh of two axes, or as a buffer."""
     world = _mesh(2, 2)
 
     def with_weights(*placed: tuple[DeviceMesh, Any]) -> nn.Module:
@@ -442,8 +476,9 @@ def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> No
     both, cut = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), [Shard(0)]
     with pytest.raises(ShardingError, match=r"'0.weight' and '1.weight' are DTensors on different meshes"):
         StreamShard(with_weights((world.tp, cut), (world.dp, cut)), mesh=world.dp)
+    rows = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
     with pytest.raises(ConfigError, match=r"has DTensors on .*: wanted a mesh of other axes"):
-        StreamShard(with_weights((world.dp, cut)), mesh=world.dp)
+        StreamShard(with_weights((rows, cut)), mesh=world.dp)
     with pytest.raises(ShardingError, match=r"'0.weight' is a DTensor on a mesh of axes \('dp', 'tp'\): wanted one"):
         StreamShard(with_weights((both, [Replicate(), Shard(0)])), mesh=world.dp)
     model = with_weights((world.tp, cut))

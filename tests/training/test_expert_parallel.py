@@ -1,0 +1,256 @@
+"""Expert parallelism: experts as DTensors on a mesh inside the shard group train what one process trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from streamshard import (
+    ConfigError,
+    StreamShard,
+    export_safetensors,
+    full_optimizer_state_dict,
+    load_checkpoint,
+    load_safetensors,
+    save_checkpoint,
+)
+from tests.races import detect_races
+from tests.ranks import RankContext, on_ranks
+from tests.reference import full_weights
+from tests.simulated import late, simulated_device
+
+WIDTH, HIDDEN, EXPERTS, CHOSEN, WORDS, LAYERS, STEPS, CLIP = 16, 24, 4, 2, 32, 4, 4, 0.5
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows for each rank of a group, and back in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.given = sent, received, group
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        sent, received, group = ctx.given
+        back: Any = _AllToAll.apply(grad, received, sent, group)  # type: ignore[no-untyped-call]
+        return back, None, None, None
+
+
+class _Experts(nn.Module):
+    """As in Mixtral: each token goes to two of the experts. With a `mesh` each rank has some, and tokens travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * 0.2)
+        self.mesh: DeviceMesh | None = None
+
+    def forward(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        weights, experts = scores.softmax(-1).topk(CHOSEN)
+        order = experts.flatten().argsort(stable=True)
+        rows, wanted = tokens[order // CHOSEN], experts.flatten()[order]
+        computed = self._compute(rows, wanted) if self.mesh is None else self._dispatch(rows, wanted, self.mesh)
+        made = torch.zeros_like(tokens).index_add(0, order // CHOSEN, computed * weights.flatten()[order, None])
+        return made
+
+    def _compute(self, rows: Tensor, wanted: Tensor, first: int = 0) -> Tensor:
+        up: Any = self.up.to_local() if first or self.mesh else self.up  # type: ignore[operator]
+        down: Any = self.down.to_local() if first or self.mesh else self.down  # type: ignore[operator]
+        return torch.bmm(torch.bmm(rows[:, None], up[wanted - first]).relu(), down[wanted - first])[:, 0]
+
+    def _dispatch(self, rows: Tensor, wanted: Tensor, mesh: DeviceMesh) -> Tensor:
+        here, group = EXPERTS // mesh.size(), mesh.get_group()
+        sent = torch.bincount(wanted // here, minlength=mesh.size())
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        sizes = sent.tolist(), received.tolist()
+        arrived = _AllToAll.apply(rows, *sizes, group)  # type: ignore[no-untyped-call]
+        theirs = _AllToAll.apply(wanted[:, None], *sizes, group)[:, 0]  # type: ignore[no-untyped-call]
+        computed = self._compute(arrived, theirs, mesh.get_local_rank() * here)
+        back: Tensor = _AllToAll.apply(computed, *reversed(sizes), group)  # type: ignore[no-untyped-call]
+        return back
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.experts = _Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x + self.linear(x)).flatten(0, 1)
+        return x + self.experts(tokens, self.router(tokens)).view_as(x)
+
+
+class _LM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(_Block() for _ in range(LAYERS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _made(seed: int = 0) -> _LM:
+    torch.manual_seed(seed)
+    return _LM()
+
+
+def _sharded(model: Any, ep: int, **settings: Any) -> Any:
+    """Shard over all ranks; with `ep` > 1 each has EXPERTS / ep of the experts."""
+    if ep > 1:
+        shape, names = (dist.get_world_size() // ep, ep), (f"beside {ep}", f"experts over {ep}")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)[names[1]]
+        for layer in model.layers:
+            layer.experts.mesh = mesh
+            for name in ("up", "down"):
+                whole = getattr(layer.experts, name).detach()
+                setattr(layer.experts, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+    return StreamShard(model, mesh=dist.group.WORLD, **{"precision": "fp32", **settings})
+
+
+class _Course(NamedTuple):
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+def _train(model: Any, place: int = 0, places: int = 1, *, own_clip: bool = False, steps: int = STEPS) -> _Course:
+    optimizer = _adam(model)
+    norms = _steps(model, optimizer, place, places, own_clip=own_clip, steps=steps)
+    return _Course(norms, full_weights(model))
+
+
+def _steps(
+    model: Any, optimizer: torch.optim.Optimizer, place: int, places: int, *, own_clip: bool = False, steps: int
+) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    norms = []
+    for _ in range(steps):
+        rows = torch.randint(0, WORDS, (8, 6), generator=generator).chunk(places)[place]
+        F.cross_entropy(model(rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
+        norm = model.clip_grad_norm_(CLIP) if own_clip else nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        norms.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def _assert_equal(found: _Course, wanted: _Course) -> None:
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-6)
+    assert _difference(found.weights, wanted.weights) < 2e-6
+
+
+def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("slots", [2, "all"])
+@pytest.mark.parametrize("ep", [2, 4])
+def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, ep: int, slots: Any) -> None:
+    """Two ranks have the same experts, or each has its own; both functions that clip."""
+    model = _sharded(_made(), ep, weight_slots=slots, grad_slots=slots)
+    found = _train(model, context.rank, 4, own_clip=slots == 2)
+    _assert_equal(found, _train(_made()))
+
+
+@on_ranks(4)
+def test_summed_gradients_of_experts_wait_for_the_last_micro_batch(context: RankContext) -> None:
+    """A divide factor of one, slots for all layers, whole experts on each rank: two backwards add up."""
+    model, whole = _sharded(_made(), 4, weight_slots="all", grad_slots="all"), _made()
+    model.set_gradient_divide_factor(1.0)
+    rows = torch.arange(48).view(8, 6) % WORDS
+    for _ in range(2):
+        model(rows.chunk(4)[context.rank]).square().sum().backward()
+        whole(rows).square().sum().backward()
+    for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert full.grad is not None
+        assert float(param.grad.norm()) == pytest.approx(float(full.grad.norm()), rel=1e-5), name
+
+
+@on_ranks(4)
+def test_a_rank_has_its_experts_shard_and_a_shard_of_everything_else(context: RankContext) -> None:
+    """A layer is one unit with two flat parameters: one over four ranks, one over the two with the same experts."""
+    model = _sharded(_made(), 2)
+    sizes = {name: param.detach().as_subclass(Tensor).numel() for name, param in model.named_parameters()}
+    up = model.layers[0].experts.up
+    assert up.shape == (EXPERTS, WIDTH, HIDDEN)
+    told: list[Any] = [None] * 4
+    dist.all_gather_object(told, sizes)
+    for name, param in model.named_parameters():
+        assert sum(each[name] for each in told) == param.numel(), name
+
+
+# -- saving and loading -----------------------------------------------------------------------------------------------
+
+
+def _saved(context: RankContext, path: Path) -> tuple[dict[str, Tensor], Any]:
+    model = _sharded(_made(), 2)
+    optimizer = _adam(model)
+    _steps(model, optimizer, context.rank, 4, steps=2)
+    save_checkpoint(path / "run", model, optimizer)
+    export_safetensors(model, path / "export")
+    return full_weights(model), full_optimizer_state_dict(model, optimizer, rank0_only=False)
+
+
+def _loaded(context: RankContext, path: Path, ep: int, weights: dict[str, Tensor], state: Any) -> None:
+    model = _sharded(_made(1), ep)
+    optimizer = _adam(model)
+    load_checkpoint(path / "run", model, optimizer)
+    assert _difference(full_weights(model), weights) == 0.0
+    for number, values in full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"].items():
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(state["state"][number][key])), (number, key)
+    other = _sharded(_made(2), ep)
+    load_safetensors(other, path / "export")
+    assert _difference(full_weights(other), weights) == 0.0
+
+
+def test_checkpoints_and_exports_load_with_other_meshes_of_experts(ranks: Any, tmp_path: Path) -> None:
+    """From 4 ranks in pairs to 4 ranks of one expert each, without a mesh, and to fewer ranks, to the bit."""
+    weights, state = ranks(4).run(_saved, tmp_path)[0]
+    for size, ep in ((4, 4), (4, 2), (4, 1), (2, 2), (2, 1), (1, 1)):
+        ranks(size).run(_loaded, tmp_path, ep, weights, state)
+
+
+@on_ranks(2)
+def test_offload_with_experts_is_refused(context: RankContext) -> None:
+    """Copies to the host know one group of ranks."""
+    with simulated_device(), pytest.raises(ConfigError, match="the model has DTensors of experts"):
+        _sharded(_made(), 2, offload="state")
+
+
+@on_ranks(4)
+def test_fences_order_the_collectives_of_both_groups(context: RankContext) -> None:
+    """On a simulated device: no races, and late collectives change nothing."""
+    wanted = _train(_made())
+    with simulated_device():
+        model = _sharded(_made(), 2)
+        with detect_races(model) as races:
+            _assert_equal(_train(model, context.rank, 4), wanted)
+        assert races.accesses > 100
+        model = _sharded(_made(), 2)
+        with late(model):
+            _assert_equal(_train(model, context.rank, 4), wanted)
