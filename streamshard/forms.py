@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
+
+from streamshard.errors import ShardingError
+from streamshard.nested import tensors_in
+from streamshard.torch_private import AsTensors
 
 Box = tuple[tuple[int, int], ...]
 """For each dim, start and length of a part of a tensor."""
@@ -256,13 +262,41 @@ class DTensorForm(PlainForm):
 
 
 _FORM = "dtensor_form"  # the attribute of a parameter that was a DTensor
-_LOWERED = "streamshard_name"  # the attribute of a DTensor in whose place a model has a plain Parameter now
+_ABOUT_LOWERED = frozenset(("__hash__", "__repr__", "dtype", "device", "is_leaf", "requires_grad", "shape", "size"))
+
+
+class _Lowered(torch.Tensor):
+    """A DTensor in whose place a model has a plain Parameter. Its values are not those of the model any more.
+
+    Attributes:
+        lowered: the name of the parameter.
+        successor_of: returns the Parameter in its place; None: the model is gone.
+    """
+
+    __slots__ = ()
+    lowered: str
+    successor_of: Callable[[], nn.Parameter | None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        if name not in _ABOUT_LOWERED:
+            old = next(each for each in tensors_in((args, kwargs)) if isinstance(each, _Lowered))
+            raise ShardingError(
+                f"{name} of the DTensor {old.lowered!r}: the sharded model has another Parameter in its place. Take "
+                "model.parameters() after StreamShard(model), for optimizers too"
+            )
+        with AsTensors():
+            return func(*args, **(kwargs or {}))
 
 
 def lower(name: str, param: nn.Parameter) -> nn.Parameter:
     """A plain Parameter in the place of the DTensor `param`: this rank's part. Any other parameter is returned itself.
 
-    A DTensor cannot become a ``ShardedParameter``: its class has another layout in memory.
+    A DTensor cannot become a ``ShardedParameter``: its class has another layout in memory. From now on it raises.
     """
     form = form_of(param)
     if not isinstance(form, DTensorForm):
@@ -270,13 +304,16 @@ def lower(name: str, param: nn.Parameter) -> nn.Parameter:
     plain = nn.Parameter(form.memory(param.detach()), param.requires_grad)
     plain.__dict__.update({**vars(param), _FORM: form})
     plain.__dict__.pop("_is_param")
-    setattr(param, _LOWERED, name)
+    old: Any = param
+    old.lowered, old.successor_of = name, weakref.ref(plain)
+    old.__class__ = type("DTensor", (_Lowered, form.kind), {"__slots__": ()})
     return plain
 
 
-def name_if_lowered(param: torch.Tensor) -> str | None:
-    """The name of a DTensor in whose place a model has a plain Parameter now; None: it is another tensor."""
-    return vars(param).get(_LOWERED)
+def successor(param: nn.Parameter) -> nn.Parameter:
+    """The Parameter in whose place `param` was; itself, if it is still there."""
+    new = param.successor_of() if isinstance(param, _Lowered) else None
+    return param if new is None else new
 
 
 _PLAIN, _INTEGERS, _FOUR_BIT = PlainForm(), IntegerForm(), FourBitForm()

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.core.late_step import NUMBERS, host_of, late_steps
 from streamshard.errors import ShardingError
-from streamshard.forms import name_if_lowered
+from streamshard.forms import successor
 from streamshard.guards.loop import look_at_step
 from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
@@ -118,7 +118,6 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     hooks: Any = optimizer._optimizer_step_pre_hooks
     if _HOOK not in hooks:
-        _refuse_lowered(optimizer, params)
         if ShardedParameter not in map(type, params):  # isinstance() asks the metaclass of nn.Parameter, in Python
             _lend_full_grads(optimizer, params)
             return
@@ -129,13 +128,18 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     hooks.move_to_end(_HOOK)  # the last hook before the step itself: hooks of the user's may replace gradients
 
 
-def _refuse_lowered(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Raise if `optimizer` has DTensors in whose place a model has other parameters: it would train nothing."""
-    if (name := next(filter(None, map(name_if_lowered, params)), None)) is not None:
-        raise ShardingError(
-            f"{full_name(type(optimizer))} has the DTensor {name!r}, in whose place the sharded model has another "
-            "Parameter: make the optimizer after StreamShard(model), of model.parameters()"
-        )
+def follow_model(optimizer: Optimizer) -> None:
+    """Give `optimizer`, which was made before its model was sharded, the model's parameters in the place of DTensors.
+
+    Raises:
+        ShardingError: the optimizer has stepped DTensors.
+    """
+    for group in optimizer.param_groups:
+        now = [successor(param) for param in group["params"]]
+        for param, other in zip(group["params"], now, strict=True):
+            if other is not param and optimizer.state.get(param):
+                raise ShardingError(f"{full_name(type(optimizer))} has stepped DTensors before StreamShard(model)")
+        group["params"] = now
 
 
 def _refuse_on_host(optimizer: Optimizer, params: Sequence[nn.Parameter], why: str) -> None:

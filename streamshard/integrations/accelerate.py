@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DynamoBackend, is_compiled_module
 from torch import nn
@@ -21,6 +21,7 @@ from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.groups import make_default_group
 from streamshard.config import AnyPath, Precision, parse_path, parse_precision
 from streamshard.core.module_state import engine_of, handle_of
+from streamshard.core.optimizer_hooks import follow_model
 from streamshard.device import accelerator as accelerator_kind
 from streamshard.errors import ConfigError
 from streamshard.full import clip_grads
@@ -41,14 +42,15 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     Args:
         *args: accelerate's arguments.
         **kwargs: accelerate's arguments, and options of `StreamShard` for all models (``units``, ``precision``,
-            ``weight_slots``, ...).
+            ``weight_slots``, ...). Of a ``parallelism_config`` the data and context parallel axes are the mesh of
+            `StreamShard`. `prepare` takes models whose parameters are DTensors on its ``tp`` axis.
 
     ``mixed_precision`` decides the dtype in which layers compute: ``"bf16"`` or ``"fp16"``. With ``"no"`` layers
     compute with each parameter in its own dtype. The ``param_dtype`` of `precision` must be this dtype, or fp32.
 
     Raises:
-        ConfigError: FSDP, DeepSpeed, Megatron-LM or tensor parallelism is configured too, or accelerate knows of fewer
-            processes than were launched. The message gives the right command. `prepare` raises for an invalid option,
+        ConfigError: FSDP, DeepSpeed or Megatron-LM is configured too, or accelerate knows of fewer processes than were
+            launched. The message gives the right command. `prepare` raises for an invalid option,
             and for a `precision` that contradicts ``mixed_precision``.
     """
 
@@ -56,15 +58,19 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         if "LOCAL_RANK" in os.environ and accelerator_kind() in (None, "cpu"):
             kwargs.setdefault("cpu", True)  # else accelerate trains each process by itself
+        parallelism = kwargs.pop("parallelism_config", None)  # accelerate takes it on GPUs, and with FSDP2 only
         super().__init__(*args, **kwargs)
-        self._begin(options)
+        self._begin(options, parallelism)
 
     @classmethod
-    def take_over(cls, accelerator: Accelerator, **options: Any) -> StreamShardAccelerator:
+    def take_over(
+        cls, accelerator: Accelerator, parallelism: ParallelismConfig | None = None, **options: Any
+    ) -> StreamShardAccelerator:
         """Make a `StreamShardAccelerator` of an `Accelerator`, such as Trainer's, that has prepared nothing.
 
         Args:
             accelerator: shares its attributes with the result, so bound methods of `accelerator` still work.
+            parallelism: see ``parallelism_config``; None: the configuration of `accelerator`, if it has one.
             **options: options of `StreamShard`.
 
         Raises:
@@ -72,13 +78,19 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """
         made = object.__new__(cls)
         made.__dict__ = accelerator.__dict__
-        made._begin(options)
+        made._begin(options, parallelism)
         return made
 
-    def _begin(self, options: dict[str, Any]) -> None:
+    def _begin(self, options: dict[str, Any], parallelism: ParallelismConfig | None) -> None:
         """Check the launch, and set this class's own state, after accelerate's constructor."""
         _check_launch(self)
         self._options = options
+        if parallelism is not None:
+            self.state.parallelism_config = parallelism
+        if self.parallelism_config is not None:
+            _check_sizes(self.parallelism_config, self.num_processes)
+            self.state.device_mesh = self.parallelism_config.get_device_mesh(self.device.type)
+            self._options = {"mesh": _mesh_of(self.parallelism_config), **options}
         if self.mixed_precision == "fp16":
             # On the CPU accelerate has neither autocast nor a scaler for fp16, but gradients underflow there too.
             self.native_amp = True
@@ -89,6 +101,21 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             make_default_group(self.device, store=store, rank=0, world_size=1)
 
     # -- prepare ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As in accelerate. Optimizers made before sharding get the model's parameters in the place of DTensors."""
+        prepared = super().prepare(*args, **kwargs)
+        for optimizer in self._optimizers:
+            follow_model(optimizer.optimizer)
+        return prepared
+
+    def _prepare_tp(self, *args: Any) -> Any:
+        """accelerate would put DTensors into models that it shards by FSDP2."""
+        return args
+
+    def _prepare_cp(self, *args: Any) -> Any:
+        """accelerate would change torch's attention; the user's own code exchanges keys and values."""
+        return args
 
     def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """Shard `model` in place. accelerate wraps its forward in autocast, and compiles it if configured.
@@ -256,12 +283,28 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     return inner  # type: ignore[no-any-return]
 
 
+def _check_sizes(parallelism: ParallelismConfig, processes: int) -> None:
+    if parallelism.sp_size > 1:
+        raise ConfigError("ParallelismConfig(sp_size=...) is DeepSpeed's: take cp_size, and exchange keys and values")
+    if parallelism.cp_enabled and parallelism.dp_replicate_enabled:
+        raise ConfigError("ParallelismConfig(dp_replicate_size=..., cp_size=...): leave one of them out, or give mesh=")
+    if parallelism.total_size not in (1, processes):
+        raise ConfigError(f"{parallelism!r} is of {parallelism.total_size} processes, and {processes} were launched")
+
+
+def _mesh_of(parallelism: ParallelismConfig) -> Any:
+    """The mesh of `StreamShard`: replicas, and ranks that share one replica. None: each rank has other DTensors."""
+    mesh, names = parallelism.device_mesh, [*parallelism.dp_dim_names]
+    if not parallelism.cp_enabled:
+        return mesh[tuple(names)] if names else None
+    return mesh[tuple(parallelism.dp_shard_cp_dim_names)]._flatten("dp_shard_cp")
+
+
 def _check_launch(accelerator: Accelerator) -> None:
     """Raise if accelerate itself would shard models, or knows of fewer processes than were launched."""
     kind, known = accelerator.distributed_type.value, accelerator.num_processes
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") or accelerator.parallelism_config is not None:
-        asked = kind if accelerator.parallelism_config is None else "a parallelism_config"
-        what = f"accelerate was asked for {asked}: leave it out of the arguments and of accelerate's config file"
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        what = f"accelerate was asked for {kind}: leave it out of the arguments and of accelerate's config file"
         raise ConfigError(f"{what}, start with {_LAUNCH}, and give options of StreamShard, such as mesh=")
     launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if launched != known:

@@ -62,6 +62,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             support.
     """
 
+    # Trainer would leave models with DTensors of ``DistributedConfig(tp_size=...)`` unsharded, and not save their run.
+    is_distributed_loading_by_transformers = property(lambda self: False, lambda self, value: None)
     accelerator: Any
     is_fsdp_enabled: bool  # Trainer's
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
@@ -78,8 +80,13 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def create_accelerator_and_postprocess(self) -> None:
         """Let Trainer make its accelerator, and make a `StreamShardAccelerator` of it."""
         _refuse(self.args)
-        super().create_accelerator_and_postprocess()
-        self.accelerator = StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
+        parallelism, self.args.parallelism_config = getattr(self.args, "parallelism_config", None), None
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            self.args.parallelism_config = parallelism
+        options = self._sharding_options
+        self.accelerator = StreamShardAccelerator.take_over(self.accelerator, parallelism, **options)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: sharding moves the model unit by unit, so it need not fit on a device."""

@@ -45,7 +45,6 @@ def test_options_are_those_of_streamshard(context: RankContext) -> None:
     [
         ({}, {"weight_slots": 1}, "weight_slots=1"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": Precision()}, "bfloat16, and mixed_precision is 'fp16'"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "asked for a parallelism_config.*--multi_gpu.*mesh="),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(

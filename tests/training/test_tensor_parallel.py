@@ -451,15 +451,20 @@ def test_summoned_parameters_are_full_tensors(context: RankContext) -> None:
 
 
 @on_ranks(4)
-def test_an_optimizer_from_before_sharding_is_refused_at_its_first_step(context: RankContext) -> None:
-    """It has DTensors that the model no longer has, and would train nothing."""
+def test_an_optimizer_from_before_sharding_raises(context: RankContext) -> None:
+    """It has DTensors that the model no longer has, and would train nothing. Clipping these would do nothing either."""
     world, model = _mesh(2, 2), _made()
     _parallelize(model, world.tp, sequence=True)
     optimizer = torch.optim.AdamW(model.parameters())
     sharded: Any = StreamShard(model, mesh=world.dp)
     sharded(torch.zeros(2, TOKENS, dtype=torch.int64)).mean().backward()
-    with pytest.raises(ShardingError, match=r"AdamW has the DTensor '.*', .* after StreamShard\(model\)"):
-        optimizer.step()
+    old = optimizer.param_groups[0]["params"]
+    assert "DTensor" in type(old[0]).__name__ and old[0].shape == (WORDS, 24)
+    for use in (optimizer.step, optimizer.zero_grad, lambda: nn.utils.clip_grad_norm_(old, CLIP)):
+        with pytest.raises(
+            ShardingError, match=r"of the DTensor '.*': .* after StreamShard\(model\), for optimizers too"
+        ):
+            use()
 
 
 @on_ranks(4)

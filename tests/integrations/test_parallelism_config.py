@@ -1,0 +1,191 @@
+"""accelerate, Trainer and transformers' own plans with tensor parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import DataLoader
+
+from tests.integrations.accelerating import launched
+from tests.ranks import RankContext, on_ranks
+from tests.reference import full_weights
+
+transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("transformers.distributed.tensor_parallel")
+from accelerate import ParallelismConfig  # noqa: E402
+from transformers import TrainingArguments  # noqa: E402
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # noqa: E402
+
+from streamshard import ConfigError, ShardingError, StreamShard  # noqa: E402
+from streamshard.integrations.accelerate import StreamShardAccelerator  # noqa: E402
+from streamshard.integrations.transformers import StreamShardTrainer  # noqa: E402
+
+WORDS, STEPS, CLIP = 64, 3, 0.5
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+
+
+def _made(kind: str = "llama") -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = CONFIGS[kind](**sizes, **heads, **special, max_position_embeddings=64)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _parallel(kind: str, mesh: DeviceMesh) -> Any:
+    """A model with transformers' own plan, and the weights of `_made`."""
+    model, weights = _made(kind), _made(kind).state_dict()
+    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if isinstance(param, DTensor):
+                param.to_local().copy_(distribute_tensor(weights[name], mesh, param.placements).to_local())
+    return model
+
+
+def _rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, WORDS, (4, 10), generator=generator) for _ in range(STEPS)]
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+
+
+def _train(model: Any, place: int = 0, places: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer, norms = _adam(model), []
+    for rows in _rows():
+        own = rows.chunk(places)[place]
+        model(input_ids=own, labels=own).loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, full_weights(model)
+
+
+def _assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert float((found[name] - tensor).abs().max()) < 1e-5, name
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_transformers_own_plans_train_what_one_process_trains(context: RankContext, kind: str) -> None:
+    """2 x 2 ranks; embedding and head are cut too."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp {kind}", f"tp {kind}"))
+    model = StreamShard(_parallel(kind, world[f"tp {kind}"]), mesh=world[f"dp {kind}"], precision="fp32")
+    norms, weights = _train(model, world[f"dp {kind}"].get_local_rank(), 2)
+    wanted_norms, wanted = _train(_made(kind))
+    assert norms == pytest.approx(wanted_norms, rel=1e-5)
+    _assert_equal(weights, wanted)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (4, 1)], ids=str)
+def test_an_accelerator_with_a_parallelism_config_trains_what_one_process_trains(
+    context: RankContext, sizes: tuple[int, int]
+) -> None:
+    """The optimizer is made before `prepare`; ranks of one tensor parallel group get the same batches."""
+    with launched(context):
+        dp, tp = sizes
+        config = ParallelismConfig(dp_shard_size=dp, tp_size=tp)
+        accelerator = StreamShardAccelerator(parallelism_config=config, precision="fp32")
+        mesh = accelerator.torch_device_mesh
+        model = _parallel("llama", mesh["tp"]) if tp > 1 else _made()
+        optimizer = _adam(model)
+        loader = DataLoader(torch.cat(_rows()), batch_size=4 // dp)  # type: ignore[arg-type]  # rows
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for own in loader:
+            accelerator.backward(model(input_ids=own, labels=own).loss)
+            accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+        if dp == 1:  # with more, accelerate gives each rank rows of its own
+            _assert_equal(full_weights(model), _train(_made())[1])
+        told: list[Any] = [None] * 4
+        dist.all_gather_object(told, {name: float(each.sum()) for name, each in full_weights(model).items()})
+        assert all(each == told[0] for each in told)
+        assert len(loader) == STEPS
+
+
+@on_ranks(4)
+def test_context_parallel_ranks_of_a_parallelism_config_share_the_shards(context: RankContext) -> None:
+    """Two data ranks and two of context parallelism make a shard group of four."""
+    with launched(context):
+        accelerator = StreamShardAccelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2))
+        assert "over 4 ranks" in repr(accelerator.prepare(_made()))
+
+
+@on_ranks(2)
+def test_a_parallelism_config_of_other_sizes_is_refused(context: RankContext) -> None:
+    """The number of processes, and DeepSpeed's sequence parallelism."""
+    for config, told in (
+        (ParallelismConfig(tp_size=4), "is of 4 processes, and 2 were launched"),
+        (ParallelismConfig(sp_size=2), r"ParallelismConfig\(sp_size=...\) is DeepSpeed's"),
+    ):
+        with launched(context), pytest.raises(ConfigError, match=told):
+            StreamShardAccelerator(parallelism_config=config)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_another_loop_raises_where_it_reads_old_dtensors(context: RankContext) -> None:
+    """Not prepared together with the model: it would clear nothing and step nothing."""
+    world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp of one", "tp of two"))
+    model = _parallel("llama", world["tp of two"])
+    optimizer = _adam(model)
+    StreamShard(model, mesh=world["dp of one"])
+    with pytest.raises(ShardingError, match=r"the DTensor '.*': the sharded model has another Parameter"):
+        optimizer.zero_grad()
+
+
+# -- Trainer ----------------------------------------------------------------------------------------------------------
+
+
+def _trained(model: Any, path: Path, parallelism: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    rows = torch.cat(_rows())
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 4 // parallelism.dp_shard_size,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-4,
+        "max_grad_norm": CLIP,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "lr_scheduler_type": "constant",
+        "parallelism_config": parallelism,
+    }
+    arguments = TrainingArguments(str(path), **given)
+    dataset = [{"input_ids": row, "labels": row} for row in rows]
+    options = {"precision": "fp32"}
+    trainer: Any = StreamShardTrainer(model, arguments, train_dataset=dataset, streamshard=options)
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(dataset)
+    trainer.train()
+    logs = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return logs, full_weights(trainer.model)
+
+
+@on_ranks(4)
+def test_trainer_with_a_parallelism_config_trains_what_one_process_trains(context: RankContext, tmp_path: Path) -> None:
+    """All four ranks are one tensor parallel group: Trainer's log of norms equals plain PyTorch's norms."""
+    config = ParallelismConfig(dp_shard_size=1, tp_size=4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp of trainer",))
+    with launched(context):
+        norms, weights = _trained(_parallel("llama", mesh), tmp_path, config)
+    wanted_norms, wanted = _train(_made())
+    assert norms == pytest.approx(wanted_norms, rel=1e-4)
+    _assert_equal(weights, wanted)
