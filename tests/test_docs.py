@@ -94,6 +94,14 @@ _SET_UP = {
         tokens = labels = batch["input_ids"]
         position_ids = torch.arange(tokens.shape[1]).expand_as(tokens)
     """,
+    "docs/guide/parallelism.md": """
+        import runpy
+        from streamshard import StreamShard
+        examples = __import__("pathlib").Path(streamshard.__file__).parents[1] / "docs/examples"
+        def make(name):
+            return runpy.run_path(str(examples / f"{name}_parallel.py"))["make_model"]()
+        llama, model = type(model), make("tensor")
+    """,
     "docs/guide/dial.md": """
         from streamshard import StreamShard
         class Block(nn.Module):
@@ -164,6 +172,13 @@ _SET_UP = {
 _REPLACED = {
     "docs/guide/big_models.md": {"nn.Linear(4096, 4096)": "nn.Linear(8, 8)", '"base/"': '"snapshot/"'},
     "docs/guide/context_parallel.md": {'"cuda", (4, 2)': '"cpu", (1, 2)'},
+    "docs/guide/parallelism.md": {
+        '"cuda", (4, 2)': '"cpu", (1, 2)',
+        '"cuda", (2, 4)': '"cpu", (1, 2)',
+        "dp_shard_size=4": "dp_shard_size=1",
+        "apply_tensor_parallelism(model": "model = llama(config)\napply_tensor_parallelism(model",
+        "import Shard, distribute_tensor": 'import Shard, distribute_tensor\nmodel = make("expert")',
+    },
     "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},
     "docs/guide/fp8.md": {'Config.from_recipe_name("tensorwise")': "Config(emulate=True)"},
     "docs/guide/host_memory.md": {'to("cuda")': 'to("cpu")'},

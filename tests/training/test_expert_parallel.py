@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import runpy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import (
     ConfigError,
@@ -23,106 +23,38 @@ from streamshard import (
     load_safetensors,
     save_checkpoint,
 )
+from tests.launched import ROOT
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import full_weights
 from tests.simulated import late, simulated_device
 
-WIDTH, HIDDEN, EXPERTS, CHOSEN, WORDS, LAYERS, STEPS, CLIP = 16, 24, 4, 2, 32, 4, 4, 0.5
+STEPS, CLIP = 4, 0.5
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows for each rank of a group, and back in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-        ctx.given = sent, received, group
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        sent, received, group = ctx.given
-        back: Any = _AllToAll.apply(grad, received, sent, group)  # type: ignore[no-untyped-call]
-        return back, None, None, None
+@functools.cache
+def _example() -> Any:
+    """The names of the script."""
+    return runpy.run_path(str(ROOT / "docs/examples/expert_parallel.py"))
 
 
-class _Experts(nn.Module):
-    """As in Mixtral: each token goes to two of the experts. With a `mesh` each rank has some, and tokens travel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.2)
-        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * 0.2)
-        self.mesh: DeviceMesh | None = None
-
-    def forward(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        weights, experts = scores.softmax(-1).topk(CHOSEN)
-        order = experts.flatten().argsort(stable=True)
-        rows, wanted = tokens[order // CHOSEN], experts.flatten()[order]
-        computed = self._compute(rows, wanted) if self.mesh is None else self._dispatch(rows, wanted, self.mesh)
-        made = torch.zeros_like(tokens).index_add(0, order // CHOSEN, computed * weights.flatten()[order, None])
-        return made
-
-    def _compute(self, rows: Tensor, wanted: Tensor, first: int = 0) -> Tensor:
-        up: Any = self.up.to_local() if first or self.mesh else self.up  # type: ignore[operator]
-        down: Any = self.down.to_local() if first or self.mesh else self.down  # type: ignore[operator]
-        return torch.bmm(torch.bmm(rows[:, None], up[wanted - first]).relu(), down[wanted - first])[:, 0]
-
-    def _dispatch(self, rows: Tensor, wanted: Tensor, mesh: DeviceMesh) -> Tensor:
-        here, group = EXPERTS // mesh.size(), mesh.get_group()
-        sent = torch.bincount(wanted // here, minlength=mesh.size())
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        sizes = sent.tolist(), received.tolist()
-        arrived = _AllToAll.apply(rows, *sizes, group)  # type: ignore[no-untyped-call]
-        theirs = _AllToAll.apply(wanted[:, None], *sizes, group)[:, 0]  # type: ignore[no-untyped-call]
-        computed = self._compute(arrived, theirs, mesh.get_local_rank() * here)
-        back: Tensor = _AllToAll.apply(computed, *reversed(sizes), group)  # type: ignore[no-untyped-call]
-        return back
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS)
-        self.experts = _Experts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.norm(x + self.linear(x)).flatten(0, 1)
-        return x + self.experts(tokens, self.router(tokens)).view_as(x)
-
-
-class _LM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(_Block() for _ in range(LAYERS))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def _made(seed: int = 0) -> _LM:
-    torch.manual_seed(seed)
-    return _LM()
+def _made(seed: int = 0) -> Any:
+    model = _example()["make_model"]()
+    if seed:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_()
+    return model
 
 
 def _sharded(model: Any, ep: int, **settings: Any) -> Any:
-    """Shard over all ranks; with `ep` > 1 each has EXPERTS / ep of the experts."""
+    """Shard over all ranks; with `ep` > 1 each has 8 / ep of the experts."""
     if ep > 1:
         shape, names = (dist.get_world_size() // ep, ep), (f"beside {ep}", f"experts over {ep}")
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)[names[1]]
         for layer in model.layers:
-            layer.experts.mesh = mesh
-            for name in ("up", "down"):
-                whole = getattr(layer.experts, name).detach()
-                setattr(layer.experts, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+            layer.experts.place_on(mesh)
     return StreamShard(model, mesh=dist.group.WORLD, **{"precision": "fp32", **settings})
 
 
@@ -144,10 +76,9 @@ def _train(model: Any, place: int = 0, places: int = 1, *, own_clip: bool = Fals
 def _steps(
     model: Any, optimizer: torch.optim.Optimizer, place: int, places: int, *, own_clip: bool = False, steps: int
 ) -> list[float]:
-    generator = torch.Generator().manual_seed(1)
     norms = []
-    for _ in range(steps):
-        rows = torch.randint(0, WORDS, (8, 6), generator=generator).chunk(places)[place]
+    for step in range(steps):
+        rows = _example()["whole_batch"](step).chunk(places)[place]
         F.cross_entropy(model(rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
         norm = model.clip_grad_norm_(CLIP) if own_clip else nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         norms.append(float(norm))
@@ -177,11 +108,26 @@ def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, e
 
 
 @on_ranks(4)
+def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
+    """As a user starts it, on two by two ranks."""
+    model, norms = _example()["main"](STEPS, 2)
+    whole = _made()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=3e-3)
+    for step, norm in enumerate(norms):
+        tokens = _example()["whole_batch"](step)
+        F.cross_entropy(whole(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(whole.parameters(), 1.0)), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert _difference(full_weights(model), full_weights(whole)) < 1e-4
+
+
+@on_ranks(4)
 def test_summed_gradients_of_experts_wait_for_the_last_micro_batch(context: RankContext) -> None:
     """A divide factor of one, slots for all layers, whole experts on each rank: two backwards add up."""
     model, whole = _sharded(_made(), 4, weight_slots="all", grad_slots="all"), _made()
     model.set_gradient_divide_factor(1.0)
-    rows = torch.arange(48).view(8, 6) % WORDS
+    rows = _example()["whole_batch"](0)
     for _ in range(2):
         model(rows.chunk(4)[context.rank]).square().sum().backward()
         whole(rows).square().sum().backward()
@@ -195,8 +141,7 @@ def test_a_rank_has_its_experts_shard_and_a_shard_of_everything_else(context: Ra
     """A layer is one unit with two flat parameters: one over four ranks, one over the two with the same experts."""
     model = _sharded(_made(), 2)
     sizes = {name: param.detach().as_subclass(Tensor).numel() for name, param in model.named_parameters()}
-    up = model.layers[0].experts.up
-    assert up.shape == (EXPERTS, WIDTH, HIDDEN)
+    assert model.layers[0].experts.up.shape == (8, 32, 64)
     told: list[Any] = [None] * 4
     dist.all_gather_object(told, sizes)
     for name, param in model.named_parameters():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import runpy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -38,10 +40,11 @@ from streamshard import (
     save_checkpoint,
 )
 from streamshard.optim import WholeParameterOptimizer
+from tests.launched import ROOT
 from tests.ranks import RankContext, on_ranks
 from tests.reference import full_weights
 
-HEADS, WORDS, LAYERS, TOKENS, STEPS, CLIP = 4, 33, 4, 8, 4, 0.5
+WORDS, TOKENS, STEPS, CLIP = 33, 8, 4, 0.5
 Course = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, weights
 pytestmark = [
     pytest.mark.filterwarnings("ignore:While redistributing:UserWarning"),
@@ -49,71 +52,37 @@ pytestmark = [
 ]
 
 
-class _Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.head_width = width // HEADS
-
-    def forward(self, x: Tensor) -> Tensor:
-        split = [each(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in (self.q, self.k, self.v)]
-        mixed = F.scaled_dot_product_attention(*split, is_causal=True)
-        made: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
-        return made
+@functools.cache
+def _example() -> Any:
+    """The names of the script, with a vocabulary that no number of ranks divides."""
+    names: Any = runpy.run_path(str(ROOT / "docs/examples/tensor_parallel.py"))
+    names["make_model"].__globals__.update(VOCAB=WORDS)
+    return names
 
 
-class _MLP(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down(F.gelu(self.up(x)))
-        return made
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), _Attention(width)
-        self.norm2, self.mlp = nn.LayerNorm(width), _MLP(width, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class _LM(nn.Module):
-    def __init__(self, width: int = 24, hidden: int = 48) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.layers = nn.ModuleList(_Block(width, hidden) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
-        self.checkpoints = False
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-def _made(seed: int = 0) -> _LM:
-    torch.manual_seed(seed)
-    return _LM()
+def _made(seed: int = 0, *, checkpoints: bool = False) -> Any:
+    model = _example()["make_model"]()
+    if seed:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_()
+    for layer in model.layers if checkpoints else ():
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
 
 
 def _parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     """The plan of torch's tutorial, with or without sequence parallelism."""
     layout = Shard(1) if sequence else Replicate()
     for layer in model.layers:  # type: ignore[union-attr]
-        columns = dict.fromkeys(("attention.q", "attention.k", "attention.v", "mlp.up"), ColwiseParallel())
-        rows = {name: RowwiseParallel(output_layouts=layout) for name in ("attention.o", "mlp.down")}
+        columns = dict.fromkeys(("attention.q", "attention.k", "attention.v"), ColwiseParallel())
+        columns["up"] = ColwiseParallel(input_layouts=layout)
+        rows = {name: RowwiseParallel(output_layouts=layout) for name in ("attention.out", "down")}
         plan: dict[str, Any] = {**columns, **rows}
         if sequence:
             whole = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
-            plan |= {name: PrepareModuleInput(**whole) for name in ("attention", "mlp")}  # type: ignore[arg-type]
+            plan["attention"] = PrepareModuleInput(**whole)  # type: ignore[arg-type]
             plan |= {name: SequenceParallel() for name in ("norm1", "norm2")}
         parallelize_module(layer, mesh, plan)
     plan = {
@@ -240,6 +209,21 @@ def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext,
 
 
 @on_ranks(4)
+def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
+    """As a user starts it, on two replicas of two parts."""
+    model, norms = _example()["main"](STEPS, 2, 2)
+    whole = _made()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=3e-3)
+    for step, norm in enumerate(norms):
+        tokens = _example()["whole_batch"](step)
+        F.cross_entropy(whole(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(whole.parameters(), 1.0)), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert _difference(full_weights(model), full_weights(whole)) < 1e-4
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (2, 1, 2)], ids=str)
 def test_meshes_of_other_shapes_train_the_same(context: RankContext, sizes: tuple[int, ...]) -> None:
     """One data rank with four parts; no tensor parallelism; two replicas of two parts."""
@@ -255,8 +239,8 @@ def test_without_a_mesh_the_model_is_sharded_over_ranks_with_the_same_parts(cont
     world, model = _mesh(2, 2), _made()
     _parallelize(model, world.tp, sequence=True)
     sharded: Any = StreamShard(model, precision="fp32")
-    weight = sharded.layers[0].mlp.up.weight
-    assert weight.shape == (48, 24)
+    weight = sharded.layers[0].up.weight
+    assert weight.shape == (128, 32)
     told: list[Any] = [None] * 4
     dist.all_gather_object(told, weight.detach().as_subclass(Tensor).numel())
     assert sum(told) == weight.numel()
@@ -268,9 +252,7 @@ def test_without_a_mesh_the_model_is_sharded_over_ranks_with_the_same_parts(cont
 def test_accumulation_with_checkpointed_layers_trains_the_same(context: RankContext, slots: Any) -> None:
     """Two micro-batches in `no_sync()`; backward runs each layer's forward again."""
     world = _mesh(2, 2)
-    model = _made()
-    model.checkpoints = True
-    sharded = _sharded(model, world, weight_slots=slots, grad_slots=slots)
+    sharded = _sharded(_made(checkpoints=True), world, weight_slots=slots, grad_slots=slots)
     found = _train(sharded, world.dp.get_local_rank(), 2, micro_batches=2)
     _assert_equal(found, _train(_made(), micro_batches=4))
 
@@ -300,9 +282,9 @@ def test_frozen_parts_keep_their_values_and_get_no_gradient(context: RankContext
         return model
 
     sharded = _sharded(freeze(_made()), world)
-    sharded.layers[0].mlp.up.weight.requires_grad_(False)
+    sharded.layers[0].up.weight.requires_grad_(False)
     wanted = freeze(_made())
-    wanted.layers[0].mlp.up.weight.requires_grad_(False)
+    wanted.layers[0].up.weight.requires_grad_(False)
     _assert_equal(_train(sharded, world.dp.get_local_rank(), 2), _train(wanted))
 
 
@@ -340,15 +322,15 @@ def test_absent_dtensors_raise_when_another_layer_reads_them(context: RankContex
     """The DTensor itself, or its local part taken in forward: backward names the layer that is not in place."""
     world, model = _mesh(2, 2), _made()
     kept: list[Any] = []
-    model.layers[0].register_forward_pre_hook(lambda layer, args: kept.append(layer.mlp.up.weight))
+    model.layers[0].register_forward_pre_hook(lambda layer, args: kept.append(layer.up.weight))
 
     def borrow(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
         weight = kept[-1]
         return output * (weight if takes == "weight" else weight.to_local()).square().sum()
 
     sharded = _sharded(model, world)
-    model.layers[3].register_forward_hook(borrow)
-    with pytest.raises(ShardingError, match=r"'layers.0.mlp.up.weight'.*resident=\['layers.0.mlp.up'\]"):
+    model.layers[2].register_forward_hook(borrow)
+    with pytest.raises(ShardingError, match=r"'layers.0.up.weight'.*resident=\['layers.0.up'\]"):
         sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
 
 
@@ -361,10 +343,10 @@ def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext) -> No
 
         def edit(layer: Any, args: Any, change: Any = change) -> None:
             with torch.no_grad():
-                change(layer.mlp.up.weight)
+                change(layer.up.weight)
 
         sharded.layers[1].register_forward_pre_hook(edit)
-        with pytest.raises(ShardingError, match=r"'layers.1.mlp.up.weight' was changed in place"):
+        with pytest.raises(ShardingError, match=r"'layers.1.up.weight' was changed in place"):
             sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
 
 
@@ -427,12 +409,12 @@ def test_initial_weights_do_not_depend_on_the_mesh(context: RankContext) -> None
     found = []
     for sizes in ((2, 2), (1, 4), (4, 1)):
         with torch.device("meta"):
-            model = _LM()
+            model = _example()["GPT"]()
         sharded = _sharded(model, _mesh(*sizes))
         init_weights(sharded, seed=5)
         found.append(full_weights(sharded))
     assert _difference(found[0], found[1]) == _difference(found[0], found[2]) == 0.0
-    assert float(found[0]["layers.0.mlp.up.weight"].std()) > 0.05
+    assert float(found[0]["layers.0.up.weight"].std()) > 0.05
 
 
 @on_ranks(4)
@@ -459,7 +441,7 @@ def test_an_optimizer_from_before_sharding_raises(context: RankContext) -> None:
     sharded: Any = StreamShard(model, mesh=world.dp)
     sharded(torch.zeros(2, TOKENS, dtype=torch.int64)).mean().backward()
     old = optimizer.param_groups[0]["params"]
-    assert "DTensor" in type(old[0]).__name__ and old[0].shape == (WORDS, 24)
+    assert "DTensor" in type(old[0]).__name__ and old[0].shape == (WORDS, 32)
     for use in (optimizer.step, optimizer.zero_grad, lambda: nn.utils.clip_grad_norm_(old, CLIP)):
         with pytest.raises(
             ShardingError, match=r"of the DTensor '.*': .* after StreamShard\(model\), for optimizers too"
