@@ -99,6 +99,8 @@ def accept_model(
         who = groups_with(who, across)
     try:
         checked = check_model(module, units, resident, given)
+        if who is not None and who.experts is not None:
+            _refuse_copies(module)
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
         device = training_device(checked.here, group, None if who is None else who.device_type)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything
@@ -352,6 +354,15 @@ def _mesh_of_dtensors(module: object) -> DeviceMesh | None:
         if mesh != found[first].mesh:
             raise ShardingError(f"{first!r} and {name!r} are DTensors on different meshes: wanted one mesh")
     return next((form.mesh for form in found.values()), None)
+
+
+def _refuse_copies(module: nn.Module) -> None:
+    """Raise if a DTensor inside the shard group is no part: its gradient would be summed over the mesh twice."""
+    for name, param in params_of(module).items():
+        if isinstance(form := form_of(param), DTensorForm) and not form.box:
+            raise ShardingError(
+                f"{name!r} is a copy (Replicate) on the mesh of the experts, {form.mesh}: leave it a plain Parameter"
+            )
 
 
 def _lower(module: nn.Module, checked: Checked) -> Checked:

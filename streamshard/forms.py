@@ -209,7 +209,7 @@ class DTensorForm(PlainForm):
 
     def __init__(self, param: Any) -> None:
         self.kind, self.mesh, self.placements = type(param), param.device_mesh, param.placements
-        self._shape, self._stride = param.shape, param.stride()
+        self._shape, self._stride = param.shape, torch.empty(param.shape, device="meta").stride()
         self.cut_along = next((place.dim for place in self.placements if type(place).__name__ == "Shard"), None)
         if self.cut_along is not None and self.mesh.ndim == 1:
             size, ranks = self._shape[self.cut_along], self.mesh.size()
@@ -226,6 +226,10 @@ class DTensorForm(PlainForm):
         if not is_known or tuple(param.to_local().shape) != shape:
             return f"is a DTensor with {self.placements[0]}: wanted Shard or Replicate"
         return None
+
+    def numel(self, param: torch.Tensor) -> int:
+        """See `Form`."""
+        return math.prod(self._shape)
 
     def shape(self, param: torch.Tensor) -> tuple[int, ...]:
         """See `Form`."""

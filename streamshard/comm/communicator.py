@@ -30,7 +30,7 @@ class Communicator(RankGroup):
         across: the ranks beside the shard group that have other parts of DTensors; None: there are no DTensors.
 
     Attributes:
-        replicas: the number of replicas.
+        parts: the number of ranks with other parts of the same DTensors.
         counts_copies: sums and norms count tensors on this rank of which other parts' ranks have copies.
         transport: moves bytes between the ranks; chosen by the device of `streams`. Tests replace it.
         grad_divisor: sums of gradients over the shard group are divided by it; N for the mean.
@@ -41,7 +41,7 @@ class Communicator(RankGroup):
 
     transport: Transport
     counts_copies = True
-    _parts = 1  # ranks with other parts of DTensors
+    parts = 1
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Communicator(RankGroup):
         super().__init__(all_ranks or group, shard_group=shard_group, replica=replica, streams=streams, stream=stream)
         self._model_group_of, self._data_group_of = self.group_of, weak(self.all_ranks)
         if across is not None:
-            self._parts, self.counts_copies = across.size, across.rank == 0
+            self.parts, self.counts_copies = across.size, across.rank == 0
             self._model_group_of, self._data_group_of = map(weak, others)
         self.transport = _make_transport(self, "nccl" if streams.has_streams else "sockets")
         self.grad_divisor = float(self.world_size)
@@ -81,12 +81,12 @@ class Communicator(RankGroup):
     @property
     def is_alone(self) -> bool:
         """Whether this rank has the model to itself, replicas aside."""
-        return self.world_size * self._parts == 1
+        return self.world_size * self.parts == 1
 
     @property
     def replicas(self) -> int:
         """The number of replicas of the model."""
-        return self.total_size // (self.world_size * self._parts)
+        return self.total_size // (self.world_size * self.parts)
 
     def share_memory(self, nbytes: int, units: int) -> None:
         """Switch to the shared-memory transport if all CPU ranks can map each other's memory. Collective.

@@ -13,9 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from streamshard import (
     ConfigError,
+    ShardingError,
     StreamShard,
     export_safetensors,
     full_optimizer_state_dict,
@@ -185,6 +187,19 @@ def test_offload_with_experts_is_refused(context: RankContext) -> None:
     """Copies to the host know one group of ranks."""
     with simulated_device(), pytest.raises(ConfigError, match="the model has DTensors of experts"):
         _sharded(_made(), 2, offload="state")
+
+
+@on_ranks(2)
+def test_copies_on_the_mesh_of_experts_are_refused(context: RankContext) -> None:
+    """Such as a router that torch has replicated: it is a parameter of all ranks."""
+    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("experts of two",)), _made()
+    for layer in model.layers:
+        layer.experts.place_on(mesh)
+    model.layers[1].router.weight = nn.Parameter(distribute_tensor(torch.ones(8, 32), mesh, [Replicate()]))
+    with pytest.raises(
+        ShardingError, match=r"'layers.1.router.weight' is a copy \(Replicate\) on the mesh of the experts"
+    ):
+        StreamShard(model, mesh=dist.group.WORLD)
 
 
 @on_ranks(4)

@@ -293,6 +293,8 @@ def test_norms_sums_and_shapes_are_the_full_tensors(context: RankContext) -> Non
     """Of matrices in parts, and of norms that every rank of the mesh has."""
     world, whole = _mesh(2, 2), _made()
     sharded = _sharded(_made(), world)
+    count = sum(param.numel() for param in whole.parameters())
+    assert f"{count:,} parameters over 2 ranks in each of 2 parts" in repr(sharded)
     for (name, param), full in zip(sharded.named_parameters(), whole.parameters(), strict=True):
         assert param.shape == full.shape and param.numel() == full.numel(), name
         assert type(param).__name__ != "DTensor", name
