@@ -110,6 +110,16 @@ def _copy_with(value: Any, changed: Mapping[Any, Any]) -> Any:
     return new
 
 
+def moved(value: Any, device: torch.device) -> Any:
+    """`value` on `device` if all of its tensors are in host memory, where a parameter with ``offload`` says that it is.
+
+    A tensor that a model wants in host memory, such as lengths of sequences, stays there beside others on the device.
+    """
+    if any(tensor.device.type != "cpu" for tensor in tensors_in(value)):
+        return value
+    return map_tensors(value, lambda tensor: tensor.to(device))
+
+
 def cast(value: Any, dtype: torch.dtype, kept: Sequence[torch.Tensor] = ()) -> Any:
     """`value` with every floating-point tensor in it cast to `dtype`, except those in `kept`.
 

@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from streamshard.errors import ShardingError
-from streamshard.nested import cast, map_tensors, tensors_in
+from streamshard.nested import cast, map_tensors, moved, tensors_in
 
 BF16 = torch.bfloat16
 
@@ -165,3 +165,15 @@ def test_a_container_that_contains_itself_is_refused(search: Callable[[Any], obj
     child.other = [_Plain(torch.ones(2), child)]
     with pytest.raises(ShardingError, match="contains itself, such as a tree whose nodes know their parents"):
         search(child)
+
+
+@pytest.mark.parametrize("has_another", [False, True])
+def test_values_move_to_a_device_if_none_is_there(has_another: bool) -> None:
+    device = torch.device("meta")
+    given: Any = {"x": [torch.ones(2), 3], "row": _Row(torch.ones(3), "other")}
+    if has_another:
+        given["there"] = torch.ones(1, device=device)
+    found = moved(given, device)
+    assert (found is given) == has_another
+    assert has_another or [each.device for each in tensors_in(found)] == [device, device]
+    assert [each.device.type for each in tensors_in(given["x"])] == ["cpu"]

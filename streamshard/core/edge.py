@@ -36,7 +36,7 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
 from streamshard.guards.weights import advice, refuse_absent
-from streamshard.nested import Copies, cast, cast_inputs, cast_output, refuse_lost_writes, tensors_in
+from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
     AsTensors,
@@ -98,6 +98,8 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
             "a StreamShard model runs inside DistributedDataParallel, which takes its pieces for replicas and averages "
             "them: shard the part around it too, or leave DDP away"
         )
+    if engine.host is not None:
+        args, kwargs = untraced(moved, (args, kwargs), engine.host.device)
     if handle.cast_dtype is not None:
         args, kwargs = untraced(cast, (args, kwargs), handle.cast_dtype)
     forward: Forward = untraced(functools.partial(begin_forward, engine, handle.units, is_whole_model=handle.is_root))

@@ -154,6 +154,8 @@ def _make_watched_class(original: type, base: type) -> type:
     entries[_ORIGINAL] = original
     users = [name for name in vars(base) if not name.startswith("_") and hasattr(original, name)]
     entries.update((name, inspect.getattr_static(original, name)) for name in users)
+    if isinstance(own := inspect.getattr_static(original, "device", None), property):
+        entries["device"] = _computing_device(own)
     kind = type(original)
     make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
     made = make(kind, original.__name__, (base, original), entries)
@@ -163,6 +165,22 @@ def _make_watched_class(original: type, base: type) -> type:
         entries["__init__"] = base.__init__  # type: ignore[misc]  # StreamShard's: Python calls it
         made = make(kind, original.__name__, (original, base), entries)
     return made
+
+
+def _computing_device(own: property) -> property:
+    """The property `device` of a user's or a library's model, which asks a parameter: `own`, but for ``offload``.
+
+    Callers place the model's inputs by it, as transformers' ``generate`` does. So it is where the model computes.
+    """
+
+    ask: Any = own.fget
+
+    def device(self: nn.Module) -> Any:
+        # A layer that is traced has its parameters.
+        handle = None if torch.compiler.is_compiling() else self.__dict__.get(HANDLE)
+        return ask(self) if handle is None or handle.engine.host is None else handle.engine.host.device
+
+    return property(device)
 
 
 watched_class: Callable[[type, type], type] = functools.cache(_make_watched_class)

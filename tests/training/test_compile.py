@@ -20,7 +20,7 @@ from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
 from tests import families
-from tests.models import DIM, Stack, vector_batch
+from tests.models import DIM, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
@@ -33,6 +33,7 @@ from tests.reference import (
     only_sharded,
     stack_step,
 )
+from tests.simulated import simulated_device
 
 # Three layers, which take turns in two slots; each is compiled by itself.
 SMALL = (DIM,) * 4
@@ -154,6 +155,32 @@ def test_dynamo_takes_no_module_for_one_of_fsdp(context: RankContext) -> None:
         assert not inspect.getattr_static(module, "_is_fsdp_managed_module", False)
     explained = torch._dynamo.explain(model.layers[1])(vector_batch(0, 0))
     assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained
+
+
+class Placed(nn.Linear):
+    """Asks its weight where it is, by a property as models of libraries have it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weight."""
+        return self.weight.device
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, DIM]"""
+        return super().forward(x + torch.ones(DIM, device=self.device))
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("settings", [{}, {"offload": "state"}], ids=str)
+def test_a_compiled_layer_that_asks_for_its_device_is_one_graph(context: RankContext, settings: dict[str, Any]) -> None:
+    """With and without state in host memory."""
+    let_dynamo_look()
+    with simulated_device():
+        model: Any = StreamShard(stack_of(lambda: Placed(DIM, DIM))(), precision=FP32, **settings)
+        wanted = model(vector_batch(0, 0))
+        for layer in model.layers:
+            layer.compile(backend="eager", fullgraph=True)
+        assert torch.equal(model(vector_batch(0, 0)), wanted)
 
 
 @on_ranks(1)

@@ -1,0 +1,113 @@
+"""Where code outside of the model finds it with ``offload="state"``: weights are in host memory, the model is not.
+
+On the CPU, which plays a device with streams, these tests compare numbers. On a device of its own they also show that
+no tensor of the one meets a tensor of the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from streamshard import StreamShard
+from tests.integrations.models import make_model
+from tests.models import DIM, Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, FP32, adamw, assert_same, built, engine_inside
+from tests.training.test_offload_events import OFFLOAD, RESIDENT, device_of
+
+META = torch.device("meta")
+
+
+class Placed(Stack):
+    """Asks its parameters where it is, as models of libraries do."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return next(self.parameters()).device
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, width] -> [rows, 1]"""
+        return super().forward(x + torch.ones(DIM, device=self.device))
+
+
+class Around(nn.Module):
+    """A model around another one, which has a device of its own choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Placed()
+        self.device = "mine"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, width] -> [rows, 1]"""
+        out: Tensor = self.inner(x)
+        return out
+
+
+@on_ranks(1)
+def test_the_device_of_a_model_is_where_it_computes(context: RankContext) -> None:
+    """Its class has a property `device`. So has the class of the model inside; an attribute stays as it is."""
+    with device_of(context):
+        model: Any = StreamShard(built(Around), precision=FP32, **OFFLOAD)
+        alone: Any = StreamShard(built(Placed), precision=FP32, **RESIDENT)
+        host = engine_inside(model).host
+        assert host is not None
+        host.device = META  # a device that no parameter is on
+        assert (model.inner.device, model.device, alone.device) == (META, "mine", context.device)
+        assert next(model.parameters()).device.type == "cpu"
+
+
+def _generated(context: RankContext, **settings: Any) -> dict[str, Tensor]:
+    """What a model that has trained generates and computes from inputs in different places."""
+    model: Any = StreamShard(make_model("llama").to(context.device), precision=FP32, **settings)
+    optimizer, tokens = adamw(model), torch.arange(2, 12).view(2, 5) + context.rank
+    for _ in range(2):
+        model(tokens.to(model.device), labels=tokens.to(model.device)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    greedy: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    found = {
+        "greedy": model.generate(tokens.to(model.device), **greedy),
+        "beams": model.generate(tokens.to(model.device), num_beams=2, **greedy),
+        "from nothing": model.generate(**greedy),
+    }
+    if context.world_size == 1:  # else NCCL would get the tokens, with or without offload
+        found["from host memory"] = model.generate(tokens, **greedy)
+    model.eval()
+    with torch.no_grad():
+        beside = tokens.to(next(model.parameters()).device)
+        found["logits"] = model(beside, attention_mask=torch.ones_like(beside)).logits
+        assert found["logits"].device == model.device == context.device
+    return {name: each.cpu() for name, each in found.items()}
+
+
+@on_ranks(1, 2, backend="of accelerator")
+def test_generate_and_evaluation_work_as_without_offload(context: RankContext) -> None:
+    with device_of(context):
+        resident = _generated(context, **RESIDENT)
+        assert_same(_generated(context, **OFFLOAD), resident, "tokens and logits", EXACT)
+
+
+class Lengths(Stack):
+    """Takes lengths, which torch wants in host memory."""
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """[rows, length, DIM], [rows] -> [tokens, 1]"""
+        packed: Any = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return super().forward(packed.data)
+
+
+@on_ranks(1, backend="of accelerator")
+def test_inputs_in_host_memory_stay_there_beside_others(context: RankContext) -> None:
+    x, lengths = vector_batch(0, 0, rows=4).view(2, 2, DIM).to(context.device), torch.tensor([1, 2])
+    with device_of(context):
+        outputs = [
+            StreamShard(built(Lengths).to(context.device), precision=FP32, **settings)(x, lengths=lengths).detach()
+            for settings in (RESIDENT, OFFLOAD)
+        ]
+    assert torch.equal(*outputs)
