@@ -139,7 +139,8 @@ class Unit:
         unless_same = unless_same or self.host is not None  # a cast on the host takes time
         if self.params and not (unless_same and self.cast_versions == self.versions()):
             self.is_cast = False
-            self.weight_slot.move(WeightState.EMPTY, None)
+            if self.weight_slot.content == self.index:  # else another unit's weights stay
+                self.weight_slot.move(WeightState.EMPTY, None)
 
     def expire_stepped(self, params: Collection[Param]) -> None:
         """A late step of `params` is due. It writes the all-gather input too, so no cast is due, if none was before."""

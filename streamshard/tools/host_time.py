@@ -9,8 +9,8 @@ Bytes for each element that trains in bf16, in (to the device) and out:
     first backward      in 2, out 4: main grads
     further backwards   in 6, out 4: main grads are added to
 
-Frozen weights come in as in further forwards. A unit that is still in its weight slot does not come in again; the
-optimizer's step empties the slots of all units that train.
+Frozen weights come in as in further forwards. A unit that is still in its weight slot does not come in again, unless
+the optimizer has stepped it.
 
 FLOPs of a token are those of PaLM (arXiv:2204.02311, appendix B), with half the attention, as it is causal:
 

@@ -72,11 +72,9 @@ def plan_step(
 
 
 def still_gathered(engine: Engine) -> set[int]:
-    """The units in their slots as the first forward of a step begins. A step empties slots of units that train."""
-    units = engine.units
-    emptied = {slot for slot, unit in zip(engine.plan.weights, units, strict=True) if unit.trained or unit.host is None}
-    left = engine.plan.left_by(reversed(range(len(units))))
-    return {unit for unit in left if engine.plan.weights[unit] not in emptied}
+    """The units in their slots as the first forward of a step begins: without those that the last step has stepped."""
+    left = engine.plan.left_by(reversed(range(len(engine.units))))
+    return {unit for unit in left if engine.units[unit].host is not None and not engine.units[unit].trained}
 
 
 def _inputs_of(engine: Engine) -> Inputs:

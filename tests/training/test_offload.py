@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ConfigError, StreamShard
-from streamshard.comm.streams import Fence, Observer, StreamName
+from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName
 from streamshard.core import late_step
 from tests.models import Stack, vector_batch
 from tests.races import detect_races
@@ -183,6 +183,37 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext) -> None:
             assert waits.count == 0
             next(model.parameters()).sum()
             assert waits.count == 2
+
+
+class _Gathers(Observer):
+    """Notes which units are all-gathered."""
+
+    def __init__(self) -> None:
+        self.units: list[int | None] = []
+
+    def on_event(self, moment: StepEvent, unit: int | None) -> None:
+        """See `Observer`."""
+        if moment is StepEvent.GATHER_BEGINS:
+            self.units.append(unit)
+
+
+@on_ranks(1, 2)
+def test_a_step_leaves_the_weights_of_other_layers_in_their_slots(context: RankContext) -> None:
+    """Only the third layer trains, and takes turns with the first in a slot. Backward ends with the first two."""
+    with simulated_device():
+        model: Any = StreamShard(built(), precision=FP32, **OFFLOAD)
+        model.requires_grad_(False)
+        model.layers[2].requires_grad_(True)
+        optimizer, gathers = adamw(model), _Gathers()
+        x = vector_batch(0, context.rank).requires_grad_()
+        with engine_inside(model).streams.observed_by(gathers):
+            for _ in range(3):
+                model(x).square().mean().backward()
+                gathers.units.clear()
+                optimizer.step()
+                model(x)
+    names = [engine_inside(model).units[unit].name for unit in gathers.units if unit]
+    assert names == ["layers.2", "layers.3"]
 
 
 # -- a GPU ------------------------------------------------------------------------------------------------------------
