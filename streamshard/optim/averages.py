@@ -32,7 +32,8 @@ def update_parameters(
     batch norm, are copied.
 
     Args:
-        averaged_model: made by `StreamShard` with the model's settings, of the model's class. It may be frozen.
+        averaged_model: made by `StreamShard` with the model's settings, of the model's class. It may be frozen, and its
+            state may lie elsewhere (``offload``). The average is computed there.
         model: made by `StreamShard`.
         n_averaged: how many models are in the average so far. With 0 the average becomes a copy of `model`; it may be
             empty before.
@@ -57,16 +58,18 @@ def update_parameters(
     buffers = _pairs("buffer", dict(averaged_model.named_buffers()), dict(model.named_buffers()))
     params = _pairs("parameter", params_of(averaged_model), params_of(model))
     with torch.no_grad():
-        alike: dict[torch.dtype, list[_Pair]] = {}
+        mean = multi_avg_fn or get_swa_multi_avg_fn()
+        alike: dict[tuple[torch.dtype, torch.device], list[_Pair]] = {}
         for pairs, is_averaged in ((params, n_averaged > 0), (buffers, n_averaged > 0 and use_buffers)):
             for mine, theirs in pairs:
                 if not is_averaged or not mine.is_floating_point():
                     mine.copy_(theirs)
                 elif avg_fn is not None:
-                    mine.copy_(avg_fn(mine, theirs, n_averaged))
+                    mine.copy_(avg_fn(mine, theirs.to(mine.device), n_averaged))
+                elif mine.device != theirs.device:  # ``offload``: one at a time, copies take memory
+                    mean([mine], [theirs.to(mine.device)], n_averaged)
                 else:
-                    alike.setdefault(mine.dtype, []).append((mine, theirs))
-        mean = multi_avg_fn or get_swa_multi_avg_fn()
+                    alike.setdefault((mine.dtype, mine.device), []).append((mine, theirs))
         for pairs in alike.values():
             mean([mine for mine, _ in pairs], [theirs for _, theirs in pairs], n_averaged)
     averaged.fill(list(averaged.empty))

@@ -6,17 +6,21 @@ no tensor of the one meets a tensor of the other.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
 from streamshard import StreamShard
+from streamshard.optim import update_parameters
 from tests.integrations.models import make_model
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, adamw, assert_same, built, engine_inside
+from tests.reference import EXACT, FP32, adamw, assert_same, built, case, engine_inside, full_weights
 from tests.training.test_offload_events import OFFLOAD, RESIDENT, device_of
 
 META = torch.device("meta")
@@ -111,3 +115,30 @@ def test_inputs_in_host_memory_stay_there_beside_others(context: RankContext) ->
             for settings in (RESIDENT, OFFLOAD)
         ]
     assert torch.equal(*outputs)
+
+
+def _averaged(context: RankContext, ours: dict[str, Any], theirs: dict[str, Any], **function: Any) -> dict[str, Tensor]:
+    """The average of a model that trains with `ours`, in a model with `theirs`."""
+    model: Any = StreamShard(built().to(context.device), precision=FP32, **ours)
+    average: Any = StreamShard(built().to(context.device).requires_grad_(False), precision=FP32, **theirs)
+    optimizer = adamw(model)
+    for step in range(3):
+        model(vector_batch(step, context.rank).to(context.device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update_parameters(average, model, step, **function)
+    return full_weights(average)
+
+
+@on_ranks(1, 2, backend="of accelerator")
+@pytest.mark.parametrize("kind", ["mean", "avg_fn", "multi_avg_fn"])
+def test_an_average_may_be_in_other_memory_than_its_model(context: RankContext, kind: str) -> None:
+    """All of it, or, by their budgets, other layers than in the model."""
+    made = {"mean": None, "avg_fn": get_ema_avg_fn(0.9), "multi_avg_fn": get_ema_multi_avg_fn(0.9)}[kind]
+    given = {} if made is None else {kind: made}
+    places = (RESIDENT, OFFLOAD, OFFLOAD | {"device_budget": "9KB"})
+    with device_of(context):
+        wanted = _averaged(context, RESIDENT, RESIDENT, **given)
+        for ours, theirs in itertools.product(places, places):
+            with case((ours, theirs)):
+                assert_same(_averaged(context, ours, theirs, **given), wanted, "the average", EXACT)
