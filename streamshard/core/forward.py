@@ -208,6 +208,7 @@ class Forward(Phase):
 
         Raises:
             ShardingError: the forward has changed a weight in place.
+            Exception: a late step has failed in this forward.
         """
         engine = self._engine
         engine.phase = None
@@ -235,6 +236,8 @@ class Forward(Phase):
         engine.are_weights_current = not engine.is_synced
         if self._learns:
             engine.order.learn(self._schedule, engine.ranks, has_failed=error is not None)
+        if engine.host is not None:
+            engine.host.raise_failure()
         if refused is not None:
             raise refused
         if error is not None or not torch.is_grad_enabled():

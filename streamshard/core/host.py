@@ -120,6 +120,7 @@ class HostState:
         self._turn = 0  # of staging
         self._late: list[Late] = []
         self._failure: str | None = None  # how a late step has failed
+        self._error: Exception | None = None  # the same, if nobody has raised it
         self._life = Life()  # of parameters here: if this object goes before a late step is carried out, they are stale
         self._factors: dict[Param, list[torch.Tensor]] = {}  # factors of main grads that nobody has applied
 
@@ -195,7 +196,10 @@ class HostState:
             if not stepped.issuperset(param for param in flat.params if param.local.numel)
         ]
         self.copy(StreamName.FETCH, pairs)
-        self._step(unit.index, fills_slot=True)
+        try:
+            self._step(unit.index, fills_slot=True)
+        except Exception as error:  # the all-gather goes on: other ranks wait for this rank's part
+            self._error = error
         self._fetched.record()
         self._fetched.wait()  # rule 5
 
@@ -335,10 +339,16 @@ class HostState:
                 "are not: load all, by load_checkpoint(directory, model, optimizer) on all ranks"
             )
 
+    def raise_failure(self) -> None:
+        """Raise the error of a late step that `fetch` has carried out. Ranks have issued the same collectives."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """The body loads all weights and state. If it succeeds, it does not matter that a late step has failed."""
-        failure, self._failure = self._failure, None
+        failure, self._failure, self._error = self._failure, None, None
         try:
             yield
         except BaseException:

@@ -2,15 +2,105 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import StreamShard
-from streamshard.errors import ConfigError
+from streamshard import StreamShard, load_checkpoint, save_checkpoint
+from streamshard.errors import CheckpointError, ConfigError, ShardingError
+from streamshard.optim import elementwise
 from tests.ranks import RankContext, on_ranks
-from tests.reference import built
+from tests.reference import EXACT, assert_same, built, engine_inside, full_weights
 from tests.simulated import simulated_device
-from tests.training.test_offload_events import OFFLOAD
+from tests.training.test_offload_events import OFFLOAD, Run
+
+# -- late steps that fail ---------------------------------------------------------------------------------------------
+
+
+class Breaking(torch.optim.SGD):
+    """Raises where it steps parameters, in its third step if `is_breaking`."""
+
+    is_breaking = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """See torch's."""
+        if self.is_breaking and any(group["params"] for group in self.param_groups):
+            raise ValueError("out of luck")
+        super().step(closure)
+
+
+def _breaking(model: Any) -> Breaking:
+    elementwise(Breaking)
+    return Breaking(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@on_ranks(1, 2)
+def test_after_a_late_step_has_failed_everything_raises_until_all_is_loaded(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """The next forward raises the error, on all ranks. A checkpoint brings back training, to the bit."""
+    with simulated_device():
+        run, other = (Run(context, OFFLOAD, make=_breaking) for _ in range(2))
+        for each in (run, other):
+            each.step(2)
+        saved = save_checkpoint(tmp_path, run.model, run.optimizer)
+        run.optimizer.is_breaking = True
+        run.step()
+        run.optimizer.is_breaking = False
+        with pytest.raises(ValueError, match="out of luck"):
+            run.loss()
+        reads: list[Callable[[], Any]] = [
+            run.loss,
+            lambda: next(run.model.parameters()).sum(),
+            run.model.full_state_dict,
+            run.optimizer.state_dict,
+            lambda: save_checkpoint(tmp_path, run.model, run.optimizer),
+        ]
+        for read in reads:
+            with pytest.raises(
+                (ShardingError, CheckpointError), match=r"step has failed \(ValueError: out of luck\).*load_checkpoint"
+            ):
+                read()
+        load_checkpoint(saved.wait(), run.model, run.optimizer)
+        run.number = other.number
+        for each in (run, other):
+            each.step(2)
+        assert_same(full_weights(run.model), full_weights(other.model), "weights", EXACT)
+
+
+@on_ranks(2)
+def test_a_late_step_that_fails_on_one_rank_leaves_ranks_in_step(context: RankContext) -> None:
+    """Both issue the collectives of the whole forward."""
+    with simulated_device():
+        run = Run(context, OFFLOAD, make=_breaking)
+        run.step(2)
+        run.optimizer.is_breaking = context.rank == 1
+        run.step()
+        with pytest.raises(ValueError, match="out of luck") if context.rank == 1 else contextlib.nullcontext():
+            run.loss()
+        ranks = engine_inside(run.model).ranks
+        assert len(set(ranks.gather_objects(ranks.recorder.log.count))) == 1
+
+
+@on_ranks(2)
+def test_weights_of_a_model_that_is_gone_raise_if_their_step_was_late(context: RankContext) -> None:
+    with simulated_device():
+        run = Run(context, OFFLOAD)
+        run.step(2)
+        kept, optimizer = next(run.model.parameters()), run.optimizer
+        del run
+        gc.collect()
+        for use in (kept.norm, optimizer.step):
+            with pytest.raises(ShardingError, match="'layers.0.linear.weight' was kept when its model was freed"):
+                use()
+
 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
