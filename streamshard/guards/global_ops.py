@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from streamshard.comm.communicator import Communicator
-from streamshard.nested import map_tensors
+from streamshard.errors import ShardingError
+from streamshard.nested import map_tensors, tensors_in
 from streamshard.torch_private import AsTensors, skip, untraced
 
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
@@ -214,3 +215,27 @@ def _full_of(norm: PartialNorm) -> torch.Tensor:
 def full_norms(values: Any) -> Any:
     """`values` with norms over all ranks in the place of each `PartialNorm`."""
     return map_tensors(values, lambda t: _full_of(t) if isinstance(t, PartialNorm) else t)
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def without_backward(result: Any, what: str) -> Any:
+    """`result`, computed from `what`, a tensor in host memory. A backward that comes to it raises.
+
+    Autograd computes gradients of such tensors in another thread than those of layers. So collectives would be issued
+    in an order that differs between ranks, and gradients be written by both.
+    """
+
+    def refuse(grad: torch.Tensor) -> NoReturn:
+        raise ShardingError(
+            f"a loss contains {what}, whose values lie in host memory (offload): leave this part away, and after "
+            "backward() add its gradient, such as param.grad.add_(param.detach(), alpha=2 * factor) for factor * "
+            "param.square().sum(), or set the optimizer's weight_decay"
+        )
+
+    with AsTensors():
+        for tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(refuse)
+    return result

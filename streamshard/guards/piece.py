@@ -92,6 +92,10 @@ class Piece(NamedTuple):
         """Which elements of the flattened parameter `rank` of the shard group has."""
         return self.flat_param.local_range(self.place, rank)
 
+    def counted(self, number: torch.Tensor) -> torch.Tensor:
+        """`number`, which is of this rank's elements, as sums and norms over ranks add it: see `counts`."""
+        return number if self.counts else number * 0
+
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of `whole`, in new memory: [local_shape]."""
         part = whole.detach()[tuple(slice(start, start + length) for start, length in self.box)]

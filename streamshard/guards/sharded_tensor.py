@@ -30,6 +30,7 @@ from streamshard.guards.global_ops import (
     name_of,
     names,
     order_of,
+    without_backward,
 )
 from streamshard.guards.piece import Piece
 from streamshard.nested import map_tensors, tensors_in
@@ -142,23 +143,30 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
         if tensor.why_unusable and answer is not _shape:
             raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
     hosts = {tensor.piece.host for tensor in tensors if tensor.piece.is_on_host} - {None}  # of several models
-    if hosts:
-        if (clipped := _clip_late(tensors[0].piece.host, func, args, kwargs)) is not NotImplemented:
-            return clipped
-        for host in hosts:
-            host.settle()
-        args = (*args[:1], *map_tensors(args[1:], _number_on_host))
-        kwargs = kwargs if "out" in kwargs else map_tensors(kwargs, _number_on_host)
+    if not hosts:
+        return _compute(answer, func, tensors[0], args, kwargs)
+    if (clipped := _clip_late(tensors[0].piece.host, func, args, kwargs)) is not NotImplemented:
+        return clipped
+    for host in hosts:
+        host.settle()
+    args = (*args[:1], *map_tensors(args[1:], _number_on_host))
+    kwargs = kwargs if "out" in kwargs else map_tensors(kwargs, _number_on_host)
+    return without_backward(_compute(answer, func, tensors[0], args, kwargs), tensors[0].piece.what)
+
+
+def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, args: Any, kwargs: Any) -> Any:
+    piece = first.piece
     with AsTensors():
-        if tensors[0].piece.is_whole and not (tensors[0].piece.is_on_host and answer in _ON_DEVICE):
-            result = func(*args, **kwargs)
-            if tensors[0].piece.is_on_host and isinstance(result, torch.Tensor) and result is not tensors[0]:
-                is_same = result.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
-                return ShardedTensor.wrap(result, tensors[0].piece, tensors[0].life) if is_same else result
-            is_alias = isinstance(result, torch.Tensor) and result.shape == tensors[0].shape
-            is_on_grad = is_alias and _life_under(result, args) is not None
-            return _wrapped(result, tensors[0].piece, args) if is_on_grad else result
-        return answer(func, tensors[0], full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
+        if not piece.is_whole or (piece.is_on_host and answer in _ON_DEVICE):
+            return answer(func, first, full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
+        result = func(*args, **kwargs)
+        if not isinstance(result, torch.Tensor) or result is first:
+            return result
+        if piece.is_on_host:
+            is_same = result.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            return ShardedTensor.wrap(result, piece, first.life) if is_same else result
+        is_on_grad = result.shape == first.shape and _life_under(result, args) is not None
+        return _wrapped(result, piece, args) if is_on_grad else result
 
 
 def _number_on_host(value: torch.Tensor) -> torch.Tensor:
@@ -181,13 +189,11 @@ def _clip_late(host: Any, func: Callable[..., Any], args: Any, kwargs: Mapping[s
         norms: list[Any] = [host.norm_of(grad) for grad in grads] if order == 2.0 else [None]
         if any(norm is None for norm in norms):
             return NotImplemented
-        norms = [norm if grad.piece.counts else norm * 0 for norm, grad in zip(norms, grads, strict=True)]
-        pairs = zip(norms, grads, strict=True)
-        partial = [PartialNorm.wrap(norm, 2.0, grad.piece.ranks, grad.device) for norm, grad in pairs]
+        pairs = [(grad.piece, norm, grad.device) for norm, grad in zip(norms, grads, strict=True)]
+        partial = [PartialNorm.wrap(piece.counted(norm), 2.0, piece.ranks, device) for piece, norm, device in pairs]
         return partial if name == "_foreach_norm" else partial[0]
     factor = args[1] if name in ("mul_", "_foreach_mul_") and len(args) == 2 else None
-    is_number = type(factor) is torch.Tensor and not factor.ndim
-    if not is_number or not all(map(host.is_given, grads)):
+    if type(factor) is not torch.Tensor or factor.ndim or not all(map(host.is_given, grads)):
         return NotImplemented
     host.multiply(grads, factor)
     return None if name == "_foreach_mul_" else first
@@ -282,12 +288,8 @@ def _number(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
         if func.__name__ == "__format__":
             return format(repr(tensor), *args[1:])
         _refuse(func, tensor)
-    return func(_total(tensor.as_subclass(torch.Tensor).detach(), tensor), *args[1:], **kwargs)
-
-
-def _total(local: torch.Tensor, tensor: ShardedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    total = local.sum(dtype=dtype)
-    return global_sum(total if tensor.piece.counts else total * 0, tensor.piece.ranks)
+    own = tensor.piece.counted(tensor.as_subclass(torch.Tensor).detach().sum())
+    return func(global_sum(own, tensor.piece.ranks), *args[1:], **kwargs)
 
 
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -307,8 +309,7 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
     has_graph = local.requires_grad and torch.is_grad_enabled()
     if order is None or has_graph and math.isinf(order):
         _refuse(func, tensor)
-    norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
-    norm = norm if tensor.piece.counts else norm * 0
+    norm = tensor.piece.counted(torch.linalg.vector_norm(local, order) if local.numel() else local.sum())
     if not has_graph:
         return PartialNorm.wrap(norm, order, ranks, tensor.device)
     return global_norm(norm, order, ranks).to(tensor.device)
@@ -331,12 +332,11 @@ def _are_equal(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwarg
 def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Reduce all elements of the full tensor to one number, equal on all ranks. Collective."""
     name, ranks, local = func.__name__, tensor.piece.ranks, tensor.as_subclass(torch.Tensor)
-    dtype = kwargs.get("dtype")
     others = (*args[1:], *(value for key, value in kwargs.items() if key not in ("input", "dtype")))
     if any(value is not None and value is not False for value in others):
         _refuse(func, tensor)
     if name in ("sum", "mean"):
-        total = _total(local, tensor, dtype)
+        total = global_sum(tensor.piece.counted(local.sum(dtype=kwargs.get("dtype"))), ranks)
         return total if name == "sum" else total / tensor.piece.full.numel()
     if name in ("any", "all"):
         return extreme(local != 0, largest=name == "any", ranks=ranks) > 0

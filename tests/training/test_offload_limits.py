@@ -18,7 +18,7 @@ from streamshard.optim import elementwise
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, assert_same, built, engine_inside, full_weights
 from tests.simulated import simulated_device
-from tests.training.test_offload_events import OFFLOAD, Run
+from tests.training.test_offload_events import OFFLOAD, RESIDENT, Run
 
 # -- late steps that fail ---------------------------------------------------------------------------------------------
 
@@ -100,6 +100,34 @@ def test_weights_of_a_model_that_is_gone_raise_if_their_step_was_late(context: R
         for use in (kept.norm, optimizer.step):
             with pytest.raises(ShardingError, match="'layers.0.linear.weight' was kept when its model was freed"):
                 use()
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+_PENALTIES: dict[str, Callable[[list[Any]], Any]] = {
+    "squares": lambda params: sum(param.square().sum() for param in params),
+    "norms": lambda params: sum(param.norm() for param in params),
+    "of copies": lambda params: sum((param.clone() - 1.0).abs().mean() for param in params),
+    "of lists": lambda params: sum(norm.sum() for norm in torch._foreach_mul(params, 2.0)),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", _PENALTIES)
+def test_a_backward_through_weights_in_host_memory_raises(context: RankContext, name: str) -> None:
+    """Autograd would run it in a thread of its own. The values are there, and training goes on."""
+    with simulated_device():
+        run, other = Run(context, OFFLOAD), Run(context, RESIDENT)
+        run.step(2)
+        other.step(2)
+        penalties = [_PENALTIES[name](list(each.model.parameters())) for each in (run, other)]
+        assert torch.equal(*(each.detach() for each in penalties))
+        with pytest.raises(ShardingError, match=r"a loss contains parameter '.*'.*host memory.*param.grad.add_\("):
+            (run.loss() + penalties[0]).backward()
+        other.number = run.number
+        run.step()
+        other.step()
+        assert_same(full_weights(run.model), full_weights(other.model), "weights", EXACT)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
