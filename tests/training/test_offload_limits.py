@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
-from streamshard.optim import elementwise
+from streamshard.optim import WholeParameterOptimizer, elementwise
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, assert_same, built, engine_inside, full_weights
-from tests.simulated import simulated_device
-from tests.training.test_offload_events import OFFLOAD, RESIDENT, Run
+from tests.reference import EXACT, adamw, assert_same, built, engine_inside, full_weights
+from tests.simulated import late, simulated_device
+from tests.training.test_offload_events import OFFLOAD, RESIDENT, Run, compare
 
 # -- late steps that fail ---------------------------------------------------------------------------------------------
 
@@ -100,6 +102,77 @@ def test_weights_of_a_model_that_is_gone_raise_if_their_step_was_late(context: R
         for use in (kept.norm, optimizer.step):
             with pytest.raises(ShardingError, match="'layers.0.linear.weight' was kept when its model was freed"):
                 use()
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _step_in_backward(run: Run) -> None:
+    """One optimizer for each parameter steps in a hook, and clears the gradient."""
+    optimizers = {param: adamw(nn.ParameterList([param])) for param in run.model.parameters()}
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    hooks = [param.register_post_accumulate_grad_hook(step) for param in optimizers]
+    for _ in range(3):
+        run.loss().backward()
+    for hook in hooks:
+        hook.remove()
+
+
+@on_ranks(1, 2)
+def test_steps_in_hooks_of_gradients_change_no_bit(context: RankContext) -> None:
+    compare(context, _step_in_backward)
+
+
+def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+
+def _step_with_closure(run: Run) -> Any:
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        run.number = 0
+        loss = run.loss()
+        loss.backward()
+        return loss
+
+    return [run.optimizer.step(closure).detach() for _ in range(3)] + list(full_weights(run.model).values())
+
+
+@on_ranks(1)
+def test_on_one_rank_an_optimizer_of_whole_parameters_steps_at_once(context: RankContext) -> None:
+    """It takes several forwards in one step, each with the last one's weights."""
+    with simulated_device():
+        found = []
+        for settings in (RESIDENT, OFFLOAD):
+            run = Run(context, settings, make=_lbfgs)
+            with late(run.model):
+                found.append(dict(enumerate(_step_with_closure(run))))
+        assert_same(found[1], found[0], "losses and weights", EXACT)
+
+
+_IN_BLOCKS: Any = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "torchao.optim.adam"})  # by this name
+_REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "of whole parameters": (
+        functools.partial(WholeParameterOptimizer, optimizer_class=torch.optim.SGD),
+        "steps whole parameters",
+    ),
+    "8-bit": (_IN_BLOCKS, "AdamW8bit keeps state in blocks of elements"),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", _REFUSED)
+def test_optimizers_without_a_state_for_each_element_are_refused(context: RankContext, name: str) -> None:
+    make, message = _REFUSED[name]
+    with simulated_device():
+        run = Run(context, OFFLOAD, make=lambda model: make(model.parameters()))
+        run.loss().backward()
+        with pytest.raises(ShardingError, match=f"{message}.*'layers.0.*take an elementwise optimizer such as"):
+            run.optimizer.step()
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
