@@ -112,6 +112,14 @@ def _options(run: Run) -> None:
         group["lr"], group["betas"] = 0.5, (0.1, 0.2)
 
 
+def _options_in_place(run: Run) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.01)
+    run.step()
+    for group in run.optimizer.param_groups:
+        group["lr"].fill_(0.5)
+
+
 def _schedule(run: Run) -> Any:
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.1)
     for _ in range(2):

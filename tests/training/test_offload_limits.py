@@ -127,6 +127,19 @@ def test_steps_in_hooks_of_gradients_change_no_bit(context: RankContext) -> None
     compare(context, _step_in_backward)
 
 
+@on_ranks(1, 2)
+def test_after_its_first_step_an_optimizer_has_all_of_its_state(context: RankContext) -> None:
+    """Code that reads it directly finds each entry; later ones may be those before a late step."""
+    with simulated_device():
+        states = []
+        for settings in (RESIDENT, OFFLOAD):
+            run = Run(context, settings)
+            run.step()
+            states.append([{key: value.clone() for key, value in own.items()} for own in run.optimizer.state.values()])
+        for resident, offloaded in zip(*states, strict=True):
+            assert_same(offloaded, resident, "state", EXACT)
+
+
 def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 
