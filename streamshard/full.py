@@ -253,11 +253,11 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     host = engine.host
     norms: Sequence[torch.Tensor] = [torch.zeros((), device=engine.streams.device)]
     if counted := [param for param in filled if (piece := piece_of(param)) is None or piece.counts]:
-        norms = torch._foreach_norm([*map(grad_of, counted)], order) if host is None else host.norms(counted, order)
+        norms = torch._foreach_norm([*map(grad_of, counted)], order) if host is None else host.grads.norms(counted, order)
     total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if filled and host is not None:
-        host.multiply_grads(filled, factor)
+        host.grads.multiply_all(filled, factor)
     elif filled:
         torch._foreach_mul_([*map(grad_of, filled)], factor)
     return total

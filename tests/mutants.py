@@ -328,8 +328,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Piece.cut", Swap("for start, length in self.box", "for start, length in ()"), "tensor_parallel:mesh"),
     ],
     "guards/sharded_tensor": [
-        ("_norm", Drop("norm = norm if tensor.piece.counts"), "tensor_parallel:norms"),
-        ("_total", Swap("total if tensor.piece.counts else total * 0", "total"), "tensor_parallel:norms"),
+        ("_norm", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
+        ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
     ],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),

@@ -12,6 +12,7 @@ fetches the unit (`streamshard.core.late_step`). So whoever reads or writes host
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -21,10 +22,11 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName
+from streamshard.core.host_grads import HostGrads
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import Ledger, WeightSlot
 from streamshard.errors import ShardingError, describe
-from streamshard.guards.sharded_parameter import give_life, grad_of
+from streamshard.guards.sharded_parameter import give_life
 from streamshard.guards.sharded_tensor import Life
 from streamshard.pinned import PinnedMemory
 from streamshard.planning.layout import UnitLayout
@@ -74,6 +76,7 @@ class HostState:
     Attributes:
         device: the accelerator.
         allocate: allocates pinned memory, see `PinnedMemory.allocate`.
+        grads: knows norms and factors of main grads, for clipping.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class HostState:
         self.device = ranks.streams.device
         self._streams = streams = ranks.streams
         self.allocate = PinnedMemory(self.device).allocate
+        self.grads = HostGrads(self.device)
         # Weak: units own this object.
         self._places: dict[nn.Parameter, tuple[weakref.ref[HostUnit], FlatParam, Param]] = {}
         trained = [
@@ -93,9 +97,6 @@ class HostState:
         counts = [sum(len(flat.params) for flat in unit) for unit in trained]
         norms = ledger.allocate(Category.NORMS, sum(counts), torch.float32)
         self._norms = norms.split(counts)  # by unit
-        self._by_name: dict[str, Param] = {}
-        self._norm_of: dict[Param, torch.Tensor] = {}  # [] fp32, of main grads as the last reduction has left them
-        self._normed: set[Param] = set()  # nobody can have read or written their main grads since
         copied = Rule.HOST_COPIED
         self._staging_stored = [
             Fence(streams, copied, StreamName.STORE, f"staging {n}", StreamName.COMM) for n in (0, 1)
@@ -122,7 +123,6 @@ class HostState:
         self._failure: str | None = None  # how a late step has failed
         self._error: Exception | None = None  # the same, if nobody has raised it
         self._life = Life()  # of parameters here: if this object goes before a late step is carried out, they are stale
-        self._factors: dict[Param, list[torch.Tensor]] = {}  # factors of main grads that nobody has applied
 
     def begin(self, units: Sequence[HostUnit]) -> None:
         """The units are complete, and buffers are filled. Their parameters do not change."""
@@ -133,10 +133,8 @@ class HostState:
             for flat in unit.flat_params:
                 for param in flat.params:
                     self._places[param.param] = weakref.ref(unit), flat, param
-                    self._by_name[param.name] = param
                     give_life(param.param, self._life)
-                    if flat.kind.trains:
-                        self._norm_of[param] = next(norms)
+                    self.grads.add(param, next(norms) if flat.kind.trains else None)
 
     def __del__(self) -> None:
         if self._late:
@@ -218,7 +216,7 @@ class HostState:
         sizes = [flat.layout.shard_numel for flat in trained]
         buffers = list(self._staging[self._turn].narrow(0, 0, sum(sizes)).split(sizes))
         if adds:
-            if not self._factors.keys().isdisjoint(unit.params):
+            if not self.grads.multiplied.isdisjoint(unit.params):
                 self.settle()
             free.wait(StreamName.FETCH)  # rule 8
             self._stored[unit.index].wait()  # rule 8
@@ -233,19 +231,11 @@ class HostState:
         """The reductions into `buffers` have started: store them in the main grads, and take norms on the way."""
         flats = list(zip(unit.trained, buffers, strict=True))
 
-        def take_norms() -> None:
-            pieces = [(param, param.shaped(each)) for flat, each in flats for param in flat.params if param.local.numel]
-            if pieces:
-                norms = torch._foreach_norm([piece for _, piece in pieces])
-                torch._foreach_copy_([self._norm_of[param] for param, _ in pieces], norms)
-
+        take_norms = functools.partial(self.grads.take_norms, flats)
         self.launch(StreamName.COMM, Collective.NORMS, take_norms, buffers, (self._norms[unit.index],))
         self._reduced.record()
         self._reduced.wait()  # rule 7
-        for param in unit.params:
-            self._factors.pop(param, None)  # of earlier gradients
-            if param.has_room:
-                self._normed.add(param)
+        self.grads.replace(unit.params)
         # Aliases: their version counters are not those of gradients that the user holds.
         self.copy(StreamName.STORE, [(flat.main_grads.data, each) for flat, each in flats])
         self._staging_stored[self._turn].record()
@@ -314,7 +304,7 @@ class HostState:
             ShardingError: see `refuse_failed`.
         """
         self.refuse_failed()
-        if self._is_busy:
+        if self._is_busy or self.grads.multiplied:
             self._complete()
 
     def _complete(self) -> None:
@@ -324,8 +314,7 @@ class HostState:
             fence.record()
             fence.wait()  # rule 8
         self._is_busy = False
-        self._normed.clear()  # not all writes show in version counters: a loss scaler's on the CPU does not
-        self._multiply_now(list(self._factors))
+        self.grads.settle()
 
     def refuse_failed(self) -> None:
         """Raise if a late step has failed.
@@ -359,64 +348,3 @@ class HostState:
         """Let the host wait for copies that somebody else has issued on the compute stream."""
         self._computed.record()
         self._computed.wait()  # rule 8
-
-    # -- clipping -------------------------------------------------------------------------------------------------
-
-    def is_given(self, grad: Any) -> bool:
-        """Whether `grad`, a gradient of this model, lies in the main grads."""
-        return self._owner_of(grad) is not None
-
-    def _owner_of(self, grad: Any) -> Param | None:
-        param = self._by_name.get(grad.piece.name)
-        return param if param is not None and param.is_given(grad) else None
-
-    def norm_of(self, grad: Any) -> torch.Tensor | None:
-        """[] fp32 on the device, the norm of this rank's part of `grad`, without a wait for copies; None: unknown.
-
-        It was taken on the device, before the gradient was stored.
-        """
-        param = self._owner_of(grad)
-        if param is None or param not in self._normed or param in self._factors:
-            return None
-        return self._norm_of[param].clone()
-
-    def multiply(self, grads: Sequence[Any], factor: torch.Tensor) -> None:
-        """Multiply gradients, which lie in the main grads, by `factor` [] when they are read or used next."""
-        factor = factor.clone()  # the user may change it
-        for param in filter(None, map(self._owner_of, grads)):
-            self._factors.setdefault(param, []).append(factor)
-        self._is_busy = True
-
-    def norms(self, params: Sequence[nn.Parameter], order: float) -> list[torch.Tensor]:
-        """[] fp32 on the device, the norm of this rank's part of each gradient, wherever it lies."""
-        norms: list[torch.Tensor] = []
-        for param in params:
-            grad: Any = param.grad
-            norm = self.norm_of(grad) if order == 2.0 and param in self._places else None
-            if norm is None:
-                grad.piece.settle()
-                norms += torch._foreach_norm([grad_of(param).to(self.device)], order)
-            else:
-                norms.append(norm)
-        return norms
-
-    def multiply_grads(self, params: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
-        """Multiply gradients by `factor` [] on the device: now, or, of main grads in host memory, see `multiply`."""
-        late = []
-        for param in params:
-            grad: Any = param.grad
-            if param in self._places and self.is_given(grad):
-                late.append(grad)
-            else:
-                grad.piece.settle()
-                grad_of(param).mul_(factor.to(grad.device))
-        self.multiply(late, factor)
-
-    def factors_of(self, param: Param) -> Sequence[torch.Tensor]:
-        """The factors by which the main grads in memory are still to be multiplied."""
-        return tuple(self._factors.get(param, ()))
-
-    def _multiply_now(self, params: Sequence[Param]) -> None:
-        for param in params:
-            for factor in self._factors.pop(param, ()):
-                param.main_grad.mul_(factor.to(param.main_grad.device))

@@ -105,7 +105,7 @@ class LateStep:
                 self.makes_state = self.makes_state or param.param not in optimizer.state
                 state = optimizer.state.setdefault(param.param, {})
                 facts = flat, param, group, own_attributes(param.param), state
-                self._entries[unit].append(_Entry(*facts, counts_there[group], host.factors_of(param)))
+                self._entries[unit].append(_Entry(*facts, counts_there[group], host.grads.factors_of(param)))
 
     @property
     def is_done(self) -> bool:

@@ -186,16 +186,16 @@ def _clip_late(host: Any, func: Callable[..., Any], args: Any, kwargs: Mapping[s
         return NotImplemented
     if name == "_foreach_norm" or func in NORMS:
         order = order_of(torch.linalg.vector_norm if name == "_foreach_norm" else func, args, kwargs)
-        norms: list[Any] = [host.norm_of(grad) for grad in grads] if order == 2.0 else [None]
+        norms: list[Any] = [host.grads.norm_of(grad) for grad in grads] if order == 2.0 else [None]
         if any(norm is None for norm in norms):
             return NotImplemented
         pairs = [(grad.piece, norm, grad.device) for norm, grad in zip(norms, grads, strict=True)]
         partial = [PartialNorm.wrap(piece.counted(norm), 2.0, piece.ranks, device) for piece, norm, device in pairs]
         return partial if name == "_foreach_norm" else partial[0]
     factor = args[1] if name in ("mul_", "_foreach_mul_") and len(args) == 2 else None
-    if type(factor) is not torch.Tensor or factor.ndim or not all(map(host.is_given, grads)):
+    if type(factor) is not torch.Tensor or factor.ndim or not all(map(host.grads.is_given, grads)):
         return NotImplemented
-    host.multiply(grads, factor)
+    host.grads.multiply(grads, factor)
     return None if name == "_foreach_mul_" else first
 
 
