@@ -13,7 +13,11 @@ from streamshard.checkpoint.disk_layout import Difference
 from streamshard.checkpoint.export import export_shards, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import AnyPath, parse_path
+from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest, not_a_layer
+from streamshard.core.optimizer_hooks import params_in
+from streamshard.errors import ConfigError
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.initialise import Init, compute_buffers, initialise
 from streamshard.optim.wrappers import engine_of_both
 from streamshard.planning.structure import leave_inference_mode, leave_meta_device
@@ -125,7 +129,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
     Raises:
         ConfigError, ShardingError, RankMismatchError: on every rank; names the state that cannot be combined.
     """
-    return gather_state(engine_of_both(optimizer, model), optimizer, rank0_only)
+    return gather_state(_engine_of_all(optimizer, model), optimizer, rank0_only)
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
@@ -140,4 +144,17 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
     Raises:
         ConfigError, ShardingError: on every rank, before anything is changed; names the first parameter that is wrong.
     """
-    scatter_state(engine_of_both(optimizer, model), optimizer, state_dict)
+    scatter_state(_engine_of_all(optimizer, model), optimizer, state_dict)
+
+
+def _engine_of_all(optimizer: Optimizer, model: nn.Module) -> Engine:
+    """The engine of `model`. Raises if `optimizer` has none of its parameters, or a piece of another model's."""
+    engine = engine_of_both(optimizer, model)
+    ours = {shard.param for shard in engine.param_shards}
+    for piece in (piece_of(param) for param in params_in(optimizer.param_groups) if param not in ours):
+        if piece is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps {piece.name!r} of another sharded model too: make one optimizer for "
+                'each model, or call save_checkpoint(directory, {"a": a, "b": b}, optimizer) and load_checkpoint'
+            )
+    return engine

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import full_optimizer_state_dict, save_checkpoint
-from streamshard.errors import RankMismatchError
+from streamshard import full_optimizer_state_dict, load_optimizer_state_dict, save_checkpoint
+from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.optim import WholeParameterOptimizer
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, sharded_model, stack_step, train_stack
@@ -103,3 +103,18 @@ def test_a_step_that_one_rank_leaves_out_is_named(context: RankContext, tmp_path
         save_checkpoint(tmp_path, model, optimizer)
     assert list(tmp_path.iterdir()) == []
     save_checkpoint(tmp_path, model)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_two_sharded_models_has_no_full_state(context: RankContext) -> None:
+    """Of the other model there would be pieces only."""
+    models = sharded_model(), sharded_model()
+    optimizer = torch.optim.AdamW([param for model in models for param in model.parameters()])
+    for model in models:
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+    optimizer.step()
+    message = r"AdamW steps 'layers.0.linear.weight' of another sharded model too.*save_checkpoint\(directory"
+    with pytest.raises(ConfigError, match=message):
+        full_optimizer_state_dict(models[0], optimizer)
+    with pytest.raises(ConfigError, match=message):
+        load_optimizer_state_dict(models[1], optimizer, optimizer.state_dict())
