@@ -253,7 +253,8 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     host = engine.host
     norms: Sequence[torch.Tensor] = [torch.zeros((), device=engine.streams.device)]
     if counted := [param for param in filled if (piece := piece_of(param)) is None or piece.counts]:
-        norms = torch._foreach_norm([*map(grad_of, counted)], order) if host is None else host.grads.norms(counted, order)
+        grads = [*map(grad_of, counted)]
+        norms = torch._foreach_norm(grads, order) if host is None else host.grads.norms(counted, order)
     total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if filled and host is not None:

@@ -274,7 +274,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         if owner not in (None, ranks.rank):
             continue
         cut = shard if owner is None else None
-        own = decode(values, partial(_part_of, got, cut), device)
+        own = decode(values, partial(_part_of, got, cut), device if cut is None else cut.param.device)
         if cut is not None and not steps_here(None, engine, cut):
             continue
         if isinstance(key, int):
@@ -285,13 +285,13 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
 
 def _part_of(full: Mapping[str, torch.Tensor], shard: Param | None, name: str, where: torch.device) -> torch.Tensor:
     """The tensor `name` of `full`, or with `shard` this rank's part of it."""
-    whole = full[name].to(where)
+    whole = full[name]
     if shard is None:
-        return whole
+        return whole.to(where)
     span = span_of(name, shard, whole.shape)
     if whole.shape != span.shape:
         advice = "load state of an optimizer of the same parameters"
         shapes = f"has shape {tuple(whole.shape)}, {shard.name!r} has {shard.piece.shape}"
         raise ShardingError(f"optimizer state {name!r} {shapes}: {advice}")
-    part = whole[slices_of(span.box)].reshape(-1)
-    return part[span.start :][: math.prod(span.local_shape)].view(span.local_shape).clone()
+    part = whole[slices_of(span.box)].reshape(-1)[span.start :][: math.prod(span.local_shape)]
+    return part.view(span.local_shape).to(where, copy=True)

@@ -205,7 +205,7 @@ class LoadPlan:
         found = self._tensors[tensor]
         span = span_of(saved, shard, found.shape)
         shape = span.local_shape if found.shape == span.shape else (0,)  # else `_read` notes the mismatch
-        piece = torch.empty(shape, dtype=found.dtype, device=self._device)
+        piece = torch.empty(shape, dtype=found.dtype, device=shard.param.device)
         self._read(f"{name}: {saved!r}", TensorPiece(tensor, span.shape, span.start, piece.view(-1), span.box))
         return piece
 

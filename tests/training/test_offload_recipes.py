@@ -14,12 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import StreamShard, load_checkpoint, save_checkpoint
+from streamshard import (
+    StreamShard,
+    full_optimizer_state_dict,
+    load_checkpoint,
+    load_optimizer_state_dict,
+    save_checkpoint,
+)
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, adamw, assert_same, full_weights, seed
 from tests.scenarios import BF16
 from tests.simulated import late, simulated_device
+from tests.training.test_offload_events import device_of
 
 OFFLOAD: dict[str, Any] = {"offload": "state"}
 TWO_SLOTS: dict[str, Any] = {"weight_slots": 2, "grad_slots": 2}  # their number changes the order of sums
@@ -112,3 +119,24 @@ def test_a_run_goes_on_with_its_state_in_the_other_memory(
         load_checkpoint(tmp_path, other, optimizer)
         _train(other, optimizer, context, range(STEPS, 2 * STEPS))
         assert_same(full_weights(other), full_weights(model), "weights", EXACT)
+
+
+@on_ranks(1, 2, backend="of accelerator")
+@pytest.mark.parametrize("way", ["checkpoint", "full state"])
+def test_moments_never_lie_on_the_device_when_they_are_loaded(context: RankContext, tmp_path: Path, way: str) -> None:
+    """A run without offload has saved them from the device, where they might not fit."""
+    given: list[torch.device] = []
+
+    def note(_: Any, state: dict[str, Any]) -> None:
+        given.extend(each.device for own in state["state"].values() for each in own.values() if each.ndim)
+
+    with device_of(context):
+        model, other = (_sharded(Stack, settings, context) for settings in (TWO_SLOTS, OFFLOAD))
+        optimizer, others = adamw(model), adamw(other)
+        others.register_load_state_dict_pre_hook(note)
+        _train(model, optimizer, context)
+        if way == "checkpoint":
+            load_checkpoint(save_checkpoint(tmp_path, model, optimizer).wait(), other, others)
+        else:
+            load_optimizer_state_dict(other, others, full_optimizer_state_dict(model, optimizer))
+        assert {device.type for device in given} == {"cpu"}
