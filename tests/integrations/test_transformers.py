@@ -22,6 +22,7 @@ from tests.integrations.models import FAMILIES, make_model, make_rows
 from tests.integrations.trainers import and_sharded, assert_equal, launched, run_example, train, whole_weights
 from tests.ranks import RankContext, RankPool
 from tests.reference import assert_same
+from tests.simulated import simulated_device
 
 _SAVING: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -342,6 +343,22 @@ def _with_deepspeed(**arguments: Any) -> Any:
     made = TrainingArguments(**arguments)
     made.deepspeed = "zero3.json"
     return made
+
+
+@on_ranks(2)
+def test_evaluation_with_state_in_host_memory_changes_no_bit(context: RankContext, tmp_path: Path) -> None:
+    """Between steps and after them, while the last step is late. Trainer moves batches by its own device."""
+    _, ours_class = _trainers()
+    data = make_rows("llama")
+    found = []
+    with launched(context), simulated_device() if context.device.type == "cpu" else contextlib.nullcontext():
+        for number, settings in enumerate([{"weight_slots": 2, "grad_slots": 2}, {"offload": "state"}]):
+            given = {"eval_dataset": data, "streamshard": settings}
+            model, out = make_model("llama"), tmp_path / str(number)
+            run = train(ours_class, model, out, data, given=given, eval_strategy="steps", eval_steps=1)
+            logits = run.trainer.predict(data).predictions
+            found.append((run.history, torch.from_numpy(logits), run.trainer.evaluate()["eval_loss"]))
+    assert found[1][0] == found[0][0] and torch.equal(found[1][1], found[0][1]) and found[1][2] == found[0][2]
 
 
 @on_ranks(2)
