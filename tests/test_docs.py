@@ -193,6 +193,7 @@ _ON_A_DEVICE = ("docs/guide/host_memory.md",)
 # Not run.
 _LEFT_OUT = {
     ("docs/guide/quick_start.md", "_model"): "the scripts themselves are run below",
+    ("docs/guide/lightning.md", "lightning"): "Lightning is not among the tests' packages; test_lightning.py",
     ("docs/guide/transformers.md", "trl"): "TRL is not among the tests' packages; tests/integrations/test_trl.py",
 }
 
