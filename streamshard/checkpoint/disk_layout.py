@@ -27,6 +27,7 @@ from streamshard.core.engine import Engine
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError
 from streamshard.forms import Box
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.planning.structure import join_names
 from streamshard.torch_private import TorchDispatchMode
 
@@ -165,8 +166,18 @@ class TensorPiece(NamedTuple):
 
     @classmethod
     def wholes(cls, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
-        """A piece for each tensor, with all of its elements."""
-        return [cls.whole(name, tensor) for name, tensor in tensors.items()]
+        """A piece for each tensor, with all of its elements. Tensors that are pieces are left out."""
+        return [cls.whole(name, tensor) for name, tensor in tensors.items() if piece_of(tensor) is None]
+
+    @classmethod
+    def parts(cls, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
+        """A piece for each tensor that is one: averages of weights in an object of the user's."""
+        found = []
+        for name, tensor in tensors.items():
+            if (piece := piece_of(tensor)) is not None:
+                data = tensor.as_subclass(torch.Tensor).reshape(-1)
+                found.append(cls(name, piece.shape, piece.start, data, piece.box, not piece.counts))
+        return found
 
     def record(self, rank: int) -> TensorRecord:
         """Describes the piece of `rank` to other ranks."""

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from streamshard.errors import CheckpointError
-from streamshard.guards.sharded_tensor import is_piece
+from streamshard.guards.sharded_tensor import is_piece, piece_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _KIND = "$"
@@ -23,19 +23,27 @@ CPU = torch.device("cpu")
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
-def encode(value: Any, path: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def encode(value: Any, path: str, *, keeps_pieces: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
     """`value` as JSON, and its tensors by name, detached, not copied.
 
     Args:
         value: None, numbers, strings, tensors, dtypes, NumPy arrays of torch's dtypes; and lists, tuples, dicts and
             counters of such values. NumPy's numbers come back as Python's numbers.
         path: name of the value. The names of its tensors begin with it.
+        keeps_pieces: pieces are among the tensors, as `ShardedTensor`. False: they raise.
 
     Raises:
         CheckpointError: names the path of a value of another kind.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return _encode(value, path, tensors), tensors
+    encoded = _encode(value, path, tensors)
+    for name in () if keeps_pieces else tensors:
+        if piece_of(tensors[name]) is not None:
+            raise CheckpointError(
+                f"{name} is one rank's piece of a sharded tensor. Average weights in a second sharded model with "
+                "streamshard.optim.update_parameters, or in an object with state_dict() in extra="
+            )
+    return encoded, tensors
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -81,13 +89,15 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or value.is_quantized:
         advice = "a checkpoint holds plain tensors. Give value.full_tensor(), value.to_dense() or the tensors inside"
         raise CheckpointError(f"{path} is a {type(value).__name__} of layout {value.layout}: {advice}")
-    if is_piece(value):
-        raise CheckpointError(
-            f"{path} is one rank's piece of a sharded tensor. Average weights in a second sharded model with "
-            "streamshard.optim.update_parameters, and save both models. Of a number give float(value)"
-        )
     if value.is_meta:
         raise CheckpointError(f"{path} is on the meta device: it has no values yet")
+    if (piece := piece_of(value)) is not None:
+        while path in tensors:
+            path += "'"
+        tensors[path] = value.detach()
+        return {_KIND: "piece", "tensor": path, "of": piece.name}
+    if is_piece(value):
+        raise CheckpointError(f"{path} is a norm of this rank's pieces: give float(value)")
     data = value.detach().as_subclass(torch.Tensor)
     where = {} if data.device.type == "cpu" else {"device": data.device.type}
     if not data.shape and not data.dtype.is_complex:
@@ -127,27 +137,35 @@ def dtype_named(name: object) -> torch.dtype:
     raise CheckpointError(f"{name!r:.80} is not the name of a dtype")
 
 
-def decode(saved: Any, tensor_of: Callable[[str, torch.device], torch.Tensor], device: torch.device) -> Any:
+def decode(
+    saved: Any,
+    tensor_of: Callable[[str, torch.device], torch.Tensor],
+    device: torch.device,
+    piece_of: Callable[[str, str], torch.Tensor] | None = None,
+) -> Any:
     """The reverse of `encode`. Runs and imports nothing, whoever has written `saved`.
 
     Args:
         saved: the JSON.
         tensor_of: returns a new tensor, given its name and device.
         device: of tensors that were not in CPU memory.
+        piece_of: returns this rank's piece, given the name of the tensor and of the parameter that is cut alike.
 
     Raises:
         Exception: of many kinds; `encode` returns no such JSON.
     """
     if isinstance(saved, list):
-        return [decode(each, tensor_of, device) for each in saved]
+        return [decode(each, tensor_of, device, piece_of) for each in saved]
     if not isinstance(saved, dict):
         return saved
     if _KIND not in saved:
-        return {key: decode(each, tensor_of, device) for key, each in saved.items()}
+        return {key: decode(each, tensor_of, device, piece_of) for key, each in saved.items()}
     where = device if "device" in saved else CPU
     if saved[_KIND] == "tensor":
         return tensor_of(saved["tensor"], where)
-    value = decode(saved["value"], tensor_of, device)
+    if saved[_KIND] == "piece" and piece_of is not None:
+        return piece_of(saved["tensor"], saved["of"])
+    value = decode(saved["value"], tensor_of, device, piece_of)
     if saved[_KIND] == "number":
         return torch.tensor(value, dtype=dtype_named(saved["dtype"]), device=where)
     return _MADE_OF[saved[_KIND]](value)

@@ -31,6 +31,7 @@ from streamshard.core.engine import Engine
 from streamshard.core.optimizer_hooks import params_in
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, log, printable
+from streamshard.guards.sharded_tensor import ShardedTensor
 from streamshard.initialise import compute_buffers
 
 
@@ -209,6 +210,20 @@ class LoadPlan:
         self._read(f"{name}: {saved!r}", TensorPiece(tensor, span.shape, span.start, piece.view(-1), span.box))
         return piece
 
+    def _read_piece(self, what: str, tensor: str, of: str) -> torch.Tensor:
+        """This rank's piece of a saved tensor in an object of the user's. It is cut as the parameter `of`."""
+        params = (param for _, engine in self._parts.models.values() for param in engine.param_shards)
+        found = self._tensors[tensor]
+        param = next((each for each in params if each.name == of and each.piece.shape == found.shape), None)
+        if param is None:
+            self._wrong.append(f"{what}: {tensor!r} is cut as parameter {of!r} of shape {list(found.shape)}")
+            return torch.empty(0)
+        piece = param.piece
+        local = torch.empty(piece.local_shape, dtype=found.dtype, device=param.param.device)
+        for each in self._files.find(tensor, piece.start, local.view(-1), piece.box):
+            copy_range(*each)
+        return ShardedTensor.wrap(local, piece)
+
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:
         mine, ranks = self._parts.trees, self._parts.engine.ranks
         self._wrong += [f"it has no {name!r}" for name in mine if name not in trees and name.startswith("extra.")]
@@ -221,7 +236,8 @@ class LoadPlan:
                     advice = f"load it on as many, not on {ranks.total_size}"
                     self._wrong.append(f"{name!r} differs between the {len(saved)} ranks that saved it: {advice}")
                 continue
-            value = self._decode(saved[ranks.total_rank if len(saved) > 1 else 0])
+            tree = saved[ranks.total_rank if len(saved) > 1 else 0]
+            value = decode(tree, self._files.read_whole, self._device, partial(self._read_piece, name))
             if has_state(mine.get(name)):
                 self.loads.append(partial(mine[name].load_state_dict, value))
                 value = mine[name]

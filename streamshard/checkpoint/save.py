@@ -37,6 +37,7 @@ from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, log, warn_user
 from streamshard.guards.sharded_parameter import is_unreduced
+from streamshard.guards.sharded_tensor import piece_of
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # the longest time to make a group, after ranks have met
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # the longest time that the fastest rank waits for the slowest disk
@@ -159,20 +160,28 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
             pieces.extend(moments)
         for name, value in parts.trees.items():
             values[name] = value.state_dict() if has_state(value) else value
-            trees[name] = encode(values[name], name)
-        return optimizer_parts, {name: digest_of(*tree) for name, tree in trees.items()}
+            trees[name] = encode(values[name], name, keeps_pieces=True)
+        return optimizer_parts, {name: digest_of(tree, _common(own)) for name, (tree, own) in trees.items()}
 
     told = ranks.gather_results("save", collect_here)
     for name in parts.optimizers:
         saved["optimizers"][name] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
     differing = {name for name in trees if len({digests[name] for _, digests in told}) > 1}
-    trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank)) for name in differing}
+    trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank), keeps_pieces=True) for name in differing}
     their_trees = ranks.gather_results("save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
         saved["trees"][name] = [theirs[name] for theirs in their_trees] if name in differing else [tree]
         if name in differing or ranks.is_first:
             pieces.extend(TensorPiece.wholes(tensors))
+        if (cut := TensorPiece.parts(tensors)) and name in differing:
+            raise CheckpointError(f"{name} has pieces of parameters, and other values that differ between ranks")
+        pieces.extend(of_replica(cut, parts.engine))
     return saved, pieces
+
+
+def _common(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that ranks may have in common: no pieces."""
+    return {name: tensor for name, tensor in tensors.items() if piece_of(tensor) is None}
 
 
 # ------------------------------------------------------------------------------------------------ in the background

@@ -252,9 +252,8 @@ def _common(func: Callable[..., Any], values: tuple[Any, ...]) -> Piece | None:
             if tensor.requires_grad and torch.is_grad_enabled():
                 _refuse(func, first, "The other number needs a gradient, which no rank has in full: detach() it")
         elif not first.piece.takes(tensor):
-            shape = tuple(tensor.shape)
-            made = "p.detach().clone() and torch.zeros_like(p) are pieces"
-            _refuse(func, first, f"The other tensor, {shape}, is no piece of the same elements: {made}")
+            made = "make an average of weights after sharding. " * (tensor.shape == first.piece.shape) + _MADE
+            _refuse(func, first, f"The other tensor, {tuple(tensor.shape)}, is no piece of the same elements: {made}")
     return first.piece
 
 
@@ -368,6 +367,7 @@ _RIGHT = (
     "Elementwise operations with numbers and pieces work, and norms, sum, mean, any, all of all elements; max and min "
     "of a tensor without gradient. Along a dimension operations need full rows or columns, and this rank may have parts"
 )
+_MADE = "p.detach().clone() and torch.zeros_like(p) are pieces"
 _NO_GRAPH = f"Layers use all-gathered copies, so no graph has a sharded parameter: {CALL_BACKWARD}"
 
 

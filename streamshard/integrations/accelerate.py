@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -211,10 +211,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
         Raises:
             CheckpointError: on every rank; the new checkpoint is removed.
-            ConfigError: hooks were registered by ``register_save_state_pre_hook``.
             ShardingError: no prepared model is sharded.
         """
-        self._refuse_hooks()
         parts, naming = self._parts(), self.project_configuration
         parts["extra"].update({name: _loader_state(loader) for name, loader in self._loaders().items()})
         parts["extra"]["accelerator"] = {"step": self.step}
@@ -235,7 +233,6 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         Raises:
             CheckpointError: on every rank, before anything has changed.
         """
-        self._refuse_hooks()
         saved = load_checkpoint(self._directory(input_dir), **self._parts())
         for name, loader in self._loaders().items():
             if name in saved:
@@ -248,11 +245,19 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             return Path(self.project_dir) / "checkpoints"
         return parse_path("directory", given).expanduser()
 
-    def _refuse_hooks(self) -> None:
-        for kind in ("save", "load"):
-            if getattr(self, f"_{kind}_model_state_pre_hook"):
-                what = f"a hook of register_{kind}_state_pre_hook would get models with this rank's pieces"
-                raise ConfigError(f"{what}: register_for_checkpointing(object) saves other objects with a state_dict")
+    def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
+        """Refused: a hook would get models with this rank's pieces.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a hook of register_save_state_pre_hook or register_load_state_pre_hook would get models with this rank's "
+            "pieces: leave it out. register_for_checkpointing(object) saves an object with a state_dict, such as "
+            "diffusers' EMAModel made after prepare"
+        )
+
+    register_load_state_pre_hook = register_save_state_pre_hook
 
     def _parts(self) -> dict[str, Any]:
         """The arguments model, optimizer and extra of `save_checkpoint` and `load_checkpoint`."""

@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from streamshard import CheckpointError, StreamShard, export_safetensors, load_safetensors
+from streamshard import CheckpointError, ShardingError, StreamShard, export_safetensors, load_safetensors
+from streamshard.integrations.accelerate import StreamShardAccelerator
+from tests.integrations.accelerating import launched
 from tests.ranks import RankContext, on_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     diffusers: Any = pytest.importorskip("diffusers", reason="needs diffusers")
+    pytest.importorskip("diffusers.training_utils")
 
 
 def _unet() -> Any:
@@ -77,3 +80,41 @@ def test_arguments_that_only_diffusers_knows_raise(context: RankContext, tmp_pat
         model.save_pretrained(tmp_path / "model", variant="fp16")
     with pytest.raises(CheckpointError, match="push_to_hub"):
         model.push_to_hub("name/repository")
+
+
+@on_ranks(2)
+def test_an_ema_model_made_after_prepare_works_as_in_one_process(context: RankContext, tmp_path: Path) -> None:
+    """diffusers' EMAModel: step, store, copy_to, restore, and its state in a checkpoint. Made before, it raises."""
+
+    def train(model: Any, average: Any, place: int, places: int, backward: Any) -> None:
+        optimizer, generator = torch.optim.SGD(model.parameters(), 1e-2), torch.Generator().manual_seed(1)
+        for _ in range(3):
+            images = torch.randn(4, 3, 8, 8, generator=generator).chunk(places)[place]
+            backward((model(images, torch.zeros(len(images), dtype=torch.int64)).sample - images).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            average.step(model.parameters())
+
+    whole = _unet()
+    wanted = diffusers.training_utils.EMAModel(whole.parameters(), decay=0.9)
+    train(whole, wanted, 0, 1, lambda loss: loss.backward())
+    wanted.copy_to(whole.parameters())
+    with launched(context):
+        accelerator = StreamShardAccelerator(precision="fp32")
+        model: Any = _unet()
+        early = diffusers.training_utils.EMAModel(model.parameters(), decay=0.9)
+        model = accelerator.prepare(model)
+        with pytest.raises(ShardingError, match="make an average of weights after sharding"):
+            early.step(model.parameters())
+        average = diffusers.training_utils.EMAModel(model.parameters(), decay=0.9)
+        accelerator.register_for_checkpointing(average)
+        train(model, average, context.rank, 2, accelerator.backward)
+        accelerator.save_state(tmp_path / "run")
+        average.shadow_params = [torch.zeros_like(each) for each in average.shadow_params]
+        accelerator.load_state(tmp_path / "run")
+        average.store(model.parameters())
+        average.copy_to(model.parameters())
+        found = model.full_state_dict(rank0_only=False)
+        for name, tensor in whole.state_dict().items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+        average.restore(model.parameters())
