@@ -350,7 +350,8 @@ def _mesh_of_dtensors(module: object) -> DeviceMesh | None:
     for name, form in found.items():
         first, mesh = next(iter(found)), form.mesh
         if mesh.ndim > 1:
-            raise ShardingError(f"{name!r} is a DTensor on a mesh of axes {mesh.mesh_dim_names}: wanted one axis")
+            axes = f"{name!r} is a DTensor on a mesh of axes {mesh.mesh_dim_names}: wanted one axis, across the ranks "
+            raise ShardingError(axes + 'that shard it (torchtitan: parallelism.spmd_backend="partial_dtensor")')
         if mesh != found[first].mesh:
             raise ShardingError(f"{first!r} and {name!r} are DTensors on different meshes: wanted one mesh")
     return next((form.mesh for form in found.values()), None)

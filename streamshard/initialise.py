@@ -25,6 +25,7 @@ from streamshard.core.engine import Engine
 from streamshard.core.params import Param
 from streamshard.device import module_of
 from streamshard.errors import ShardingError
+from streamshard.forms import form_of
 from streamshard.full import under_params
 from streamshard.planning.structure import join_names, modules_of
 
@@ -196,13 +197,18 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keeping(model: nn.Module, empty: Collection[str]) -> Iterator[None]:
-    """Afterwards all buffers except `empty` are the same tensors, with the same values."""
+    """Afterwards all buffers except `empty` are the same tensors, with the same values.
+
+    Inside, those that are DTensors are plain: one rank draws weights, and making a DTensor is collective.
+    """
     kept = [
         (module._buffers, key, buffer, buffer.clone())
         for prefix, module in modules_of(model)
         for key, buffer in module._buffers.items()
         if buffer is not None and join_names(prefix, key) not in empty
     ]
+    for buffers, key, buffer, _ in kept:
+        buffers[key] = form_of(buffer).memory(buffer)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
+from streamshard.forms import DTensorForm, form_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 
@@ -104,7 +105,7 @@ class BufferSync:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in buffers:
             if buffer.numel():
-                by_dtype.setdefault(buffer.dtype, []).append(buffer.data)
+                by_dtype.setdefault(buffer.dtype, []).append(form_of(buffer).memory(buffer.data))
         for alike in by_dtype.values():
             message = torch.cat([buffer.reshape(-1) for buffer in alike])
             self._ranks.broadcast(message.view(torch.uint8), source)
@@ -117,9 +118,13 @@ def check_buffers(root: nn.Module) -> None:
     """Raise if ranks cannot send a buffer to each other. A buffer on the meta device is accepted.
 
     Raises:
-        ShardingError: a buffer is sparse, quantized, expanded, or a tensor subclass made of other tensors.
+        ShardingError: a buffer is sparse, quantized, expanded, or a tensor subclass made of other tensors, except a
+            DTensor whose values all ranks have and nobody saves.
     """
     for name, buffer in root.named_buffers():
+        if isinstance(form := form_of(buffer), DTensorForm) and not form.box:
+            _refuse_saved(root, name)
+            continue
         is_dense = buffer.layout is torch.strided and not buffer.is_quantized
         is_dense = is_dense and not is_traceable_wrapper_subclass(buffer)
         if not is_dense or any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True)):
@@ -129,3 +134,9 @@ def check_buffers(root: nn.Module) -> None:
                 "Register a clone() of an expanded one, the dense parts of any other (a sparse one's indices and "
                 "values), or keep it as a plain attribute"
             )
+
+
+def _refuse_saved(root: nn.Module, name: str) -> None:
+    path, _, key = name.rpartition(".")
+    if key not in root.get_submodule(path)._non_persistent_buffers_set:
+        raise ShardingError(f"buffer {name!r} is a DTensor and would be saved: register it with persistent=False")

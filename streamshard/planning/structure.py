@@ -132,6 +132,11 @@ def _problem_with(param: nn.Parameter) -> str | None:
         )
     if not form.is_packed and param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"is {param.dtype}: main weights are fp32, so only fp32, bf16 and fp16 parameters can be sharded"
+    if "_local_type" in vars(param):
+        return (
+            "has a type of spmd_types, which says how ranks cut it: StreamShard reads DTensors on one mesh axis "
+            '(torchtitan: parallelism.spmd_backend="partial_dtensor")'
+        )
     if param.is_inference():
         return "was made inside torch.inference_mode(), and cannot train: build or load the model outside of it"
     if param.grad is not None:

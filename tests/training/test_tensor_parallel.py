@@ -419,6 +419,51 @@ def test_initial_weights_do_not_depend_on_the_mesh(context: RankContext) -> None
     assert float(found[0]["layers.0.up.weight"].std()) > 0.05
 
 
+class _Rotary(nn.Module):
+    """A table beside a weight, as in torchtitan: the class initialises both, and keeps the table a DTensor."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        table = torch.empty(4, 8, dtype=torch.complex64)
+        self.mesh, self.linear = mesh, nn.Linear(8, 8)
+        self.register_buffer("table", distribute_tensor(table, mesh, [Replicate()]), persistent=False)
+        parallelize_module(self, mesh, {"linear": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)})
+
+    def init_weights(self) -> None:
+        for each in self.parameters():
+            nn.init.constant_(each, 0.1)
+        was, self.table = self.table, torch.polar(torch.ones(4, 8), torch.arange(32.0).view(4, 8))
+        if isinstance(was, DTensor):
+            self.table = distribute_tensor(self.table, self.mesh, was.placements)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Any = (self.linear(x) * self.table).real
+        out: Tensor = made.to_local()
+        return out
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_buffers_that_are_dtensors_keep_their_values(context: RankContext, device: str) -> None:
+    """Rank 0's count. On the meta device the class computes them."""
+    world = _mesh(2, 2)
+    with torch.device(device):
+        model = _Rotary(world.tp)
+    if device == "cpu":
+        with torch.no_grad():
+            model.init_weights()
+            model.table.to_local().add_(context.rank)  # type: ignore[operator]
+    sharded: Any = StreamShard(model, ["linear"], mesh=world.dp, precision="fp32")
+    if device == "meta":
+        init_weights(sharded, seed=5)
+    assert isinstance(sharded.table, DTensor)
+    assert torch.equal(sharded.table.to_local(), torch.polar(torch.ones(4, 8), torch.arange(32.0).view(4, 8)))
+    weights, x = full_weights(sharded), torch.ones(4, 8)
+    wanted = (F.linear(x, weights["linear.weight"], weights["linear.bias"]) * sharded.table.to_local()).real
+    assert torch.allclose(sharded(x), wanted, atol=1e-5)
+    sharded(x).mean().backward()
+
+
 @on_ranks(4)
 def test_summoned_parameters_are_full_tensors(context: RankContext) -> None:
     """Changes inside are cut into parts and pieces again."""
@@ -472,8 +517,19 @@ def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> No
         StreamShard(with_weights((both, [Replicate(), Shard(0)])), mesh=world.dp)
     model = with_weights((world.tp, cut))
     model.register_buffer("table", distribute_tensor(torch.ones(4), world.tp, [Replicate()]))
+    with pytest.raises(ShardingError, match=r"buffer 'table' is a DTensor and would be saved: .* persistent=False"):
+        StreamShard(model, mesh=world.dp)
+    model.register_buffer("table", distribute_tensor(torch.ones(4), world.tp, cut), persistent=False)
     with pytest.raises(ShardingError, match=r"buffer 'table' is not dense \(DTensor"):
         StreamShard(model, mesh=world.dp)
+
+
+def test_parameters_with_types_of_spmd_types_are_refused() -> None:
+    """As torchtitan's models by default: plain parameters of this rank's part, with an attribute."""
+    model = nn.Linear(4, 4)
+    model.weight._local_type = {"tp": "V"}
+    with pytest.raises(ShardingError, match=r"'weight' has a type of spmd_types.*spmd_backend=.partial_dtensor"):
+        StreamShard(model)
 
 
 @on_ranks(4)
