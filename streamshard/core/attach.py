@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from streamshard.core.outside import OutsideParameters
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
+from streamshard.forms import DTensorForm, form_of
 from streamshard.guards.modules import ModuleEdits
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.planning.discovery import FoundUnit, owners_of
@@ -153,6 +154,8 @@ def _before_loading(
             )
         if param.shape == value.shape:
             engine.fill([shard.name])
+            if not isinstance(value, ShardedTensor) and isinstance(form_of(value), DTensorForm):
+                value = state_dict[name] = cast(Any, value).full_tensor()  # collective, as all of load_state_dict
             if piece_of(param) is not None and not isinstance(value, ShardedTensor):
                 state_dict[name] = ShardedTensor.wrap(shard.piece.cut(value), shard.piece)
             continue

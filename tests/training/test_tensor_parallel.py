@@ -406,6 +406,19 @@ def test_checkpoints_exports_and_full_state_load_on_meshes_of_any_shape(
 
 
 @on_ranks(4)
+def test_a_state_dict_of_dtensors_loads_like_full_tensors(context: RankContext) -> None:
+    """As of a model that is parallel in the same way, and of one that FSDP2 shards over the other ranks."""
+    world, sharded = _mesh(2, 2), _sharded(_made(), _mesh(2, 2))
+    for seed in (1, 2):
+        other = _made(seed)
+        _parallelize(other, world.tp, sequence=True)
+        if seed == 2:
+            fully_shard(other, mesh=world.dp)
+        sharded.load_state_dict(other.state_dict())
+        assert _difference(full_weights(sharded), _made(seed).state_dict()) == 0.0
+
+
+@on_ranks(4)
 def test_initial_weights_do_not_depend_on_the_mesh(context: RankContext) -> None:
     """Models from the meta device, whose DTensors have no values."""
     found = []
