@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import Groups, groups_of, groups_with, resolve_group
+from streamshard.comm.groups import Groups, groups_of, groups_with, place_in, resolve_group
 from streamshard.comm.ranks import raise_if, refuse_together
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Settings, parse_bytes, parse_precision, refuse_unknown
@@ -94,9 +94,7 @@ def accept_model(
         **given: the user's other arguments, fields of `Settings`.
     """
     refuse_transforms()  # before meeting other ranks: a transform also wraps the tensors of collectives
-    who = None if mesh is None else groups_of(mesh)
-    if (across := _mesh_of_dtensors(module)) is not None:
-        who = groups_with(who, across)
+    who = _with_dtensors(None if mesh is None else groups_of(mesh), module)
     try:
         checked = check_model(module, units, resident, given)
         if who is not None and who.experts is not None:
@@ -340,6 +338,36 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str]) -> set[str]:
             "for all: let rank 0 have the values, or none"
         )
     return firsts
+
+
+def _with_dtensors(who: Groups | None, module: nn.Module) -> Groups | None:
+    """`who`, and the groups of the model's DTensors. Collective if there is a process group.
+
+    Raises:
+        RankMismatchError: on all ranks of `who`: only some of them have DTensors.
+        ShardingError: on all ranks of `who`: a rank's model was changed by another library, or has DTensors on another
+            mesh than one of one axis.
+    """
+    mesh = mine = error = None
+    try:
+        _check_module(module)
+        mesh = _mesh_of_dtensors(module)
+        mine = None if mesh is None else place_in(mesh)
+    except Exception as raised:
+        error = raised
+    base = dist.group.WORLD if who is None else who.all_ranks
+    told = [] if base is None else refuse_together(base, error, mine)
+    raise_if(error)
+    if None not in told and mesh is not None:
+        return groups_with(who, mesh, told)
+    if base is not None and any(told):
+        ranks, empty = dist.get_process_group_ranks(base), told.index(None)
+        full = next(number for number, place in enumerate(told) if place is not None)
+        raise RankMismatchError(
+            f"ranks have different models: rank {ranks[full]} has DTensors, and rank {ranks[empty]} has none: "
+            "parallelize the model on all ranks, with one plan"
+        )
+    return who
 
 
 def _mesh_of_dtensors(module: object) -> DeviceMesh | None:

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -118,21 +118,24 @@ def groups_of(mesh: object) -> Groups:
     return Groups(shard, mesh.get_group(0), all_ranks, mesh.get_local_rank(0), mesh.device_type)
 
 
-def groups_with(who: Groups | None, mesh: DeviceMesh) -> Groups:
+Place = tuple[int, list[int]]
+"""This rank's number in the mesh of its DTensors, and the ranks of the mesh."""
+
+
+def groups_with(who: Groups | None, mesh: DeviceMesh, told: Sequence[Place]) -> Groups:
     """The groups of a model with DTensors on `mesh`. Collective.
 
     Args:
         who: the groups of the user's mesh; None: the model is sharded over all ranks with the same place in `mesh`.
         mesh: has one axis. If its ranks are ranks of the shard group, the DTensors are experts.
+        told: the places of all ranks of `who`; None: of all ranks.
 
     Raises:
         ConfigError: on all ranks: some ranks of `mesh` are ranks of `who`, and others are not.
     """
     base = dist.group.WORLD if who is None else who.all_ranks
     assert base is not None
-    told: list[Any] = [None] * base.size()
-    mine = mesh.get_local_rank(), mesh.mesh.flatten().tolist()
-    dist.all_gather_object(told, mine, group=host_group_of(base))
+    mine = place_in(mesh)
     beside = dict(zip(dist.get_process_group_ranks(base), told, strict=True))
     if who is None:
         shard = _group_of([rank for rank, (place, _) in beside.items() if place == mine[0]])
@@ -153,6 +156,11 @@ def groups_with(who: Groups | None, mesh: DeviceMesh) -> Groups:
         )
     across = TensorParallel(mesh.size(), mine[0], _group_of(model), who.all_ranks)
     return who._replace(all_ranks=_group_of(everyone), tensor_parallel=across)
+
+
+def place_in(mesh: DeviceMesh) -> Place:
+    """See `Place`."""
+    return mesh.get_local_rank(), mesh.mesh.flatten().tolist()
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:

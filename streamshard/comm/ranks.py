@@ -245,14 +245,16 @@ class RankGroup:
         close_connections(*groups, users_too=users_too)
 
 
-def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:
+def refuse_together(group: dist.ProcessGroup | None, error: Exception | None, told: object = None) -> list[Any]:
     """Tell the other ranks whether this rank refuses its model. Collective; blocks.
-
-    Returns on a rank that gives an `error`: the caller raises it.
 
     Args:
         group: all ranks of the model; None: the default group.
         error: the reason to refuse this rank's model; None: the rank accepts it.
+        told: what else to tell them, pickled.
+
+    Returns:
+        What each rank has told. Empty on a rank that gives an `error`: the caller raises it.
 
     Raises:
         ShardingError: this rank accepts its model, but another rank refuses. Names that rank and its reason.
@@ -260,11 +262,17 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
     """
     meeting = "the start of StreamShard(model), which all ranks have to call"
     ranks = RankGroup(group or dist.group.WORLD, meeting=meeting)
+
+    def tell() -> object:
+        raise_if(error)
+        return told
+
     try:
-        ranks.gather_results("shard the model", lambda: raise_if(error), ShardingError)
+        return ranks.gather_results("shard the model", tell, ShardingError)
     except (CommunicationError, ShardingError):
         if error is None:
             raise
+        return []
 
 
 def run_on_all_ranks(

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import (
     ConfigError,
+    RankMismatchError,
     ShardingError,
     StreamShard,
     export_safetensors,
@@ -507,6 +508,26 @@ def test_an_optimizer_from_before_sharding_raises(context: RankContext) -> None:
             ShardingError, match=r"of the DTensor '.*': .* after StreamShard\(model\), for optimizers too"
         ):
             use()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("has_mesh", [True, False])
+def test_dtensors_on_some_ranks_only_are_refused_on_all(context: RankContext, has_mesh: bool) -> None:
+    """One data rank has forgotten to parallelize its model."""
+    world, model = _mesh(2, 2), _made()
+    if world.dp.get_local_rank() == 0:
+        _parallelize(model, world.tp, sequence=True)
+    with pytest.raises(RankMismatchError, match=r"rank \d has DTensors, and rank \d has none: parallelize the model"):
+        StreamShard(model, mesh=world.dp if has_mesh else None)
+
+
+@on_ranks(4)
+def test_fully_shard_after_tensor_parallelism_is_refused(context: RankContext) -> None:
+    """Its parameters are DTensors on both axes."""
+    world, model = _mesh(2, 2), _made()
+    _parallelize(model, world.tp, sequence=True)
+    with pytest.raises(ShardingError, match=r"was given to fully_shard, .* leave fully_shard out"):
+        StreamShard(fully_shard(model, mesh=world.dp), mesh=world.dp)
 
 
 @on_ranks(4)
