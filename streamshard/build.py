@@ -386,11 +386,16 @@ def _mesh_of_dtensors(module: object) -> DeviceMesh | None:
 
 
 def _refuse_copies(module: nn.Module) -> None:
-    """Raise if a DTensor inside the shard group is no part: its gradient would be summed over the mesh twice."""
+    """Raise if a DTensor inside the shard group is no expert: its gradient would be summed over the wrong ranks."""
     for name, param in params_of(module).items():
         if isinstance(form := form_of(param), DTensorForm) and not form.box:
             raise ShardingError(
                 f"{name!r} is a copy (Replicate) on the mesh of the experts, {form.mesh}: leave it a plain Parameter"
+            )
+        elif isinstance(form, DTensorForm) and form.cut_along != 0:
+            raise ShardingError(
+                f"{name!r} is cut along dim {form.cut_along} on {form.mesh}, whose ranks shard the model: so only "
+                'experts are cut, along dim 0. For tensor parallelism shard over other ranks, such as mesh=world["dp"]'
             )
 
 

@@ -531,6 +531,15 @@ def test_fully_shard_after_tensor_parallelism_is_refused(context: RankContext) -
 
 
 @on_ranks(4)
+def test_tensor_parallelism_inside_the_shard_group_is_refused(context: RankContext) -> None:
+    """As if the mesh were one of experts: each rank would take the others for ranks with other tokens."""
+    world, model = _mesh(2, 2), _made()
+    _parallelize(model, world.tp, sequence=False)
+    with pytest.raises(ShardingError, match=r"'.*' is cut along dim 1 on .*mesh=world..dp"):
+        StreamShard(model, mesh=init_device_mesh("cpu", (4,)))
+
+
+@on_ranks(4)
 def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> None:
     """On several meshes, on a mesh across and inside the shard mesh, on a mesh of two axes, or as a buffer."""
     world = _mesh(2, 2)
