@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -11,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import is_lazy
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import Groups, groups_of, groups_with, place_in, resolve_group
+from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.ranks import raise_if, refuse_together
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Settings, parse_bytes, parse_precision, refuse_unknown
@@ -31,8 +31,9 @@ from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import has_streams, module_of, training_device, warn_if_untested
+from streamshard.dtensors import groups_with_dtensors, lower_model, refuse_no_experts
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is_of_this_rank
-from streamshard.forms import DTensorForm, form_of, lower
+from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
 from streamshard.planning.layout import UnitLayout, plan_units
@@ -94,11 +95,13 @@ def accept_model(
         **given: the user's other arguments, fields of `Settings`.
     """
     refuse_transforms()  # before meeting other ranks: a transform also wraps the tensors of collectives
-    who = _with_dtensors(None if mesh is None else groups_of(mesh), module)
+    who = groups_with_dtensors(
+        None if mesh is None else groups_of(mesh), module, functools.partial(_check_module, module)
+    )
     try:
         checked = check_model(module, units, resident, given)
         if who is not None and who.experts is not None:
-            _refuse_copies(module)
+            refuse_no_experts(module)
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
         device = training_device(checked.here, group, None if who is None else who.device_type)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything
@@ -114,7 +117,8 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     try:
         _check_ranks_agree(ranks, module, checked)
         empty = _agree_on_empty(ranks, checked.on_meta)
-        checked = _lower(module, checked)
+        found, in_fp32 = lower_model(module, checked.found, checked.in_fp32)
+        checked = checked._replace(found=found, in_fp32=in_fp32)
         for each in module.parameters():
             form_of(each).move(each, ranks.streams.device)
         engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty), experts)
@@ -338,80 +342,6 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str]) -> set[str]:
             "for all: let rank 0 have the values, or none"
         )
     return firsts
-
-
-def _with_dtensors(who: Groups | None, module: nn.Module) -> Groups | None:
-    """`who`, and the groups of the model's DTensors. Collective if there is a process group.
-
-    Raises:
-        RankMismatchError: on all ranks of `who`: only some of them have DTensors.
-        ShardingError: on all ranks of `who`: a rank's model was changed by another library, or has DTensors on another
-            mesh than one of one axis.
-    """
-    mesh = mine = error = None
-    try:
-        _check_module(module)
-        mesh = _mesh_of_dtensors(module)
-        mine = None if mesh is None else place_in(mesh)
-    except Exception as raised:
-        error = raised
-    base = dist.group.WORLD if who is None else who.all_ranks
-    told = [] if base is None else refuse_together(base, error, mine)
-    raise_if(error)
-    if None not in told and mesh is not None:
-        return groups_with(who, mesh, told)
-    if base is not None and any(told):
-        ranks, empty = dist.get_process_group_ranks(base), told.index(None)
-        full = next(number for number, place in enumerate(told) if place is not None)
-        raise RankMismatchError(
-            f"ranks have different models: rank {ranks[full]} has DTensors, and rank {ranks[empty]} has none: "
-            "parallelize the model on all ranks, with one plan"
-        )
-    return who
-
-
-def _mesh_of_dtensors(module: object) -> DeviceMesh | None:
-    """The mesh of the DTensors among the parameters; None: there are none."""
-    params = params_of(module) if isinstance(module, nn.Module) else {}
-    forms = {name: form_of(param) for name, param in params.items() if not is_lazy(param)}
-    found = {name: form for name, form in forms.items() if isinstance(form, DTensorForm)}
-    for name, form in found.items():
-        first, mesh = next(iter(found)), form.mesh
-        if mesh.ndim > 1:
-            axes = f"{name!r} is a DTensor on a mesh of axes {mesh.mesh_dim_names}: wanted one axis, across the ranks "
-            raise ShardingError(axes + 'that shard it (torchtitan: parallelism.spmd_backend="partial_dtensor")')
-        if mesh != found[first].mesh:
-            raise ShardingError(f"{first!r} and {name!r} are DTensors on different meshes: wanted one mesh")
-    return next((form.mesh for form in found.values()), None)
-
-
-def _refuse_copies(module: nn.Module) -> None:
-    """Raise if a DTensor inside the shard group is no expert: its gradient would be summed over the wrong ranks."""
-    for name, param in params_of(module).items():
-        if isinstance(form := form_of(param), DTensorForm) and not form.box:
-            raise ShardingError(
-                f"{name!r} is a copy (Replicate) on the mesh of the experts, {form.mesh}: leave it a plain Parameter"
-            )
-        elif isinstance(form, DTensorForm) and form.cut_along != 0:
-            raise ShardingError(
-                f"{name!r} is cut along dim {form.cut_along} on {form.mesh}, whose ranks shard the model: so only "
-                'experts are cut, along dim 0. For tensor parallelism shard over other ranks, such as mesh=world["dp"]'
-            )
-
-
-def _lower(module: nn.Module, checked: Checked) -> Checked:
-    """Put plain Parameters in the place of DTensors. See `streamshard.forms.lower`."""
-    lowered = {param: lower(name, param) for name, param in params_of(module).items()}
-    for owner in modules_inside(module):
-        for key, param in owner._parameters.items():
-            if param is not None and lowered[param] is not param:
-                owner._parameters[key] = lowered[param]
-    found = []
-    for unit in checked.found:
-        params = tuple(each._replace(param=lowered[each.param]) for each in unit.params)
-        found.append(unit._replace(params=params))
-    in_fp32 = checked.in_fp32._replace(params=frozenset(map(lowered.__getitem__, checked.in_fp32.params)))
-    return checked._replace(found=found, in_fp32=in_fp32)
 
 
 # -- plan and allocate --------------------------------------------------------------------------------------------

@@ -221,6 +221,13 @@ def _leave_groups() -> None:
         return
     groups = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:  # it would take an earlier run's mesh for a later run's equal one
+        with contextlib.suppress(ImportError):  # of torch 2.11
+            from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
+            clear_redistribute_planner_cache()
     global _leaving
     _leaving = threading.Thread(target=groups.clear)
     _leaving.start()

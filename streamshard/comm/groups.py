@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -114,56 +114,11 @@ def groups_of(mesh: object) -> Groups:
         return Groups(shard, None, shard, device_type=mesh.device_type)
     if any(row != sorted(row) for row in mesh.mesh.tolist()):  # a process group sorts its ranks
         raise ConfigError(f"mesh={mesh!r}: wanted ranks that ascend along the second axis, shard")
-    all_ranks = _group_of(mesh.mesh.flatten().tolist())
+    all_ranks = group_of_ranks(mesh.mesh.flatten().tolist())
     return Groups(shard, mesh.get_group(0), all_ranks, mesh.get_local_rank(0), mesh.device_type)
 
 
-Place = tuple[int, list[int]]
-"""This rank's number in the mesh of its DTensors, and the ranks of the mesh."""
-
-
-def groups_with(who: Groups | None, mesh: DeviceMesh, told: Sequence[Place]) -> Groups:
-    """The groups of a model with DTensors on `mesh`. Collective.
-
-    Args:
-        who: the groups of the user's mesh; None: the model is sharded over all ranks with the same place in `mesh`.
-        mesh: has one axis. If its ranks are ranks of the shard group, the DTensors are experts.
-        told: the places of all ranks of `who`; None: of all ranks.
-
-    Raises:
-        ConfigError: on all ranks: some ranks of `mesh` are ranks of `who`, and others are not.
-    """
-    base = dist.group.WORLD if who is None else who.all_ranks
-    assert base is not None
-    mine = place_in(mesh)
-    beside = dict(zip(dist.get_process_group_ranks(base), told, strict=True))
-    if who is None:
-        shard = _group_of([rank for rank, (place, _) in beside.items() if place == mine[0]])
-        who = Groups(shard, None, shard, device_type=mesh.device_type)
-    data, shard_ranks = (dist.get_process_group_ranks(group) for group in (who.all_ranks, who.shard))
-    if set(shard_ranks).issuperset(mine[1]):
-        same = [rank for rank in data if beside[rank][0] == mine[0]]
-        own = [rank for rank in same if rank in shard_ranks]
-        if len(own) * mesh.size() == len(shard_ranks):
-            across = TensorParallel(mesh.size(), mine[0], who.shard, _group_of(same))
-            return who._replace(experts=Experts(_group_of(own), across))
-    model, everyone = (sorted({each for rank in ranks for each in beside[rank][1]}) for ranks in (shard_ranks, data))
-    if len(everyone) != len(data) * mesh.size():
-        raise ConfigError(
-            f"the model has DTensors on {mesh}, and is sharded over ranks {data}: wanted a mesh of other axes, such as "
-            'StreamShard(model, mesh=world["dp"]) after parallelize_module(model, world["tp"], plan); or with DTensors '
-            "of experts a mesh that the ranks of the experts divide evenly"
-        )
-    across = TensorParallel(mesh.size(), mine[0], _group_of(model), who.all_ranks)
-    return who._replace(all_ranks=_group_of(everyone), tensor_parallel=across)
-
-
-def place_in(mesh: DeviceMesh) -> Place:
-    """See `Place`."""
-    return mesh.get_local_rank(), mesh.mesh.flatten().tolist()
-
-
-def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+def group_of_ranks(ranks: list[int]) -> dist.ProcessGroup:
     """A group of `ranks`. Collective for them, unless they are all ranks."""
     if len(ranks) == dist.get_world_size():
         return cast(dist.ProcessGroup, dist.group.WORLD)
