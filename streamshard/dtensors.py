@@ -7,6 +7,7 @@ over the shard group. If it lies inside, the DTensors are experts: ranks with th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +19,7 @@ from streamshard.comm.ranks import raise_if, refuse_together
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.forms import DTensorForm, form_of, lower
 from streamshard.planning.discovery import FoundUnit
-from streamshard.planning.structure import InFp32, modules_inside, params_of
+from streamshard.planning.structure import InFp32, join_names, modules_inside, modules_of, params_of
 
 Place = tuple[int, list[int]]
 """This rank's number in the mesh of its DTensors, and the ranks of the mesh."""
@@ -64,6 +65,8 @@ def _mesh_of_dtensors(module: object) -> DeviceMesh | None:
     params = params_of(module) if isinstance(module, nn.Module) else {}
     forms = {name: form_of(param) for name, param in params.items() if not is_lazy(param)}
     found = {name: form for name, form in forms.items() if isinstance(form, DTensorForm)}
+    if found:
+        _refuse_local_adapters(module)
     for name, form in found.items():
         first, mesh = next(iter(found)), form.mesh
         if mesh.ndim > 1:
@@ -113,6 +116,22 @@ def _groups_with(who: Groups | None, mesh: DeviceMesh, told: Sequence[Place]) ->
 def _place_in(mesh: DeviceMesh) -> Place:
     """See `Place`."""
     return mesh.get_local_rank(), mesh.mesh.flatten().tolist()
+
+
+def _refuse_local_adapters(module: Any) -> None:
+    """Raise if PEFT has made plain adapters for this rank's part of a matrix: ranks would take them for copies."""
+    for name, child in modules_of(module):
+        whole = getattr(getattr(child, "base_layer", None), "weight", None)
+        if whole is None or not isinstance(form_of(whole), DTensorForm):
+            continue
+        for key, param in params_of(child).items():
+            fits = param.shape[-1:] == whole.shape[-1:] or param.shape[:1] == whole.shape[:1]
+            if not key.startswith("base_layer.") and param.ndim == 2 and not fits:
+                raise ShardingError(
+                    f"adapter {join_names(name, key)!r} {list(param.shape)} is made for this rank's part of a matrix "
+                    f"{list(whole.shape)}: load the model by from_pretrained(.., distributed_config=DistributedConfig("
+                    "tp_size=N)), for which PEFT makes DTensors"
+                )
 
 
 def refuse_no_experts(module: nn.Module) -> None:

@@ -575,6 +575,20 @@ def test_parameters_with_types_of_spmd_types_are_refused() -> None:
         StreamShard(model)
 
 
+@on_ranks(2)
+def test_adapters_of_a_part_are_refused(context: RankContext) -> None:
+    """As PEFT makes them, if it does not know of the mesh."""
+    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    parallelize_module(model, mesh, {"1": ColwiseParallel()})
+    layer = nn.Module()
+    layer.base_layer, layer.lora_A, layer.lora_B = model[1], nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
+    model[1] = layer
+    with pytest.raises(
+        ShardingError, match=r"adapter '1.lora_B.weight' \[4, 2\] is made for this rank's part of a matrix"
+    ):
+        StreamShard(model)
+
+
 @on_ranks(4)
 def test_optimizers_of_whole_parameters_refuse_parts(context: RankContext) -> None:
     """A rank of the shard group would step its part of a matrix as if it were the matrix."""
