@@ -220,7 +220,7 @@ _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
-    """Read a number of bytes from an integer, or from text such as ``"5GB"`` or ``"70GiB"``.
+    """Read a number of bytes from an integer, or from text such as ``"5GB"``, ``"5G"`` (the same) or ``"70GiB"``.
 
     Args:
         name: the argument's name, for messages.
@@ -232,8 +232,8 @@ def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
     """
     wanted = f'wanted {"a positive number of" if at_least else "0 or more"} bytes, or text such as "5GB" or "70GiB"'
     count: float = -1 if isinstance(size, bool) or not isinstance(size, int) else size
-    if isinstance(size, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", size.upper())):
-        count = float(match[1]) * _BYTES[match[2]]
+    if isinstance(size, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT](?:I?B)?)\s*", size.upper())):
+        count = float(match[1]) * _BYTES[match[2].removesuffix("B") + "B"]
     if int(count) < at_least:
         raise ConfigError(f"{name}={size!r}: {wanted}")
     return int(count)

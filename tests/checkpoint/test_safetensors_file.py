@@ -78,6 +78,12 @@ def test_invalid_sizes_raise(size: Any) -> None:
         parse_bytes("max_shard_size", size)
 
 
+def test_sizes_need_no_b() -> None:
+    """As in 80G, the same as 80GB."""
+    assert parse_bytes("budget", "80G") == parse_bytes("budget", " 80 gb ") == 80 * 10**9
+    assert parse_bytes("budget", "1.5k") == 1500
+
+
 def test_dtype_without_a_name_raises() -> None:
     """The format has no such thing; the tensor is named."""
     with pytest.raises(CheckpointError, match="'a' is torch.complex128, which safetensors cannot hold"):
