@@ -6,6 +6,7 @@ name, and only if this process has imported one of these libraries. So a plain P
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -59,6 +60,12 @@ class Conventions:
 
     def replace_methods(self, root: nn.Module) -> None:
         """Replace methods of modules that need full weights, after `root` was sharded."""
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def taking_fakes_for_real(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the library's models do with fake tensors what they do with real ones."""
+        return contextlib.nullcontext()
 
     # -- initialisation -----------------------------------------------------------------------------------------------
 

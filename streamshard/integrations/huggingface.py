@@ -11,7 +11,7 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,6 +83,19 @@ class HuggingFace(Conventions):
             with contextlib.suppress(AttributeError, NotImplementedError):  # no such method; no embedding
                 found.append(getattr(root, name)())
         return [module for module in found if isinstance(module, nn.Module)]
+
+    @contextlib.contextmanager
+    def taking_fakes_for_real(self) -> Iterator[None]:
+        """Without it, transformers makes the masks of a graph for any batch: a real batch needs no causal mask."""
+        module: Any = sys.modules.get("transformers.utils.import_utils")
+        if (before := getattr(module, "is_fake_tensor", None)) is None:  # another version
+            yield
+            return
+        module.is_fake_tensor = lambda tensor: False
+        try:
+            yield
+        finally:
+            module.is_fake_tensor = before
 
     def initialise(self, module: nn.Module) -> bool:
         """Let a transformers model initialise itself. A tied name keeps the parameter of its partner."""

@@ -1,122 +1,248 @@
-"""An estimate of the memory that activations take, from one forward with tensors that have no memory.
+"""The memory that activations take at most, from a forward and a backward with tensors that have no memory.
 
-The estimate counts tensors that autograd keeps for backward. It leaves out dropout, attention masks (on GPUs causal
-attention needs none in memory), and peaks inside of operations. With checkpointing, layers keep only their inputs,
-except one layer at a time, which keeps everything.
+The model trains on fake tensors, with dropout and a loss, while `LiveBytes` follows the storages of all tensors: what
+autograd keeps, gradients of activations, one weight's gradient at a time, and what an operation or layer makes and
+frees. On CPUs, real tensors take the same bytes. Memory that a kernel takes for itself is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import logging
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
+from streamshard.conventions import conventions
 from streamshard.errors import ConfigError, describe
-from streamshard.nested import tensors_in
-from streamshard.planning.discovery import FoundUnit, UnitsArgument, find_units
-from streamshard.planning.structure import modules_inside, params_of
-from streamshard.torch_private import FakeTensorMode
+from streamshard.nested import cast, tensors_in
+from streamshard.planning.discovery import FoundUnit
+from streamshard.planning.structure import list_of, modules_inside, modules_of, params_of
+from streamshard.torch_private import FakeTensorMode, TorchDispatchMode
+
+_T = TypeVar("_T")
+_fakes_log = logging.getLogger(FakeTensorMode.__module__)
 
 Build = Callable[[], nn.Module]
 """A function that makes a model."""
 
 
+class Activations(NamedTuple):
+    """Bytes beside the engine's in a forward and backward, at most.
+
+    Attributes:
+        without: of layers that are not checkpointed.
+        checkpointed: each layer keeps its inputs only, and runs again in backward.
+    """
+
+    without: int
+    checkpointed: int
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, follows the storages that operations make. Storages that exist before do not count.
+
+    Attributes:
+        now: bytes of the storages that are alive.
+        peak: at most so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self._alive:
+                self._alive[storage._cdata] = weakref.ref(
+                    storage, partial(self._freed, storage._cdata, storage.nbytes())
+                )
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+        return result
+
+    def _freed(self, key: int, n_bytes: int, _: object) -> None:
+        del self._alive[key]
+        self.now -= n_bytes
+
+
 def estimate_activations(
-    build: nn.Module | Build, units: UnitsArgument, dtype: torch.dtype, batch: int | None, seq: int | None
-) -> tuple[int, int]:
-    """Run a forward, and add up the tensors that autograd keeps.
+    model: nn.Module, found: Sequence[FoundUnit], dtype: torch.dtype | None, batch: int, seq: int, *, on_gpus: bool
+) -> Activations:
+    """Run a forward and a backward on copies of `model` without memory. For inputs, see `run_without_memory`.
+
+    A model that returns no ``loss`` gets the cross entropy of its outputs, in fp32.
 
     Args:
-        build: makes the model; a model itself is refused. The model's forward takes tokens: as ``input_ids`` (and
-            ``labels``), or as its only argument.
-        units: as for `StreamShard`, by name: the estimate builds another model.
-        dtype: the dtype in which layers compute.
+        model: on any device.
+        found: its units; layers among them are checkpointed.
+        dtype: the dtype in which layers compute; None: the parameters' own.
         batch, seq: shape of the tokens.
-
-    Returns:
-        Bytes without checkpointing, and bytes if each streamed layer is checkpointed.
+        on_gpus: attention with dropout does not keep its weights.
 
     Raises:
-        ConfigError: an argument is missing, or the model cannot be built, or its forward cannot run with fake tensors.
+        ConfigError: the model cannot run without memory.
     """
-    if batch is None or seq is None:
-        raise ConfigError("batch and seq estimate activations together: one is missing")
-    if isinstance(build, nn.Module):
-        raise ConfigError("batch and seq need a function that builds the model: its forward runs on fake tensors")
-    kept: dict[int, tuple[int, int]] = {}  # by storage: its bytes, and the first layer that keeps it (0: no layer)
-    inputs: dict[int, int] = {}  # of layers: bytes by storage
-    alive: list[torch.UntypedStorage] = []  # so that no two storages have the same address
-    running = [0]
+    names = {module: name for name, module in modules_of(model)}
+    units = [unit for unit in found if not unit.is_resident or list_of(unit.name) != unit.name]
+    layers = [names[module] for unit in units for module in unit.modules]
 
-    def note_inputs(layer: int, _: nn.Module, *given: Any) -> None:
-        running[0] = layer
-        for tensor in tensors_in(given):
-            if tensor.is_floating_point():
-                alive.append(tensor.untyped_storage())
-                inputs[alive[-1]._cdata] = alive[-1].nbytes()
+    attention = _FusedAttention if on_gpus else contextlib.nullcontext
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape[-2:] != (seq, seq) or tensor.requires_grad:  # no attention mask
-            alive.append(tensor.untyped_storage())
-            kept.setdefault(alive[-1]._cdata, (alive[-1].nbytes(), running[0]))
-        return tensor
+    def peak(inputs: Inputs, checkpointed: Sequence[str]) -> int:
+        with attention():
+            return _peak(copy_without_memory(model, dtype), dtype, inputs, checkpointed, attention)
 
-    with model_without_memory(build, units, dtype, seq) as (model, streamed), saved_tensors_hooks(keep, lambda t: t):
-        for layer, module in ((layer, module) for layer, unit in enumerate(streamed, 1) for module in unit.modules):
-            module.register_forward_pre_hook(partial(note_inputs, layer), with_kwargs=True)
-            module.register_forward_hook(lambda module, *_: note_inputs(0, module))
-        run_tokens(model, torch.zeros(batch, seq, dtype=torch.long))
+    return run_without_memory(model, batch, seq, lambda inputs: Activations(peak(inputs, []), peak(inputs, layers)))
+
+
+def _peak(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    inputs: Inputs,
+    checkpointed: Sequence[str],
+    attention: Callable[[], contextlib.AbstractContextManager[object]],
+) -> int:
+    """Bytes of the inputs and of one forward and backward of `model`, at most. Changes the model.
+
+    Args:
+        model, dtype, inputs: without memory.
+        checkpointed: names of layers.
+        attention: the context in which they run again; backward leaves a TorchFunctionMode of its caller.
+    """
+    again: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+    again["context_fn"] = lambda: (contextlib.nullcontext(), attention())
+    for layer in map(model.get_submodule, checkpointed):
+        layer.forward = partial(checkpoint, layer.forward, **again)
     for param in params_of(model).values():
-        kept.pop(param.untyped_storage()._cdata, None)
-    by_layer = Counter[int]()
-    for n_bytes, layer in kept.values():
-        by_layer[layer] += n_bytes
-    outside = {storage: n_bytes for storage, (n_bytes, layer) in kept.items() if layer == 0}
-    largest = max((n_bytes for layer, n_bytes in by_layer.items() if layer), default=0)
-    return by_layer.total(), sum({**outside, **inputs}.values()) + largest
+        if param.requires_grad:  # the engine takes each gradient into its slot
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    input_bytes = sum(tensor.nbytes for tensor in set(tensors_in(inputs)))
+    with LiveBytes() as live:
+        given = inputs if dtype is None else cast(inputs, dtype)
+        output = model.train()(*given.args, **given.kwargs)  # lives until backward is over, as in most loops
+        if (loss := getattr(output, "loss", None)) is None:
+            output = cast(output, torch.float32)  # as the engine does
+            loss = sum(_cross_entropy(each) for each in tensors_in(output) if each.requires_grad)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            loss.backward()
+    return int(input_bytes + live.peak)
+
+
+def _cross_entropy(output: torch.Tensor) -> torch.Tensor:
+    return output.sum() if output.ndim < 2 else -output.log_softmax(-1)[..., 0].mean()
+
+
+# -- models without memory --------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """Arguments of a model's forward."""
+
+    args: tuple[torch.Tensor, ...]
+    kwargs: dict[str, Any]
+
+
+def run_without_memory(model: nn.Module, batch: int, seq: int, run: Callable[[Inputs], _T]) -> _T:
+    """Call ``run(inputs)`` where tensors have no memory, with the first inputs for which it succeeds.
+
+    Inputs are tokens [batch, seq], as ``input_ids`` and ``labels`` or as the only argument, and images of the config's
+    size as ``pixel_values``, if `model` takes these.
+
+    Raises:
+        ConfigError: no call succeeds, and what the first one raised.
+    """
+    errors = list[Exception]()
+    with _silence(), FakeTensorMode(), _Kernels(), conventions().taking_fakes_for_real():
+        for inputs in _inputs_of(model, batch, seq):
+            try:
+                return run(inputs)
+            except Exception as error:  # the model may raise anything, and fake tensors have no values to branch on
+                errors.append(error)
+    what = describe(errors[0]).partition("\n")[0]
+    raise ConfigError(f"the model does not run on {batch} x {seq} tokens without memory: {what}") from errors[0]
 
 
 @contextlib.contextmanager
-def model_without_memory(
-    build: Build, units: UnitsArgument, dtype: torch.dtype, seq: int
-) -> Iterator[tuple[nn.Module, list[FoundUnit]]]:
-    """Inside, tensors are fake. Yields the model, with parameters of `dtype`, and its streamed units.
-
-    Raises:
-        ConfigError: the model cannot be built, or the body raised: a model's forward may not run with fake tensors.
-    """
-    try:
-        with FakeTensorMode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = build().eval()
-            cast_params(model, dtype)
-            yield model, [unit for unit in find_units(model, units) if not unit.is_resident]
-    except Exception as error:  # the model may raise anything, and fake tensors have no values to branch on
-        what = describe(error).partition("\n")[0]
-        raise ConfigError(f"the forward of {seq} tokens without memory: {what}") from error
+def _silence() -> Iterator[None]:
+    """No warnings, and no log of operations that fail: other inputs may succeed."""
+    before = _fakes_log.disabled
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _fakes_log.disabled = True
+        try:
+            yield
+        finally:
+            _fakes_log.disabled = before
 
 
-def cast_params(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the model's parameters, and only these, `dtype`. ``model.to`` cannot do it with fake tensors."""
-    cast = {param: nn.Parameter(param.detach().to(dtype), param.requires_grad) for param in params_of(model).values()}
-    for module in modules_inside(model):
-        for key, param in module._parameters.items():
-            module._parameters[key] = None if param is None else cast[param]
-
-
-def run_tokens(model: nn.Module, tokens: torch.Tensor) -> None:
-    """Call the model with `tokens` [batch, seq], as ``input_ids`` and ``labels`` if it takes these."""
-    names = inspect.signature(model.forward).parameters
-    if "input_ids" not in names:
-        model(tokens)
+def _inputs_of(model: nn.Module, batch: int, seq: int) -> Iterator[Inputs]:
+    """The likeliest first. Heads that classify take other labels."""
+    names, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    of_images = getattr(config, "vision_config", config)
+    if not names.keys() & {"input_ids", "pixel_values"}:
+        yield Inputs((tokens,), {})
         return
     given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    model(**{name: value for name, value in given.items() if name in names})
+    if (size := getattr(of_images, "image_size", None)) is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = getattr(of_images, "num_channels", 3)
+        given["pixel_values"] = torch.zeros(batch, channels, height, width)
+    for left_out in (("pixel_values",), ("pixel_values", "labels"), (), ("labels",)):
+        if "input_ids" in names or "pixel_values" not in left_out:
+            chosen = {name: given[name] for name in given if name in names and name not in left_out}
+            yield Inputs((), chosen)
+
+
+def copy_without_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy of `model` on fake tensors, with parameters of `dtype`. Call it in `run_without_memory`.
+
+    Args:
+        model: on any device. Its tensors are not read.
+        dtype: None: the parameters' own.
+    """
+    fakes: dict[int, Any] = {}
+    for tensor in (tensor for module in modules_inside(model) for tensor in tensors_in(vars(module))):
+        is_param = isinstance(tensor, nn.Parameter)
+        kind = dtype if is_param and dtype is not None and tensor.is_floating_point() else tensor.dtype
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind)
+        fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake
+    return copy.deepcopy(model, fakes)
+
+
+class _Kernels(TorchDispatchMode):
+    """Lets fake tensors through operations that refuse them, although real tensors pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return True  # models ask: are all values of a mask true? does a sequence fill its row?
+        if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return func(*cast(args, torch.bfloat16), **(kwargs or {})).to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention with dropout takes the memory of a fused kernel: CPUs have none, GPUs have several."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+        return func(*args, **(kwargs or {}))

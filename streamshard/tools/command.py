@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "a transformers config.json, its directory, or a function that builds a model: package.module:function"
     plan.add_argument("model", metavar="MODEL", help=about)
     plan.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model")
-    plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80GiB: says what fits")
+    plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80G or 80GiB: says what fits")
     plan.add_argument("--slots", type=int, metavar="K", dest="weight_slots", help="plan K weight slots too")
     about = "what connects the ranks: %(choices)s (%(default)s)"
     plan.add_argument("--transport", choices=("nccl", "sockets", "shared-memory"), default="nccl", help=about)
@@ -137,7 +137,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         step = plan_step(build, ranks, machine, weight_slots=stage.weight_slots, **both, **given)
         text, told["step"] = f"{text}\n\n{stage.name}, {step}", dataclasses.asdict(step)
     print(json.dumps(told, indent=2) if arguments.json else text)
-    if planned.budget_bytes is not None and not planned.fitting:
+    if planned.fit is not None and planned.fit.choice is None:
         raise StreamShardError("nothing fits the budget")
 
 
@@ -172,7 +172,8 @@ def _doctor(arguments: argparse.Namespace) -> None:
         except StreamShardError as error:
             report.findings.append(Finding("problem", "StreamShard cannot shard this model", str(error)))
         else:
-            slots = [stage.weight_slots for stage in planned.stages if stage.name in planned.fitting]
+            fitting = planned.fit.fitting if planned.fit is not None else ()
+            slots = [stage.weight_slots for stage in planned.stages if stage.name in fitting]
             report.findings += advise(report, precision, batch, slots[-1] if slots else None)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))

@@ -1,18 +1,17 @@
-"""The memory and communication of a training run, before it starts, and an estimate of its activations.
+"""The memory and communication of a training run, before it starts, with its activations.
 
 `plan` lets the engine allocate the model for ranks that do not exist, with buffers on the meta device. So a plan has
-the bytes of ``model.memory_report()``.
+the bytes of ``model.memory_report()``. `streamshard.tools.fit` compares these, and activations, with a budget.
 """
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,16 +20,17 @@ from torch import nn
 
 from streamshard.build import Checked, check_model, plan_engine
 from streamshard.comm.communicator import PlannedRanks
-from streamshard.config import SlotCount, parse_bytes
+from streamshard.config import Offload, SlotCount, parse_bytes
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
-from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument
+from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
-from streamshard.tools.activations import Build, estimate_activations
+from streamshard.tools.activations import Activations, Build, estimate_activations
+from streamshard.tools.fit import Fit, Room, Stage, choose, fewer_tokens, fewest_ranks, most_slots
 from streamshard.tools.memory import report_memory
 from streamshard.tools.plan_step import still_gathered
 
-_DOUBLINGS = 9  # of the number of ranks, at most, in search of a number that fits
+_CHECKPOINTED = ", layers checkpointed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,35 +53,6 @@ class PlannedUnit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """Memory and communication of each rank with one choice of slots.
-
-    Attributes:
-        name: such as "ZeRO-3".
-        weight_slots, grad_slots: the arguments of `StreamShard`.
-        held_bytes, adam_bytes, host_bytes, host_adam_bytes, chunk_bytes: as in ``memory_report()``.
-        total_bytes: the sum on the device: `held_bytes`, `adam_bytes` and `chunk_bytes`.
-        host_total_bytes: the sum in host memory: `host_bytes` and `host_adam_bytes`.
-        all_gathers, reductions: the number of collectives in one step: one forward, one backward.
-        sent_bytes: bytes that the rank sends for these collectives.
-    """
-
-    name: str
-    weight_slots: SlotCount
-    grad_slots: SlotCount
-    held_bytes: Mapping[str, int]
-    adam_bytes: int
-    host_bytes: Mapping[str, int]
-    host_adam_bytes: int
-    chunk_bytes: int
-    total_bytes: int
-    host_total_bytes: int
-    all_gathers: int
-    reductions: int
-    sent_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
     """The result of `plan`. Printable; `dataclasses.asdict` makes a dict for JSON.
 
@@ -92,11 +63,9 @@ class Plan:
         transport: the transport between the ranks.
         units: the units, root unit first.
         stages: from ZeRO-3 to ZeRO-1; with ``offload``, without "all" slots.
-        activation_bytes: without checkpointing, and with layers checkpointed; None without batch and seq.
-        budget_bytes: the memory of a rank; None: not given.
-        fitting: names of the stages that fit the budget, with the activations of checkpointed layers if these are
-            known.
-        fits_on_ranks: if no stage fits, a number of ranks on which ZeRO-3 fits; None: on no number of ranks.
+        activation_bytes: at most, without checkpointing and with layers checkpointed; None: not known.
+        activations_unknown: why they are not known; "" if they are, or if nobody needs them.
+        fit: what fits the budget; None: no budget is given.
     """
 
     model: str
@@ -105,10 +74,9 @@ class Plan:
     transport: str
     units: Sequence[PlannedUnit]
     stages: Sequence[Stage]
-    activation_bytes: tuple[int, int] | None
-    budget_bytes: int | None
-    fitting: Sequence[str]
-    fits_on_ranks: int | None
+    activation_bytes: Activations | None
+    activations_unknown: str
+    fit: Fit | None
 
     def __str__(self) -> str:
         unit_name, unit_bytes = ("GiB", 2**30) if self.stages[-1].total_bytes >= 2**30 else ("MiB", 2**20)
@@ -141,19 +109,17 @@ class Plan:
             row("  weight_slots", (stage.weight_slots for stage in self.stages)),
             row("  grad_slots", (stage.grad_slots for stage in self.stages)),
         ]
-        what = ""
         if self.activation_bytes is not None:
-            what = ", with the activations of checkpointed layers"
-            without, checkpointed = map(size, self.activation_bytes)
             lines += [
-                f"\nactivations, {unit_name} per rank, estimated",
-                row("  without checkpointing", [without]),
-                row("  layers checkpointed", [checkpointed]),
+                f"\nactivations, {unit_name} per rank, at most",
+                row("  without checkpointing", [size(self.activation_bytes.without)]),
+                row("  layers checkpointed", [size(self.activation_bytes.checkpointed)]),
             ]
-        if self.budget_bytes is not None:
-            what, on = f"fits {size(self.budget_bytes)} {unit_name} per rank{what}: ", self.fits_on_ranks
-            others = f"ZeRO-3 does on {on} ranks" if on else "more ranks do not help"
-            lines.append(f"\n{what}{', '.join(self.fitting)}" if self.fitting else f"\nnothing {what}{others}")
+        elif self.activations_unknown:
+            lines.append(f"\nactivations: unknown, because {self.activations_unknown}")
+        if self.fit is not None:
+            on_gpus = self.transport == "nccl"
+            lines += ["", *self.fit.lines(lambda n_bytes: f"{size(n_bytes)} {unit_name}", on_gpus=on_gpus)]
         return "\n".join(lines)
 
     def _memory(self) -> dict[str, list[dict[str, int]]]:
@@ -192,60 +158,77 @@ def plan(
         weight_slots: add a stage with this number of weight slots. None: with a budget that ZeRO-3 fits and ZeRO-2 does
             not, the largest number that fits.
         budget: memory of a rank: bytes, or text such as "80GiB".
-        batch, seq: shape of a rank's tokens, for the estimate of activations; `model` has to be a function.
+        batch, seq: shape of a rank's tokens, for its activations.
         **given: other arguments of `StreamShard`: precision, min_unit_size, align_pieces_to, offload, device_budget.
 
     Raises:
-        ConfigError: an argument cannot be used, or the model's forward cannot be run for the estimate.
+        ConfigError: an argument cannot be used.
         ShardingError, UnitError: as from `StreamShard`.
     """
     if "mesh" in given:
         raise ConfigError("mesh: a plan is of the ranks that share one replica of the model, world_size says how many")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
+    if (batch is None) != (seq is None) or any(number is not None and number < 1 for number in (batch, seq)):
+        raise ConfigError(f"batch={batch}, seq={seq}: wanted two positive numbers, or neither")
     with torch.device("meta"):
         built = model if isinstance(model, nn.Module) else model()
     checked = check_model(built, units, resident, given)
-    activations = None
-    if batch is not None or seq is not None:
-        dtype = checked.settings.precision.param_dtype or torch.float32  # the largest that parameters may have
-        activations = estimate_activations(model, units, dtype, batch, seq)
-    room = None if budget_bytes is None else budget_bytes - (0 if activations is None else activations[1])
-
-    def stage(name: str, weights: SlotCount, grads: SlotCount = 2, ranks: int = world_size) -> Stage:
-        return _plan_stage(checked, PlannedRanks(ranks, transport), name, weights, grads)
-
-    def fits(planned: Stage) -> bool:
-        return room is not None and planned.total_bytes <= room
-
-    others = [stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")] if checked.settings.offload is None else []
-    stages = [stage("ZeRO-3", 2), *others]
-    if weight_slots is None and room is not None and fits(stages[0]) and not any(map(fits, stages[1:2])):
-        weight_slots = _most_slots(checked.found, lambda count: stage("", count).total_bytes, room)
+    stage = partial(_plan_stage, checked, PlannedRanks(world_size, transport), checked.settings.offload)
+    stages = [stage("ZeRO-3", 2)]
+    if checked.settings.offload is None:
+        stages += stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")
+    on_gpus, dtype = transport == "nccl", checked.settings.precision.param_dtype
+    measure = partial(estimate_activations, built, checked.found, dtype, on_gpus=on_gpus)
+    activations, unknown = (None, "") if batch is None or seq is None else _try(measure, batch, seq)
+    room = None if budget_bytes is None else Room.of(budget_bytes, activations, on_gpus=on_gpus)
+    if weight_slots is None and room is not None:
+        streamed = sum(not unit.is_resident for unit in checked.found)
+        weight_slots = most_slots(streamed, stages, lambda count: stage("", count).total_bytes, room)
     if weight_slots is not None and weight_slots != 2:
         stages.insert(1, stage(f"{weight_slots} slots", weight_slots))
-    fitting = [planned.name for planned in stages if fits(planned)]
-    fits_on = None if fitting or room is None else _first_that_fits(world_size, lambda n: fits(stage("", 2, 2, n)))
+    fit = None if room is None else choose(stages, room)
+    if room is not None and fit is not None and fit.choice is None:
+        smallest = min(stages, key=lambda stage: stage.total_bytes)
+        fit = _with_ways(fit, checked, transport, world_size, smallest, room)
+        if batch and seq and (shape := fewer_tokens(batch, seq, room, smallest.total_bytes, measure)):
+            fit = dataclasses.replace(fit, ways=[*fit.ways, "with --batch {} --seq {}".format(*shape) + _CHECKPOINTED])
     found = _units_of(checked, PlannedRanks(world_size, transport))
     numel = sum(unit.count * unit.numel for unit in found)
-    shape = type(built).__name__, numel, world_size, transport, found, stages, activations
-    return Plan(*shape, budget_bytes, fitting, fits_on)
+    return Plan(type(built).__name__, numel, world_size, transport, found, stages, activations, unknown, fit)
 
 
-def _most_slots(found: Sequence[FoundUnit], total_bytes: Callable[[int], int], room: int) -> int:
-    """The largest number of weight slots, at least 2, with which a rank's bytes fit into `room`."""
-    streamed = sum(not unit.is_resident for unit in found)
-    return 2 + bisect.bisect_right(range(3, streamed + 1), room, key=total_bytes)
+def _try(measure: Callable[[int, int], Activations], batch: int, seq: int) -> tuple[Activations | None, str]:
+    """The activations, or why they are not known."""
+    try:
+        return measure(batch, seq), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
-def _first_that_fits(world_size: int, fits: Callable[[int], bool]) -> int | None:
-    """The first of 2, 4, 8, .. times `world_size` ranks for which `fits` holds; None if there is none."""
-    with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
-        return next(filter(fits, (world_size << doublings for doublings in range(1, _DOUBLINGS + 1))), None)
-    return None
+def _with_ways(fit: Fit, checked: Checked, transport: str, world_size: int, smallest: Stage, room: Room) -> Fit:
+    """`fit` with the smallest number of ranks on which ZeRO-3 fits, and changes with which `smallest` does."""
+    offload = checked.settings.offload
+
+    def on_ranks(count: int) -> int:
+        return _plan_stage(checked, PlannedRanks(count, transport), offload, "", 2).total_bytes
+
+    ways = list[tuple[str, int]]()  # and bytes of the engine and the optimizer
+    count = fewest_ranks(world_size, lambda count: room.fits(on_ranks(count)))
+    if count is not None:
+        ways.append((f"on {count} ranks", on_ranks(count)))
+    ways.append(("with 8-bit Adam", smallest.total_bytes - smallest.adam_bytes * 3 // 4))
+    if offload is None and transport == "nccl":
+        offloaded = _plan_stage(checked, PlannedRanks(world_size, transport), "state", "", 2)
+        host = f"{offloaded.host_total_bytes / 2**30:.2f} GiB of host memory per rank"
+        ways.append((f"with --offload state, which takes {host}", offloaded.total_bytes))
+    words = [way + _CHECKPOINTED * room.needs_checkpointing(total) for way, total in ways if room.fits(total)]
+    return dataclasses.replace(fit, ranks=count, ways=words)
 
 
-def _plan_stage(checked: Checked, ranks: PlannedRanks, name: str, weights: SlotCount, grads: SlotCount) -> Stage:
-    settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads)
+def _plan_stage(
+    checked: Checked, ranks: PlannedRanks, offload: Offload, name: str, weights: SlotCount, grads: SlotCount = 2
+) -> Stage:
+    settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads, offload=offload)
     engine = plan_engine(checked._replace(settings=settings), ranks)
     report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
     present = [*still_gathered(engine)], engine.plan.left_by(range(len(units)))  # as forward and backward begin

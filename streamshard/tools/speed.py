@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.ranks import RankGroup
@@ -25,10 +27,11 @@ from streamshard.comm.transport import Reduction
 from streamshard.config import Precision
 from streamshard.device import has_streams, module_of
 from streamshard.errors import ConfigError
-from streamshard.nested import map_tensors, tensors_in
+from streamshard.nested import cast, map_tensors, tensors_in
 from streamshard.pinned import PinnedMemory
+from streamshard.planning.discovery import find_units
 from streamshard.planning.layout import kind_of
-from streamshard.tools.activations import Build, cast_params, model_without_memory, run_tokens
+from streamshard.tools.activations import Build, Inputs, copy_without_memory, run_without_memory
 
 _SECONDS = 1.0  # for each measurement, if one repeat does not take longer
 _MOST_REPEATS = 30
@@ -162,22 +165,23 @@ class Layer:
     """
 
     def __init__(self, build: Build, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
-        given: list[Any] = []
-        with model_without_memory(build, None, dtype, shape[1]) as (model, units):
-            if not units:
-                raise ConfigError(f"{type(model).__name__} has no layers")
-            unit = max(units, key=lambda unit: sum(param.numel() for param in unit.modules[0].parameters()))
-            unit.modules[0].register_forward_pre_hook(lambda _, *inputs: given.append(inputs), with_kwargs=True)
-            run_tokens(model, torch.zeros(shape, dtype=torch.long))
-        with torch.device("meta"):
-            module = build().get_submodule(unit.name)
-        cast_params(module, dtype)
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # plan warns
+            model = build()
+            units = [unit for unit in find_units(model, None) if not unit.is_resident]
+        if not units:
+            raise ConfigError(f"{type(model).__name__} has no layers")
+        unit = max(units, key=lambda unit: sum(param.numel() for param in unit.modules[0].parameters()))
+        arguments = run_without_memory(model, *shape, partial(_arguments_of, unit.name, model, dtype))
+        module = unit.modules[0]
+        for param in module.parameters():
+            param.data = param.data.to(dtype)
         self._module = module.to_empty(device=device).train()
         params = list(module.parameters())
         with torch.no_grad():
             for tensor in (*params, *module.buffers()):
                 tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.zero_()
-        self._args, self._kwargs = map_tensors(given[0], partial(_real, device=device))
+        self._args, self._kwargs = map_tensors(arguments, partial(_real, device=device))
         self._outputs: list[torch.Tensor] = []
         self.name = unit.name
         self.count = sum(type(other.modules[0]) is type(unit.modules[0]) for other in units)
@@ -194,6 +198,17 @@ class Layer:
     def backward(self) -> None:
         """Add to the gradients of parameters and inputs."""
         torch.autograd.backward(self._outputs, [torch.ones_like(output) for output in self._outputs])
+
+
+def _arguments_of(name: str, model: nn.Module, dtype: torch.dtype, inputs: Inputs) -> tuple[Any, Any]:
+    """With which arguments a forward without memory calls the layer `name`."""
+    copied, given = copy_without_memory(model, dtype), list[tuple[Any, Any]]()
+    copied.get_submodule(name).register_forward_pre_hook(
+        lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+    )
+    inputs = cast(inputs, dtype)
+    copied(*inputs.args, **inputs.kwargs)
+    return given[0]
 
 
 def _real(fake: torch.Tensor, device: torch.device) -> torch.Tensor:

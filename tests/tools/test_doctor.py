@@ -485,7 +485,7 @@ def _fail_while_measuring() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        ("_fail_on_rank_1", "rank 1: the forward of 8 tokens without memory: RuntimeError: no file"),
+        ("_fail_on_rank_1", "could not run a layer: rank 1: RuntimeError: no file"),
         ("_fail_while_measuring", "rank 1 has failed: a measurement ended with ValueError: broken"),
     ],
 )

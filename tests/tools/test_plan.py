@@ -20,8 +20,10 @@ from torch import nn
 from streamshard import Precision, StreamShard, plan
 from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.tools.activations import Activations
 from streamshard.tools.command import main
-from streamshard.tools.plan import Plan, Stage, builder_of
+from streamshard.tools.fit import Room, Stage, choose, fewer_tokens, fewest_ranks
+from streamshard.tools.plan import Plan, builder_of
 from tests.integrations.models import FAMILIES, make_model
 from tests.launched import ROOT
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM
@@ -227,7 +229,8 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     rows = {line[:24].strip(): line[24:].split() for line in lines if line.startswith("  ")}
     assert rows["total"] == ["23.63", "24.44", "33.94", "56.58"]
     assert rows["weight_slots"] == ["2", "4", "all", "all"]
-    assert lines[-1] == "fits 30.00 GiB per rank: ZeRO-3, 4 slots"
+    margin = "of 30.00 GiB per rank, 2.50 GiB stay free for the CUDA context, NCCL and fragmentation"
+    assert lines[-4:] == [margin, "activations are not counted", "fits: ZeRO-3, 4 slots", "take: 4 slots"]
     assert main(["plan", str(tmp_path), *command[2:], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {field.name for field in dataclasses.fields(Plan)} == told.keys()
@@ -241,7 +244,8 @@ def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
     """docs/guide/commands.md: memory in both places, and the time of a step. JSON has the same numbers."""
     command = ["plan", str(_config(tmp_path)), "--ranks", "1", "--offload", "state", "--machine", "pcie5"]
     command += ["--batch", "4", "--seq", "8192", "--micro-batches", "2", "--checkpointing"]
-    with mock.patch("streamshard.tools.plan.estimate_activations", return_value=(0, 0)):  # takes seconds
+    nothing = Activations(0, 0)
+    with mock.patch("streamshard.tools.plan.estimate_activations", return_value=nothing):  # takes seconds
         assert main(command) == 0
         text = capsys.readouterr().out
         assert main([*command, "--link", "10GB/s", "--json"]) == 0
@@ -257,8 +261,9 @@ def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
 def test_a_budget_with_offload_is_of_the_device(tmp_path: Path) -> None:
     """There are at most as many slots as layers. A part of the state takes room, and leaves host memory."""
     build = builder_of(str(_config(tmp_path)))
-    assert plan(build, 1, budget="12GiB", offload="state").fitting == ["ZeRO-3", "4 slots"]
-    assert plan(build, 1, budget="100GiB", offload="state").fitting == ["ZeRO-3", "32 slots"]
+    for budget, slots in (("13GiB", "3 slots"), ("100GiB", "32 slots")):
+        planned = plan(build, 1, budget=budget, offload="state")
+        assert planned.fit is not None and planned.fit.fitting == ["ZeRO-3", slots]
     whole, part = (plan(build, 1, offload="state", device_budget=size).stages[0] for size in (0, "20GiB"))
     moved = whole.host_total_bytes - part.host_total_bytes
     assert 16 * 2**30 < moved <= 20 * 2**30
@@ -268,23 +273,95 @@ def test_a_budget_with_offload_is_of_the_device(tmp_path: Path) -> None:
 def test_a_budget_finds_the_most_slots_that_fit(tmp_path: Path) -> None:
     """One more would not."""
     build = builder_of(str(_config(tmp_path)))
-    planned = plan(build, 8, budget="30GiB")
-    assert planned.fitting == ["ZeRO-3", "17 slots"]
-    totals = {stage.name: stage.total_bytes for stage in planned.stages}
-    assert totals["17 slots"] <= 30 * 2**30 < plan(build, 8, weight_slots=18).stages[1].total_bytes
-    assert plan(build, 8, budget="100GiB").fitting == ["ZeRO-3", "ZeRO-2", "ZeRO-1"]
+    planned = plan(build, 8, budget="30G")
+    assert planned.fit is not None and planned.fit.fitting == ["ZeRO-3", "6 slots"]
+    left = 30_000_000_000 * 19 // 20 - 2**30  # a twentieth and a GiB stay free
+    assert planned.stages[1].total_bytes <= left < plan(build, 8, weight_slots=7).stages[1].total_bytes
+    roomy = plan(build, 8, budget="100GiB").fit
+    assert roomy is not None and roomy.fitting == ["ZeRO-3", "ZeRO-2", "ZeRO-1"]
 
 
-def test_a_budget_that_is_too_small_says_how_many_ranks_would_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Or that no number does, since slots do not shrink. The exit code is 1."""
+def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The smallest number of ranks, of more than one rank too; or that nothing helps. The exit code is 1."""
     config = str(_config(tmp_path))
-    for budget, advice in (("10GiB", "ZeRO-3 does on 64 ranks"), ("6GiB", "more ranks do not help")):
-        assert main(["plan", config, "--ranks", "8", "--budget", budget]) == 1
+    host = "with --offload state, which takes {} GiB of host memory per rank"
+    for ranks, budget, wanted in (
+        (8, "21GiB", ["  on 11 ranks", "  with 8-bit Adam", "  " + host.format("16.83")]),
+        (1, "40GiB", ["  on 5 ranks", "  " + host.format("134.62")]),
+        (8, "6GiB", []),
+    ):
+        assert main(["plan", config, "--ranks", str(ranks), "--budget", budget]) == 1
         said = capsys.readouterr()
-        assert said.out.splitlines()[-1] == f"nothing fits {budget[:-3]}.00 GiB per rank: {advice}"
+        first, *ways = itertools.dropwhile(lambda line: not line.startswith("nothing fits"), said.out.splitlines())
+        assert ways == wanted
+        assert first == "nothing fits, but this does:" if ways else "nor does it with more ranks, 8-bit" in first
         assert said.err == "streamshard plan: nothing fits the budget\n"
+        for fewer in (0, 1) if wanted else ():
+            count = int(wanted[0].split()[1]) - fewer
+            fit = plan(builder_of(config), count, budget=budget).fit
+            assert fit is not None and (fit.choice is None) == bool(fewer)
+
+
+def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/guide/commands.md: with its activations, for a budget that suffices and for one that does not."""
+    guide = (ROOT / "docs/guide/commands.md").read_text()
+    command = ["plan", str(_config(tmp_path)), "--ranks", "8", "--batch", "1", "--seq", "8192", "--budget"]
+    for budget, code, begin in (("80GiB", 0, "activations, GiB"), ("40G", 1, "of 37.25 GiB per rank")):
+        assert main([*command, budget]) == code
+        said = capsys.readouterr().out
+        assert said[said.index(begin) :] in guide
+
+
+def _stage(name: str, total_bytes: int, sent_bytes: int) -> Stage:
+    counts = {field.name: 0 for field in dataclasses.fields(Stage)}
+    return Stage(**{**counts, "name": name, "total_bytes": total_bytes, "sent_bytes": sent_bytes})  # type: ignore[arg-type]
+
+
+def test_the_stage_to_take_needs_no_checkpointing_and_sends_least() -> None:
+    """In this order. Then the smaller one goes first. What is left over for activations is what the margin leaves."""
+    stages = [_stage("ZeRO-3", 30, 9), _stage("ZeRO-2", 40, 7), _stage("ZeRO-1", 50, 7)]
+    for budget, fitting, checkpointed, choice, how in (
+        (200, 3, [], "ZeRO-2", "without"),
+        (150, 3, ["ZeRO-1"], "ZeRO-2", "without"),
+        (140, 3, ["ZeRO-2", "ZeRO-1"], "ZeRO-3", "without"),
+        (70, 2, ["ZeRO-3", "ZeRO-2"], "ZeRO-2", "with"),
+        (50, 0, [], None, ""),
+    ):
+        room = Room.of(budget, Activations(100, 25), on_gpus=False)
+        assert room.margin_bytes == budget // 20
+        fit = choose(stages, room)
+        assert (len(fit.fitting), fit.checkpointed, fit.choice) == (fitting, checkpointed, choice)
+        last = [*fit.lines(str, on_gpus=False)][-1]
+        assert last == f"take: {choice}, {how} activation checkpointing" if choice else last.startswith("nothing fits")
+
+
+@pytest.mark.parametrize("wanted", [2, 3, 28, 31, 1000, 65536])
+def test_the_number_of_ranks_that_fits_is_the_smallest(wanted: int) -> None:
+    """Of those above the given number. There may be none, also because so many do not sum in 16 bits."""
+    for given in {1, wanted // 2, wanted - 1}:
+        assert fewest_ranks(given, lambda count: count >= wanted) == wanted
+    assert fewest_ranks(3, lambda count: False) is None
+
+    def fits(count: int) -> bool:
+        if count > 256:
+            raise ConfigError("too many")
+        return False
+
+    assert fewest_ranks(3, fits) is None
+
+
+def test_fewer_tokens_are_a_smaller_batch_or_a_shorter_sequence() -> None:
+    """Of a multiple of 64 tokens. What is proposed is measured, and fits."""
+    room = Room(1000, 100, Activations(4000, 1600))
+
+    def measure(batch: int, seq: int) -> Activations:
+        assert batch * seq < 2048
+        return Activations(9999, 100 + batch * seq * 1500 // 2048)
+
+    assert fewer_tokens(8, 256, room, 300, measure) == (2, 256)
+    assert fewer_tokens(1, 2048, room, 300, measure) == (1, 640)
+    assert fewer_tokens(1, 2048, room, 850, measure) is None
+    assert fewer_tokens(1, 2048, room, 950, measure) is None
 
 
 def test_the_command_plans_the_model_of_a_function(
@@ -342,7 +419,8 @@ def test_bad_input_is_named(
         ([str(config), "--ranks", "0"], "world_size=0: wanted a positive number"),
         ([str(config), *ranks, "--budget", "much"], "budget='much': wanted"),
         ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
-        ([str(config), *ranks, "--batch", "1"], "one is missing"),
+        ([str(config), *ranks, "--batch", "1"], "batch=1, seq=None: wanted two positive numbers, or neither"),
+        ([str(config), *ranks, "--batch", "1", "--seq", "0"], "batch=1, seq=0: wanted two positive numbers"),
         ([str(config), *ranks, "--machine", "pcie5", "--offload", "state"], "batch=None: wanted a positive number"),
         ([str(config), *ranks, "--link", "50GB/s"], "give all of them, or --machine"),
         ([str(config), *ranks, "--link", "50", "--machine", "pcie5"], "link='50': wanted a number and GB/s"),
@@ -357,45 +435,3 @@ def test_bad_input_is_named(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["plan", str(config), *ranks]) == 2
     assert "pip install transformers" in capsys.readouterr().err
-
-
-# -- activations ----------------------------------------------------------------------------------------------------
-
-
-class _Chain(nn.Module):
-    """Linear layers and one activation each, whose kept tensors are easy to count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 64)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.Sigmoid(), nn.Linear(256, 64)) for _ in range(4)
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[batch, seq] tokens -> [batch, seq, 64]"""
-        x: torch.Tensor = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_activations_are_what_autograd_keeps() -> None:
-    """An input of 64 and a hidden vector of 256 for each token and layer, in bf16, and the tokens."""
-    planned = plan(_Chain, 2, units="Sequential", batch=3, seq=10)
-    tokens = 3 * 10
-    without, checkpointed = tokens * (8 + 4 * 2 * (64 + 256)), tokens * (8 + 4 * 2 * 64 + 2 * (64 + 256))
-    assert planned.activation_bytes == (without, checkpointed)
-    lines = str(planned).splitlines()
-    assert lines[-3:] == [
-        "activations, MiB per rank, estimated",
-        f"  without checkpointing         {without / 2**20:.2f}",
-        f"  layers checkpointed           {checkpointed / 2**20:.2f}",
-    ]
-
-
-def test_activations_need_a_function_and_a_forward_that_runs() -> None:
-    with pytest.raises(ConfigError, match="need a function that builds the model"):
-        plan(TinyLM(), 2, batch=1, seq=4)
-    with pytest.raises(ConfigError, match="the forward of 4 tokens without memory: RuntimeError"):
-        plan(Stack, 2, batch=1, seq=4)

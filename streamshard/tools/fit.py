@@ -1,0 +1,189 @@
+"""Choices of slots with their bytes: which of them fit a budget, which one to take, and what else would fit.
+
+Pure functions: `streamshard.tools.plan` counts the bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from streamshard.config import SlotCount
+from streamshard.errors import ConfigError
+from streamshard.tools.activations import Activations
+
+_MARGIN = 20  # a budget's twentieth is for fragmentation
+_CONTEXT_BYTES = 2**30  # of a GPU, for the CUDA context and NCCL's buffers
+_MOST_RANKS = 2**16
+_WAYS = "more ranks, 8-bit Adam, fewer tokens or state in host memory"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Memory and communication of each rank with one choice of slots.
+
+    Attributes:
+        name: such as "ZeRO-3".
+        weight_slots, grad_slots: the arguments of `StreamShard`.
+        held_bytes, adam_bytes, host_bytes, host_adam_bytes, chunk_bytes: as in ``memory_report()``.
+        total_bytes: the sum on the device: `held_bytes`, `adam_bytes` and `chunk_bytes`.
+        host_total_bytes: the sum in host memory: `host_bytes` and `host_adam_bytes`.
+        all_gathers, reductions: the number of collectives in one step: one forward, one backward.
+        sent_bytes: bytes that the rank sends for these collectives.
+    """
+
+    name: str
+    weight_slots: SlotCount
+    grad_slots: SlotCount
+    held_bytes: Mapping[str, int]
+    adam_bytes: int
+    host_bytes: Mapping[str, int]
+    host_adam_bytes: int
+    chunk_bytes: int
+    total_bytes: int
+    host_total_bytes: int
+    all_gathers: int
+    reductions: int
+    sent_bytes: int
+
+
+class Room(NamedTuple):
+    """The memory of a rank.
+
+    Attributes:
+        budget_bytes: given.
+        margin_bytes: the part of it that no plan can know.
+        activations: None: not known, so not counted.
+    """
+
+    budget_bytes: int
+    margin_bytes: int
+    activations: Activations | None
+
+    @classmethod
+    def of(cls, budget_bytes: int, activations: Activations | None, *, on_gpus: bool) -> Room:
+        """With the margin of such a budget."""
+        return cls(budget_bytes, budget_bytes // _MARGIN + _CONTEXT_BYTES * on_gpus, activations)
+
+    def left(self, *, is_checkpointed: bool) -> int:
+        """Bytes for the engine and the optimizer. Checkpointing is used only if it saves memory."""
+        known = Activations(0, 0) if self.activations is None else self.activations
+        return self.budget_bytes - self.margin_bytes - (min(known) if is_checkpointed else known.without)
+
+    def fits(self, total_bytes: int) -> bool:
+        """With activation checkpointing, if that is needed."""
+        return total_bytes <= self.left(is_checkpointed=True)
+
+    def needs_checkpointing(self, total_bytes: int) -> bool:
+        """Whether so much fits only with activation checkpointing."""
+        return total_bytes > self.left(is_checkpointed=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What fits a budget.
+
+    Attributes:
+        budget_bytes: the memory of a rank.
+        margin_bytes: the part of it that stays free, for what a plan cannot know.
+        fitting: names of the stages that fit.
+        checkpointed: those of them that need activation checkpointing.
+        choice: of those that fit, the one that sends least; stages without checkpointing go first. None: nothing fits.
+        counts_activations: whether they are known, and counted.
+        ranks: if nothing fits, the smallest number of ranks on which ZeRO-3 fits; None: on no number of ranks.
+        ways: if nothing fits, single changes with which the smallest stage does.
+    """
+
+    budget_bytes: int
+    margin_bytes: int
+    fitting: Sequence[str]
+    checkpointed: Sequence[str]
+    choice: str | None
+    counts_activations: bool
+    ranks: int | None = None
+    ways: Sequence[str] = ()
+
+    def lines(self, size: Callable[[int], str], *, on_gpus: bool) -> Iterator[str]:
+        """In words."""
+        what = "the CUDA context, NCCL and fragmentation" if on_gpus else "fragmentation"
+        yield f"of {size(self.budget_bytes)} per rank, {size(self.margin_bytes)} stay free for {what}"
+        if not self.counts_activations:
+            yield "activations are not counted"
+        if self.choice is None:
+            yield "nothing fits" + (", but this does:" if self.ways else f", nor does it with {_WAYS}, each alone")
+            yield from (f"  {way}" for way in self.ways)
+            return
+        plain = [name for name in self.fitting if name not in self.checkpointed]
+        if plain:
+            yield f"fits: {', '.join(plain)}"
+        if self.checkpointed:
+            yield f"fits with activation checkpointing: {', '.join(self.checkpointed)}"
+        how = "with" if self.choice in self.checkpointed else "without"
+        yield f"take: {self.choice}" + f", {how} activation checkpointing" * self.counts_activations
+
+
+def choose(stages: Sequence[Stage], room: Room) -> Fit:
+    """Which of `stages` fit into `room`, and which one to take."""
+    fitting = [stage for stage in stages if room.fits(stage.total_bytes)]
+    checkpointed = [stage.name for stage in fitting if room.needs_checkpointing(stage.total_bytes)]
+    order = sorted(fitting, key=lambda each: (each.name in checkpointed, each.sent_bytes, each.total_bytes))
+    choice = order[0].name if order else None
+    names, counts_activations = [stage.name for stage in fitting], room.activations is not None
+    return Fit(room.budget_bytes, room.margin_bytes, names, checkpointed, choice, counts_activations)
+
+
+def most_slots(streamed: int, stages: Sequence[Stage], total_bytes: Callable[[int], int], room: Room) -> int | None:
+    """The largest number of weight slots that fits if ZeRO-3 fits and the next stage does not; None otherwise.
+
+    Args:
+        streamed: the number of streamed units.
+        stages: ZeRO-3 and, without ``offload``, ZeRO-2 and ZeRO-1.
+        total_bytes: by number of slots.
+        room: activations are checkpointed only if ZeRO-3 does not fit otherwise.
+    """
+    first, *others = (stage.total_bytes for stage in stages[:2])
+    left = room.left(is_checkpointed=room.needs_checkpointing(first))
+    if first > left or any(total <= left for total in others):
+        return None
+    return 2 + bisect.bisect_right(range(3, streamed + 1), left, key=total_bytes)
+
+
+def fewest_ranks(world_size: int, fits: Callable[[int], bool]) -> int | None:
+    """The smallest number of more than `world_size` ranks for which `fits` holds; None if there is none."""
+    low = high = world_size
+    with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
+        while high < _MOST_RANKS:
+            low, high = high, 2 * high
+            if fits(high):
+                return low + 1 + bisect.bisect_left(range(low + 1, high), True, key=fits)
+    return None
+
+
+def fewer_tokens(
+    batch: int, seq: int, room: Room, total_bytes: int, measure: Callable[[int, int], Activations]
+) -> tuple[int, int] | None:
+    """A smaller batch or, if one sequence is too much, a shorter sequence that fits; None: not found.
+
+    Args:
+        batch, seq: the shape of tokens that do not fit.
+        room: with the activations of these.
+        total_bytes: of the engine and the optimizer.
+        measure: the activations of another shape; takes seconds.
+    """
+    tokens, left = batch * seq, room.budget_bytes - room.margin_bytes - total_bytes
+    if room.activations is None or left <= 0:
+        return None
+    needed = min(room.activations)
+    for _ in range(3):  # bytes grow about as tokens do
+        tokens = tokens * left // needed
+        tokens -= tokens % min(seq, 64)
+        if tokens <= 0:
+            return None
+        shape = (tokens // seq, seq) if tokens >= seq else (1, tokens)
+        with contextlib.suppress(ConfigError):  # too few to run
+            if (needed := min(measure(*shape))) <= left:
+                return shape
+    return None

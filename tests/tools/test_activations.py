@@ -1,0 +1,258 @@
+"""The activations of a plan: beside the true peak of a step, and of models whose forward cannot run without memory."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import StreamShard, plan
+from streamshard.errors import ConfigError
+from streamshard.planning.discovery import find_units
+from streamshard.tools.activations import Activations, LiveBytes, estimate_activations
+from streamshard.tools.command import main
+from tests.families import _make
+from tests.models import Stack, TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import adamw
+
+BATCH, SEQ = 4, 128
+_WIDE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192}
+_TEXT = {**_WIDE, "vocab_size": 1024}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GROUPED = {**_TEXT, **_ENDS, "num_key_value_heads": 2}
+_BERT_ENDS = {**_ENDS, "cls_token_id": 1, "sep_token_id": 2}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 4, "num_heads": 4, "vocab_size": 1024}
+
+
+class ConvLM(nn.Module):
+    """Convolutions along the sequence, batch norm and dropout; returns logits and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1024, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv1d(64, 192, 3, padding=1),
+                nn.BatchNorm1d(192),
+                nn.GELU(),
+                nn.Dropout(0.1),
+                nn.Conv1d(192, 64, 3, padding=1),
+            )
+            for _ in range(4)
+        )
+        self.head = nn.Linear(64, 1024)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, seq] tokens -> [batch, seq, 1024]"""
+        x: torch.Tensor = self.embedding(tokens).transpose(1, 2)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: torch.Tensor = self.head(x.transpose(1, 2))
+        return logits
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "Llama": (lambda: _make("LlamaForCausalLM", _GROUPED), "bf16"),
+    "Llama that classifies": (lambda: _make("LlamaForSequenceClassification", {**_GROUPED, "num_labels": 3}), "fp32"),
+    "Qwen3": (lambda: _make("Qwen3ForCausalLM", {**_GROUPED, "head_dim": 16}), "fp32"),
+    "GPT-2 with dropout": (
+        lambda: _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 1024}),
+        "bf16",
+    ),
+    "BERT with dropout": (lambda: _make("BertForMaskedLM", _TEXT), "fp32"),
+    "ViT": (lambda: _make("ViTForImageClassification", {**_WIDE, "image_size": 64, "patch_size": 8}), "fp32"),
+    "ModernBERT": (lambda: _make("ModernBertForMaskedLM", {**_TEXT, **_BERT_ENDS}), "bf16"),
+    "T5 with dropout": (
+        lambda: _make("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}),
+        "fp32",
+    ),
+    "Mixtral": (lambda: _make("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}), "fp32"),
+    "CLIP": (
+        lambda: _make(
+            "CLIPModel",
+            {
+                "text_config": {**_TEXT, **_ENDS, "max_position_embeddings": SEQ},
+                "vision_config": {**_WIDE, "image_size": 32, "patch_size": 8},
+            },
+        ),
+        "fp32",
+    ),
+    "convolutions": (ConvLM, "bf16"),
+}
+
+
+def _inputs(name: str) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(3, 1000, (BATCH, SEQ))
+    classes = torch.zeros(BATCH, dtype=torch.long)
+    if name == "ViT":
+        return {"pixel_values": torch.randn(BATCH, 3, 64, 64), "labels": classes}
+    if name == "CLIP":
+        return {"input_ids": tokens, "pixel_values": torch.randn(BATCH, 3, 32, 32)}
+    return {"input_ids": tokens, "labels": classes if "classifies" in name else tokens}
+
+
+def _loss(name: str, output: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    if name == "convolutions":
+        return nn.functional.cross_entropy(output.flatten(0, 1), inputs["labels"].flatten())
+    if name == "CLIP":
+        return nn.functional.cross_entropy(output.logits_per_image, torch.arange(BATCH))
+    loss: torch.Tensor = output.loss
+    return loss
+
+
+def measure(name: str, *, is_checkpointed: bool) -> int:
+    """Bytes of tensors that a step of one CPU rank makes, at most: the inputs, forward, backward, AdamW's step."""
+    torch.manual_seed(0)
+    build, precision = CASES[name]
+    model = build().train()
+    if isinstance(model, ConvLM):
+        for block in model.blocks if is_checkpointed else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer versions have another name for it
+            if is_checkpointed:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    model = StreamShard(model, precision=precision, weight_slots=2, grad_slots=2)
+    optimizer = adamw(model)
+
+    def step() -> None:
+        inputs = _inputs(name)
+        output = model(inputs["input_ids"]) if name == "convolutions" else model(**inputs, **options)
+        _loss(name, output, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # makes the optimizer's state
+    with LiveBytes() as live:
+        step()
+    return live.peak
+
+
+def planned(name: str) -> Activations:
+    """The plan's activations, of a model on meta."""
+    build, precision = CASES[name]
+    found = plan(build, 1, transport="shared-memory", precision=precision, batch=BATCH, seq=SEQ)
+    assert found.activation_bytes is not None, found.activations_unknown
+    return found.activation_bytes
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", CASES)
+def test_planned_activations_are_the_peak_of_a_step(context: RankContext, name: str) -> None:
+    """Within 3 percent, with layers checkpointed and without."""
+    pytest.importorskip("transformers")
+    for is_checkpointed, estimate in enumerate(planned(name)):
+        true = measure(name, is_checkpointed=bool(is_checkpointed))
+        assert 0.97 <= estimate / true <= 1.03, (estimate, true)
+
+
+# -- the estimate -----------------------------------------------------------------------------------------------------
+
+
+class _Chain(nn.Module):
+    """Linear layers and one activation each, whose kept tensors are easy to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.Sigmoid(), nn.Linear(256, 64)) for _ in range(4)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, seq] tokens -> [batch, seq, 64]"""
+        x: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_peak_is_what_autograd_keeps_and_what_the_loss_and_a_layer_make() -> None:
+    """Of each token, in bf16: inputs of 64 and sigmoids of 256 in each layer; then either the loss, which takes 4 times
+    64 in fp32, or a layer's backward, with its hidden gradients and the gradient of a weight."""
+    tokens, weight = 3000, 2 * 64 * 256
+    kept = tokens * (8 + 2 * (4 * (64 + 256) + 64))
+    loss = tokens * 4 * 64 * 3  # log-softmax, its gradient and that of the output, beside the output itself
+    made = plan(_Chain, 2, units="Sequential", batch=3, seq=1000)
+    assert made.activation_bytes is not None
+    without, checkpointed = made.activation_bytes
+    assert kept + loss <= without <= 1.15 * (kept + loss) + weight
+    assert checkpointed < 0.7 * without
+    heading, *rows = str(made).splitlines()[-3:]
+    assert heading == "activations, MiB per rank, at most"
+    sizes = [f"{size / 2**20:.2f}" for size in made.activation_bytes]
+    assert [row.split()[-1] for row in rows] == sizes
+
+
+def test_a_model_itself_is_measured_too_and_stays_as_it_is() -> None:
+    """On any device, with any parameters, as the function that builds it."""
+    model = TinyLM()
+    before = {name: (param, param._version) for name, param in model.named_parameters()}
+    made = plan(model, 2, batch=2, seq=8)
+    assert made.activation_bytes == plan(TinyLM, 2, batch=2, seq=8).activation_bytes
+    assert {name: (param, param._version) for name, param in model.named_parameters()} == before
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+
+
+def test_frozen_parameters_make_no_gradients() -> None:
+    """A model that is all frozen keeps nothing; its forward takes memory all the same."""
+    frozen = plan(lambda: TinyLM().requires_grad_(False), 2, batch=2, seq=8).activation_bytes
+    trained = plan(TinyLM, 2, batch=2, seq=8).activation_bytes
+    assert frozen is not None and trained is not None
+    assert 0 < frozen.without < trained.without
+
+
+def test_attention_with_dropout_keeps_its_weights_on_cpus_only() -> None:
+    """GPUs have fused kernels for it: twice the sequence takes twice the memory."""
+    build, found = CASES["GPT-2 with dropout"][0], dict[tuple[bool, int], int]()
+    pytest.importorskip("transformers")
+    for on_gpus, seq in ((True, 512), (True, 1024), (False, 512), (False, 1024)):
+        with torch.device("meta"):
+            model = build()
+        units = find_units(model, None)
+        found[on_gpus, seq] = estimate_activations(model, units, torch.bfloat16, 1, seq, on_gpus=on_gpus).without
+    assert found[True, 1024] < 2.1 * found[True, 512]
+    assert found[False, 1024] > 2.5 * found[False, 512]
+
+
+# -- what cannot run --------------------------------------------------------------------------------------------------
+
+
+class _Branches(TinyLM):
+    """Its forward looks at values, which fake tensors do not have."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `TinyLM`."""
+        logits: torch.Tensor = super().forward(tokens)
+        return logits * 2 if logits.sum().item() > 1 else logits
+
+
+def test_a_model_that_cannot_run_has_a_plan_without_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    """It says why, and that they are not counted. The engine's table is the same."""
+    for build, why in ((_Branches, "DataDependentOutputException"), (Stack, "RuntimeError: ")):
+        made = plan(build, 2, batch=1, seq=4, budget="10GiB")
+        assert made.activation_bytes is None
+        unknown = f"the model does not run on 1 x 4 tokens without memory: {why}"
+        assert made.activations_unknown.startswith(unknown)
+        lines = str(made).splitlines()
+        assert lines[-6] == f"activations: unknown, because {made.activations_unknown}"
+        assert lines[-2:] == ["fits: ZeRO-3, ZeRO-2, ZeRO-1", "take: ZeRO-1"]
+        assert made.stages == plan(build, 2).stages
+    assert main(["plan", "tests.models:Stack", "--ranks", "2", "--batch", "1", "--seq", "4"]) == 0
+    assert "activations: unknown, because" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", [{"batch": 1}, {"seq": 4}, {"batch": 0, "seq": 4}])
+def test_a_shape_of_tokens_has_two_positive_numbers(shape: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="wanted two positive numbers, or neither"):
+        plan(TinyLM, 2, **shape)  # type: ignore[arg-type]
