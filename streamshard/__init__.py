@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from streamshard.checkpoint.restore import load_checkpoint as load_checkpoint
     from streamshard.checkpoint.save import Saving as Saving
     from streamshard.checkpoint.save import save_checkpoint as save_checkpoint
+    from streamshard.checkpoint.stop_on_signal import StopOnSignal as StopOnSignal
     from streamshard.config import Precision as Precision
     from streamshard.core.edge import register_forward_method as register_forward_method
     from streamshard.errors import CheckpointError as CheckpointError
@@ -45,6 +46,7 @@ else:
         "checkpoint.directory": "latest",
         "checkpoint.restore": "Loaded load_checkpoint",
         "checkpoint.save": "Saving save_checkpoint",
+        "checkpoint.stop_on_signal": "StopOnSignal",
         "config": "Precision",
         "core.edge": "register_forward_method",
         "errors": "CheckpointError CommunicationError ConfigError OptimizerError RankMismatchError ShardingError"

@@ -1,0 +1,213 @@
+"""A run that is disturbed at given moments, and started again until it has come to its last step.
+
+``python -m tests.checkpoint.bad_night 50`` disturbs 50 runs at random moments. A moment is the call of a function, not
+a time, so the machine's speed does not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import numpy
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from streamshard import StopOnSignal, latest, load_checkpoint, save_checkpoint
+from tests.checkpoint import runs
+from tests.launched import Launched
+
+LAST = 8
+SAVES_EVERY = 3
+_PR_SET_PDEATHSIG = 1
+_MOST_RESTARTS = 3
+# Functions of saves and loads, in which random moments are more frequent than their share of calls.
+_SAVING = ("save_checkpoint", "start_copies", "write_file", "lay_out", "publish_checkpoint", "finish_running", "exit")
+
+
+class Moment(NamedTuple):
+    """When and how a rank disturbs its run.
+
+    Attributes:
+        start: number of the rank's start, from 0.
+        rank: the rank that acts.
+        number: the moment is this call of a Python function, from 0.
+        function: its name; None: calls of all functions count.
+        signal: what is sent.
+        to_launcher: to the launcher, not to the rank itself.
+    """
+
+    start: int
+    rank: int
+    number: int
+    function: str | None
+    signal: signal.Signals
+    to_launcher: bool = False
+
+
+@contextlib.contextmanager
+def _disturbed(moments: list[Moment]) -> Iterator[Counter[str]]:
+    """Inside, the moments come. Yields how many calls there were in all, under ""."""
+    counts: Counter[str] = Counter()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
+        for name in ("", frame.f_code.co_name):
+            counts[name] += 1
+            for moment in moments:
+                if (moment.function or "") == name and counts[name] - 1 == moment.number:
+                    os.kill(os.getppid() if moment.to_launcher else os.getpid(), moment.signal)
+
+    sys.setprofile(look)
+    threading.setprofile(look)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def _note(file: Path, line: str) -> None:
+    """Append a line. It outlives the process."""
+    with open(file, "a") as notes:
+        notes.write(line + "\n")
+
+
+def train(directory: Path, moments: list[Moment]) -> None:
+    """A rank's program, as the guide to restarts says."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own processes are not forked
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    rank, checkpoints = int(os.environ["RANK"]), directory / "checkpoints"
+    starts = directory / f"starts of rank {rank}"
+    start = len(starts.read_text().splitlines()) if starts.exists() else 0
+    _note(starts, str(start))
+    with _disturbed([moment for moment in moments if (moment.start, moment.rank) == (start, rank)]) as counts:
+        random.seed(rank)
+        numpy.random.seed(rank)
+        run = runs.start(0)
+        extra, step = run.extra, 0
+        if latest(checkpoints):
+            step = load_checkpoint(checkpoints, run.model, run.optimizer, extra)["step"]
+        with StopOnSignal(run.model) as stop:
+            while step < LAST:
+                (loss,) = runs.steps(run, step, step + 1)
+                step += 1
+                _note(directory / f"losses of rank {rank}", f"{step} {loss!r}")
+                is_asked = stop.requested()
+                if is_asked or step % SAVES_EVERY == 0 or step == LAST:
+                    saves = {**extra, "step": step}
+                    wait = is_asked or step % 2 == 0
+                    save_checkpoint(checkpoints, run.model, run.optimizer, saves, keep=2, step=step, wait=wait)
+                if is_asked:
+                    stop.exit()
+    _note(directory / f"calls of rank {rank}", str(counts[""]))
+
+
+def _torchrun(directory: Path, moments: list[Moment]) -> None:
+    """torchrun's own code, with ranks that are forked, which is faster."""
+    config = LaunchConfig(
+        1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork", max_restarts=_MOST_RESTARTS
+    )
+    try:
+        elastic_launch(config, train)(directory, moments)
+    except ChildFailedError as error:
+        sys.exit(max(failure.exitcode for _, failure in error.failures.items()))
+
+
+class Night(NamedTuple):
+    """What is left of a run that has come to its last step.
+
+    Attributes:
+        losses: of each rank, pairs of a step and its loss as text, in the order in which they were computed.
+        starts: of each rank, how often it was started.
+        codes: exit codes of the launchers; the last is 0.
+        calls: of functions, by rank 0 in its last start.
+        output: of the launchers.
+    """
+
+    losses: list[list[tuple[int, str]]]
+    starts: list[int]
+    codes: list[int | None]
+    calls: int
+    output: str
+
+
+def run_night(directory: Path, moments: list[Moment]) -> Night:
+    """Start the run again until it ends by itself, as a scheduler does."""
+    directory.mkdir()
+    codes: list[int | None] = []
+    output = ""
+    while not codes or codes[-1] != 0:
+        assert len(codes) <= len(moments) + 1, f"the run does not end: {codes}\n{output}"
+        ((code, text),) = Launched(0, directory, _torchrun, directory, moments).end()
+        codes.append(code)
+        output = text
+    losses = []
+    for rank in range(2):
+        lines = (directory / f"losses of rank {rank}").read_text().splitlines()
+        losses.append([(int(line.split()[0]), line.split()[1]) for line in lines])
+    starts = [len((directory / f"starts of rank {rank}").read_text().splitlines()) for rank in range(2)]
+    calls = int((directory / "calls of rank 0").read_text().split()[-1])
+    return Night(losses, starts, codes, calls, output)
+
+
+def assert_undisturbed(night: Night, quiet: Night) -> None:
+    """Each loss that was ever computed is the undisturbed run's, and there is one of each step.
+
+    Raises:
+        AssertionError: else.
+    """
+    for rank, (losses, wanted) in enumerate(zip(night.losses, quiet.losses, strict=True)):
+        assert {*losses} == {*wanted}, f"rank {rank}: {losses}, wanted {wanted}\n{night.output}"
+
+
+def _drawn(generator: random.Random, calls: int) -> list[Moment]:
+    kinds = [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGUSR1, False)]
+    kinds += [(signal.SIGTERM, True), (signal.SIGKILL, True)]
+    found = []
+    for start in range(generator.choice([1, 1, 2, 3])):
+        function = generator.choice([None, *_SAVING])
+        number, kind = generator.randrange(calls if function is None else 2), generator.choice(kinds)
+        found.append(Moment(start, generator.randrange(2), number, function, *kind))
+        if kind[0] != signal.SIGKILL and generator.random() < 0.3:  # a second signal, maybe while the run saves
+            later = generator.randrange(1, 3000 if function is None else 3)
+            found.append(found[-1]._replace(number=number + later, rank=generator.randrange(2)))
+    return found
+
+
+def main(times: int, seed: int) -> None:
+    """Print each night, until so many runs were started more than once; end with the first that differs."""
+    root = Path(tempfile.mkdtemp())
+    quiet = run_night(root / "quiet", [])
+    print(f"{quiet.calls} calls of functions in an undisturbed run", flush=True)
+    number = disturbed = 0
+    while disturbed < times:
+        number += 1
+        moments = _drawn(random.Random(seed + number), quiet.calls)
+        told = [f"{each.signal.name}{' to the launcher' * each.to_launcher}" for each in moments]
+        print(number, moments, flush=True)
+        night = run_night(root / f"night {number}", moments)
+        assert_undisturbed(night, quiet)
+        disturbed += max(night.starts) > 1
+        print(f"{disturbed} of {times}: {', '.join(told)}; starts {night.starts}, codes {night.codes}", flush=True)
+        shutil.rmtree(root / f"night {number}")
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
