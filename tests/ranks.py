@@ -151,12 +151,13 @@ def warnings_are_errors() -> None:
 def _serve(connection: Connection, store_port: int, dump_path: str) -> None:
     """Answer requests until the parent hangs up."""
     dump_file = open(dump_path, "w")  # noqa: SIM115 - lives as long as the process
-    faulthandler.register(signal.SIGUSR1, file=dump_file, all_threads=True)
     faulthandler.enable(file=dump_file)
     torch.set_num_threads(1)
     warnings_are_errors()
     store = TCPStore("127.0.0.1", store_port, is_master=False)
     while True:
+        faulthandler.unregister(signal.SIGUSR1)  # a test may have handled it itself
+        faulthandler.register(signal.SIGUSR1, file=dump_file, all_threads=True)
         try:
             payload = connection.recv_bytes()
         except EOFError:

@@ -23,10 +23,11 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, trainer_utils
+from transformers import Trainer, TrainerCallback, trainer_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from streamshard.checkpoint.directory import Partial, remove_partial, write_together
+from streamshard.checkpoint.stop_on_signal import StopOnSignal
 from streamshard.comm.ranks import run_on_all_ranks, run_on_first
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_hooks import is_elementwise_class
@@ -74,6 +75,22 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         super().__init__(*args, **kwargs)
         if self.optimizer_cls_and_kwargs is not None:
             self.optimizer_cls_and_kwargs = _for_pieces(*self.optimizer_cls_and_kwargs)
+        self._saving_at_signal = contextlib.ExitStack()
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+            replaced = self.pop_callback(JITCheckpointCallback)
+            replaced.on_train_end(self.args, self.state, self.control)  # gives SIGTERM its earlier handler
+            self.add_callback(_SaveAtSignal(self._saving_at_signal))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Trainer. With ``enable_jit_checkpoint`` all ranks save and exit at a signal: see `StopOnSignal`.
+
+        Raises:
+            SystemExit: the checkpoint is complete; the code is 128 + the signal's number.
+        """
+        with self._saving_at_signal:
+            return super().train(*args, **kwargs)
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
@@ -252,6 +269,31 @@ class StreamShardTrainer(StreamShardTrainerMixin, Trainer):
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class _SaveAtSignal(TrainerCallback):
+    """Takes the place of Trainer's callback of ``enable_jit_checkpoint``, with which each rank would save by itself.
+
+    Args:
+        until_end: is left when training ends; gives signals their earlier handlers.
+    """
+
+    _stop: StopOnSignal
+
+    def __init__(self, until_end: contextlib.ExitStack) -> None:
+        self._until_end = until_end
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop = self._until_end.enter_context(StopOnSignal(kwargs["model"]))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stop.requested():
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # it would come before the save
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stop.requested():
+            self._stop.exit()
 
 
 def _replace(path: Path, complete: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from accelerate import load_checkpoint_in_model
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
-from streamshard import Precision, StreamShard
+from streamshard import Precision, StopOnSignal, StreamShard
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, on_ranks, stock
@@ -135,6 +137,30 @@ def test_a_run_goes_on_at_another_number_of_processes(ranks: RankPool, tmp_path:
     wanted = ranks(before, backend="of accelerator").run(_run_from, tmp_path, loads=False)[0]
     found = ranks(after, backend="of accelerator").run(_run_from, tmp_path, loads=True)[0]
     torch.testing.assert_close(found, wanted, rtol=0.0 if before == after else 5e-3, atol=0.0)
+
+
+@on_ranks(2)
+def test_a_signal_to_one_rank_stops_all_which_save_their_state(context: RankContext, tmp_path: Path) -> None:
+    """accelerate has no handlers of signals. Its own trigger, which a script may set in a handler, works too."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    with launched(context):
+        run = Trained(StreamShardAccelerator, steps=2)
+        try:
+            with pytest.raises(SystemExit) as ended, StopOnSignal(run.model) as stop:
+                if context.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    run.accelerator.set_trigger()
+                if stop.requested():
+                    assert run.accelerator.check_trigger() and not run.accelerator.check_trigger()
+                    run.accelerator.save_state(tmp_path / "state")
+                    stop.exit()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        again = Trained(StreamShardAccelerator)
+        again.accelerator.load_state(tmp_path / "state")
+        assert_same(again.weights(), run.final, "weights")
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 @on_ranks(2)

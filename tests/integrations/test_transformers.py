@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -290,6 +292,46 @@ def test_leftovers_of_killed_saves_are_removed_and_checkpoints_replaced(context:
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-7"}
     assert "model.safetensors" in _files(tmp_path / "checkpoint-2")
     assert "of an earlier run" not in _files(tmp_path / "checkpoint-2")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_enable_jit_checkpoint_saves_on_all_ranks_at_a_signal_to_one(
+    context: RankContext, accumulation: int, tmp_path: Path
+) -> None:
+    """Trainer's own callback would save on this rank alone. The run goes on with the numbers of an undisturbed one."""
+    from transformers import TrainerCallback
+
+    class Signal(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1 and context.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    _, ours_class = _trainers()
+    data, arguments = make_rows("bert"), {"gradient_accumulation_steps": accumulation, "save_strategy": "no"}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    with launched(context):
+        wanted = train(ours_class, make_model("bert"), tmp_path / "quiet", data, **arguments)
+        arguments["enable_jit_checkpoint"] = True
+        try:
+            with pytest.raises(SystemExit) as ended:
+                given = {"callbacks": [Signal()]}
+                train(ours_class, make_model("bert"), tmp_path / "run", data, given=given, **arguments)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        found = train(
+            ours_class,
+            make_model("bert"),
+            tmp_path / "run",
+            data,
+            resume=tmp_path / "run" / "checkpoint-2",
+            **arguments,
+        )
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert found.history[-2] == wanted.history[-2]  # the last step
+    assert all(torch.equal(tensor, wanted.weights[name]) for name, tensor in found.weights.items())
 
 
 # -- the rest ---------------------------------------------------------------------------------------------------------
