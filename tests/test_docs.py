@@ -11,7 +11,6 @@ import os
 import re
 import runpy
 import shlex
-import signal
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -67,7 +66,6 @@ _SET_UP = {
             return Model(config)
     """,
     "docs/guide/checkpoints.md": """
-        import signal, sys
         from torchdata.stateful_dataloader import StatefulDataLoader
         from transformers import AutoModelForCausalLM
         from streamshard import StreamShard, export_safetensors, save_checkpoint
@@ -144,6 +142,13 @@ _SET_UP = {
         torch.distributed.barrier()
     """,
     "docs/guide/replicas.md": "from streamshard import StreamShard",
+    "docs/guide/restarts.md": """
+        model, last = streamshard.StreamShard(model), 2
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        def train(step):
+            model(**batch).loss.backward()
+            optimizer.step()
+    """,
     "docs/guide/slow_step.md": """
         import transformers, types
         from streamshard import StreamShard
@@ -213,7 +218,7 @@ def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_
         "optimizer": torch.optim.AdamW(model.parameters()),
         "batch": {"input_ids": tokens, "labels": tokens},
     }
-    before, handler = Path.cwd(), signal.getsignal(signal.SIGTERM)
+    before = Path.cwd()
     os.chdir(tmp_path)
     try:
         with launched(context), simulated_device() if page in _ON_A_DEVICE else contextlib.nullcontext():
@@ -224,7 +229,6 @@ def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_
                     exec(compile("\n" * line + code, str(ROOT / page), "exec"), names)
     finally:
         os.chdir(before)
-        signal.signal(signal.SIGTERM, handler)
 
 
 def test_exceptions_are_about_what_pages_have() -> None:

@@ -254,9 +254,8 @@ class Saving:
     current stream comes behind them. Another stream that changes weights or moments must wait for this stream first.
 
     When Python exits, also after an error or Ctrl-C, it waits for the save. SIGTERM ends the process at once: the
-    checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers. To finish the
-    save, call ``wait()`` in a SIGTERM handler of your own, then exit. Python calls handlers only while the main thread
-    is not in a collective.
+    checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers. `StopOnSignal`
+    lets all ranks finish the save.
 
     Attributes:
         path: the checkpoint's path. If another run saves the same number, the path changes until the save is done.

@@ -42,12 +42,14 @@ def test_a_run_that_is_killed_and_stopped_again_and_again_has_the_losses_of_an_u
             Moment(1, 0, 1, "publish_checkpoint", KILL),  # of the second save in this start
             Moment(2, 1, 0, "open_intact", KILL),  # while it loads
             Moment(3, 1, 0, "clip_grad_norm_", USR1),
-            Moment(3, 0, 0, "publish_checkpoint", KILL, to_launcher=True),  # while it saves because of the signal
-            Moment(4, 0, 0, "clip_grad_norm_", TERM, to_launcher=True),
+            Moment(3, 0, 0, "publish_checkpoint", KILL),  # while it saves because of the signal
+            Moment(4, 1, 0, "clip_grad_norm_", USR1),
+            Moment(4, 0, 0, "publish_checkpoint", KILL, to_launcher=True),  # the same of all ranks
+            Moment(5, 0, 0, "clip_grad_norm_", TERM, to_launcher=True),
         ],
     )
     assert_undisturbed(night, quiet)
-    assert night.starts == [6, 6] and night.codes == [-KILL, 1, 0], night
+    assert night.starts == [7, 7] and night.codes[1:] == [-KILL, 1, 0], night
 
 
 @pytest.mark.ranks
