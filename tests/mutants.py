@@ -144,6 +144,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/export": [
         ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish:no_name"),
     ],
+    "checkpoint/stop_on_signal": [
+        ("StopOnSignal.exit", Drop("run_on_all_ranks"), "stop_on_signal:failed_save"),
+        ("StopOnSignal.requested", Swap("max(int", "min(int"), "stop_on_signal:nth"),
+        ("_after_fork_in_child", Drop("os.setpgid(0, 0)"), "stop_on_signal:group_of"),
+    ],
     "comm/communicator": [
         ("Communicator._beside_compute", Drop("arrived.wait()"), _STREAMS),
         ("Communicator._beside_compute", Drop("written.wait()"), _STREAMS),
