@@ -149,6 +149,18 @@ def test_what_is_printed_names_the_place(context: RankContext) -> None:
         assert " 0.00 GiB per rank and 0.00 GiB of host memory; " in text % tuple(values)
 
 
+@on_ranks(1, 2)
+def test_bytes_on_the_device_do_not_depend_on_the_number_of_layers(context: RankContext) -> None:
+    """With state in host memory. Host memory grows with the layers."""
+    with simulated_device():
+        few, many = (
+            StreamShard(TinyLM(TinyConfig(depth=depth)), offload="state").memory_report() for depth in (4, 12)
+        )
+    params = many.numel / few.numel
+    assert few.total_bytes == pytest.approx(many.total_bytes, rel=0.01)  # flags and norms: some bytes a parameter
+    assert many.host_total_bytes > 0.9 * params * few.host_total_bytes > few.host_total_bytes
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("chunk_numel", [100, 1 << 24])
 def test_a_steps_chunks_take_the_bytes_of_the_report(context: RankContext, chunk_numel: int) -> None:

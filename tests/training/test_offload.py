@@ -47,6 +47,18 @@ def test_offload_changes_no_bit(context: RankContext, scenario: str, precision: 
         assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("numel", [1, 97, 1 << 24])
+def test_chunks_of_any_size_change_no_bit(context: RankContext, numel: int) -> None:
+    """One element, a prime number of elements, and more than a unit has."""
+    with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", numel):
+        resident = sharded("clipping", BF16, weight_slots=2, grad_slots=2)
+        train(resident, "clipping", context)
+        model = sharded("clipping", BF16, **OFFLOAD)
+        train(model, "clipping", context)
+        assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
+
+
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "scenario", "precision"), list(_cells()))
 def test_fences_order_all_uses_of_each_buffer(context: RankContext, scenario: str, precision: str) -> None:
