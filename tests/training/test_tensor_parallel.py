@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -40,10 +42,12 @@ from streamshard import (
     load_safetensors,
     save_checkpoint,
 )
+from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.optim import WholeParameterOptimizer
 from tests.launched import ROOT
 from tests.ranks import RankContext, on_ranks
 from tests.reference import full_weights
+from tests.simulated import simulated_device
 
 WORDS, TOKENS, STEPS, CLIP = 33, 8, 4, 0.5
 Course = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, weights
@@ -117,6 +121,15 @@ def _sharded(model: nn.Module, world: _Axes, *, sequence: bool = True, **setting
     if world.tp.size() > 1:
         _parallelize(model, world.tp, sequence=sequence)
     return StreamShard(model, mesh=world.shard, **{"precision": "fp32", **settings})
+
+
+def _fsdp2(model: Any, world: _Axes, *, sequence: bool = True) -> Any:
+    """The same by FSDP2."""
+    _parallelize(model, world.tp, sequence=sequence)
+    for layer in model.layers:
+        fully_shard(layer, mesh=world.dp)
+    fully_shard(model, mesh=world.dp)
+    return model
 
 
 def _torch_clip(model: nn.Module) -> Tensor:
@@ -196,11 +209,7 @@ def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext,
     for clip in (_torch_clip, _own_clip):
         found = _train(_sharded(_made(), world, sequence=sequence), place, 2, clip)
         _assert_equal(found, wanted)
-    peer: Any = _made()
-    _parallelize(peer, world.tp, sequence=sequence)
-    for layer in peer.layers:
-        fully_shard(layer, mesh=world.dp)
-    fully_shard(peer, mesh=world.dp)
+    peer = _fsdp2(_made(), world, sequence=sequence)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP2's, of views
         _train(peer, place, 2, _clip_one_by_one)
@@ -269,6 +278,16 @@ def test_bf16_computes_with_bf16_dtensors(context: RankContext) -> None:
     told: list[Any] = [None] * 4
     dist.all_gather_object(told, (losses, {name: float(each.sum()) for name, each in weights.items()}))
     assert told[0] == told[1] and told[2] == told[3] and told[0][1] == told[2][1]
+
+
+@on_ranks(4)
+def test_state_in_host_memory_trains_the_same(context: RankContext) -> None:
+    """On a simulated device, clipped by either function."""
+    world = _mesh(2, 2)
+    with simulated_device():
+        for clip in (_own_clip, _torch_clip):
+            sharded = _sharded(_made(), world, offload="state")
+            _assert_equal(_train(sharded, world.dp.get_local_rank(), 2, clip), _train(_made()))
 
 
 @on_ranks(4)
@@ -396,7 +415,7 @@ def _assert_same_state(found: Any, wanted: Any) -> None:
             assert torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(value)), (number, key)
 
 
-@pytest.mark.parametrize(("ranks_saving", "tp_saving"), [(4, 2), (2, 1)])
+@pytest.mark.parametrize(("ranks_saving", "tp_saving"), [(4, 2), (2, 2), (2, 1)])
 def test_checkpoints_exports_and_full_state_load_on_meshes_of_any_shape(
     ranks: Any, tmp_path: Path, ranks_saving: int, tp_saving: int
 ) -> None:
@@ -417,6 +436,43 @@ def test_a_state_dict_of_dtensors_loads_like_full_tensors(context: RankContext) 
             fully_shard(other, mesh=world.dp)
         sharded.load_state_dict(other.state_dict())
         assert _difference(full_weights(sharded), _made(seed).state_dict()) == 0.0
+
+
+@on_ranks(4)
+def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankContext, tmp_path: Path) -> None:
+    """Weights and moments, to the bit."""
+    world = _mesh(2, 2)
+    peer = _fsdp2(_made(), world)
+    theirs = _adam(peer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP2's, of views; DCP's
+        _train(peer, world.dp.get_local_rank(), 2, _clip_one_by_one, optimizer=theirs, steps=2)
+        weights, moments = get_state_dict(peer, theirs)
+        state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "dcp")
+    if context.rank == 0:
+        from_dcp(tmp_path / "dcp", tmp_path / "run")
+    dist.barrier()
+    model, optimizer = _run_of(world, 1)
+    load_checkpoint(tmp_path / "run", model, optimizer)
+    wanted = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
+    assert _difference(full_weights(model), wanted) == 0.0
+    save_checkpoint(tmp_path / "again", model, optimizer)
+    if context.rank == 0:
+        to_dcp(tmp_path / "again", tmp_path / "back")
+    dist.barrier()
+    other = _fsdp2(_made(2), world)
+    mine = _adam(other)
+    state = dict(zip(("model", "optimizer"), get_state_dict(other, mine), strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state_dict_loader.load(state, checkpoint_id=tmp_path / "back")
+    for name, each in state["model"].items():
+        assert torch.equal(each.full_tensor() if isinstance(each, DTensor) else each, wanted[name]), name
+    for name, values in state["optimizer"]["state"].items():
+        for key, value in values.items():
+            both = value, moments["state"][name][key]
+            local = [each.to_local() if isinstance(each, DTensor) else torch.as_tensor(each) for each in both]
+            assert torch.equal(*local), (name, key)
 
 
 @on_ranks(4)
