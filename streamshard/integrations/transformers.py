@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
@@ -41,6 +42,7 @@ from streamshard.functions import (
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
+from streamshard.planning.structure import modules_inside
 
 _REPLACED = "replaced-"  # Trainer takes every directory called "checkpoint-.." for a checkpoint
 
@@ -98,10 +100,17 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         """Let Trainer make its accelerator, and make a `StreamShardAccelerator` of it."""
         _refuse(self.args)
         parallelism, self.args.parallelism_config = getattr(self.args, "parallelism_config", None), None
+        parts = {model: vars(model).get("_tp_size") for model in modules_inside(self.model)}
+        cut = {model: size for model, size in parts.items() if (size or 1) > 1}  # by transformers, while loading
         try:
+            for model in cut:
+                vars(model)["_tp_size"] = None  # accelerate would refuse a ParallelismConfig without FSDP2 on CPUs
             super().create_accelerator_and_postprocess()
         finally:
             self.args.parallelism_config = parallelism
+            for model, size in cut.items():
+                vars(model)["_tp_size"] = size
+                parallelism = parallelism or ParallelismConfig(tp_size=size)
         options = self._sharding_options
         self.accelerator = StreamShardAccelerator.take_over(self.accelerator, parallelism, **options)
 

@@ -20,7 +20,7 @@ from tests.reference import full_weights
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("transformers.distributed.tensor_parallel")
 from accelerate import ParallelismConfig  # noqa: E402
-from transformers import TrainingArguments  # noqa: E402
+from transformers import DistributedConfig, TrainingArguments  # noqa: E402
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # noqa: E402
 
 from streamshard import ConfigError, ShardingError, StreamShard  # noqa: E402
@@ -154,10 +154,10 @@ def test_an_optimizer_of_another_loop_raises_where_it_reads_old_dtensors(context
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
 
-def _trained(model: Any, path: Path, parallelism: Any) -> tuple[list[Any], dict[str, Tensor]]:
+def _trained(model: Any, path: Path, parallelism: Any = None) -> tuple[list[Any], dict[str, Tensor]]:
     rows = torch.cat(_rows())
     given: dict[str, Any] = {
-        "per_device_train_batch_size": 4 // parallelism.dp_shard_size,
+        "per_device_train_batch_size": 4,
         "max_steps": STEPS,
         "learning_rate": 1e-2,
         "adam_epsilon": 1e-4,
@@ -189,3 +189,22 @@ def test_trainer_with_a_parallelism_config_trains_what_one_process_trains(contex
     wanted_norms, wanted = _train(_made())
     assert norms == pytest.approx(wanted_norms, rel=1e-4)
     _assert_equal(weights, wanted)
+
+
+@on_ranks(2)
+def test_a_model_of_distributed_config_trains_what_one_process_trains(context: RankContext, tmp_path: Path) -> None:
+    """transformers has made DTensors while loading, over all ranks: StreamShard takes the mesh from them."""
+    if context.rank == 0:
+        _made().save_pretrained(tmp_path / "llama")
+    dist.barrier()
+    with launched(context):
+        config = DistributedConfig(tp_size=2)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", distributed_config=config)
+        norms, weights = _train(StreamShard(loaded, precision="fp32"))
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", distributed_config=config)
+        logged, trained = _trained(again, tmp_path / "out")
+    wanted_norms, wanted = _train(_made())
+    assert norms == pytest.approx(wanted_norms, rel=1e-5)
+    assert logged == pytest.approx(wanted_norms, rel=1e-4)
+    _assert_equal(weights, wanted)
+    _assert_equal(trained, wanted)
