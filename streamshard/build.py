@@ -116,7 +116,8 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     module, checked, ranks, replicas, experts = accepted
     try:
         _check_ranks_agree(ranks, module, checked)
-        empty = _agree_on_empty(ranks, checked.on_meta)
+        parts = {name for name, param in params_of(module).items() if form_of(param).box}
+        empty = _agree_on_empty(ranks, checked.on_meta, parts)
         found, in_fp32 = lower_model(module, checked.found, checked.in_fp32)
         checked = checked._replace(found=found, in_fp32=in_fp32)
         for each in module.parameters():
@@ -140,7 +141,7 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     attach(base, module, checked.found, engine, checked.in_fp32)
     conventions().replace_methods(module)
     watch_optimizers()
-    without_elements = {shard.name for shard in engine.param_shards if not shard.layout.numel}
+    without_elements = {shard.name for shard in engine.param_shards if not shard.piece.full.numel()}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
     return engine
@@ -169,7 +170,9 @@ def make_engine(
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
-    ranks.recorder.names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
+    names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
+    for each in (ranks, *(() if experts is None else (experts,))):
+        each.recorder.names = names
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     budget = parse_bytes("device_budget", settings.device_budget, at_least=0)
     on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
@@ -329,13 +332,17 @@ def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked)
                 raise RankMismatchError(f"ranks have different {what}: rank 0 has {first}, rank {rank} has {other}")
 
 
-def _agree_on_empty(ranks: Communicator, on_meta: list[str]) -> set[str]:
+def _agree_on_empty(ranks: Communicator, on_meta: list[str], parts: set[str]) -> set[str]:
     """The parameters and buffers that will be empty: those on meta on rank 0.
 
     Raises:
         RankMismatchError: rank 0 has no values where another rank has some.
     """
     firsts, *others = map(set, ranks.gather_objects(on_meta))
+    if lost := parts.intersection(firsts.union(*others) - firsts.intersection(*others)):
+        raise RankMismatchError(
+            f"{min(lost)!r}, a DTensor, is on the meta device on some ranks only: each has its part"
+        )
     if lost := firsts.difference(firsts.intersection(*others)):
         raise RankMismatchError(
             f"{min(lost)!r} is on the meta device on rank 0 and has values on another rank, and rank 0's weights count "

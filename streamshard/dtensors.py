@@ -49,6 +49,11 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
     told = [] if base is None else refuse_together(base, error, mine)
     raise_if(error)
     if None not in told and mesh is not None:
+        if who is None and any(param.ndim > 2 for param in params_of(module).values() if hasattr(param, "placements")):
+            raise ConfigError(
+                'the model has DTensors of more than two dims: give mesh=, such as mesh["dp"] for tensor parallelism, '
+                "or all ranks, mesh=torch.distributed.group.WORLD, for experts"
+            )
         return _groups_with(who, mesh, told)
     if base is not None and any(told):
         ranks, empty = dist.get_process_group_ranks(base), told.index(None)
@@ -96,7 +101,7 @@ def _groups_with(who: Groups | None, mesh: DeviceMesh, told: Sequence[Place]) ->
         shard = group_of_ranks([rank for rank, (place, _) in beside.items() if place == mine[0]])
         who = Groups(shard, None, shard, device_type=mesh.device_type)
     data, shard_ranks = (dist.get_process_group_ranks(group) for group in (who.all_ranks, who.shard))
-    if set(shard_ranks).issuperset(mine[1]):
+    if mesh.size() > 1 and set(shard_ranks).issuperset(mine[1]):
         same = [rank for rank in data if beside[rank][0] == mine[0]]
         own = [rank for rank in same if rank in shard_ranks]
         if len(own) * mesh.size() == len(shard_ranks):
@@ -136,15 +141,25 @@ def _refuse_local_adapters(module: Any) -> None:
 
 def refuse_no_experts(module: nn.Module) -> None:
     """Raise if a DTensor inside the shard group is no expert: its gradient would be summed over the wrong ranks."""
-    for name, param in params_of(module).items():
-        if isinstance(form := form_of(param), DTensorForm) and not form.box:
+    params = params_of(module)
+    forms = {name: form_of(param) for name, param in params.items()}
+    experts = {name: form for name, form in forms.items() if isinstance(form, DTensorForm)}
+    for name, form in experts.items():
+        if not form.box:
             raise ShardingError(
                 f"{name!r} is a copy (Replicate) on the mesh of the experts, {form.mesh}: leave it a plain Parameter"
             )
-        elif isinstance(form, DTensorForm) and form.cut_along != 0:
+        if form.cut_along != 0:
             raise ShardingError(
                 f"{name!r} is cut along dim {form.cut_along} on {form.mesh}, whose ranks shard the model: so only "
                 'experts are cut, along dim 0. For tensor parallelism shard over other ranks, such as mesh=world["dp"]'
+            )
+    # After the loop: a tensor parallel plan also cuts vocabularies unevenly, and above it gets the better message.
+    for name, form in experts.items():
+        count = params[name].shape[0]
+        if count % form.mesh.size():
+            raise ShardingError(
+                f"{name!r} has {count} experts over {form.mesh.size()} ranks: wanted the same number on each"
             )
 
 

@@ -211,7 +211,7 @@ class DTensorForm(PlainForm):
         self.kind, self.mesh, self.placements = type(param), param.device_mesh, param.placements
         self._shape, self._stride = param.shape, torch.empty(param.shape, device="meta").stride()
         self.cut_along = next((place.dim for place in self.placements if type(place).__name__ == "Shard"), None)
-        if self.cut_along is not None and self.mesh.ndim == 1:
+        if self.cut_along is not None and self.mesh.ndim == 1 and self.mesh.size() > 1:
             size, ranks = self._shape[self.cut_along], self.mesh.size()
             step = -(-size // ranks)  # as torch.chunk
             start = min(self.mesh.get_local_rank() * step, size)
@@ -249,6 +249,8 @@ class DTensorForm(PlainForm):
 
     def local_grad(self, grad: Any) -> torch.Tensor:
         """See `Form`. Collective if the gradient is a sum over ranks, as of a norm in sequence parallelism."""
+        if not isinstance(grad, self.kind):
+            return cast(torch.Tensor, grad)  # a copy of the local gradient, which left its slot
         if grad.placements != self.placements:
             grad = grad.redistribute(placements=self.placements)
         return cast(torch.Tensor, grad.to_local())
@@ -310,6 +312,7 @@ def lower(name: str, param: nn.Parameter) -> nn.Parameter:
     plain.__dict__.pop("_is_param")
     old: Any = param
     old.lowered, old.successor_of = name, weakref.ref(plain)
+    old._local_tensor = torch.empty(0)  # an optimizer or a list may keep the DTensor
     old.__class__ = type("DTensor", (_Lowered, form.kind), {"__slots__": ()})
     return plain
 

@@ -103,7 +103,8 @@ def local_state(
         moments = {} if cut is None else _moments_in(values, cut)
         path = f"{name}/{names[param]}"
         state[names[param]], tensors = encode({**values, **moments}, path)
-        own = TensorPiece.wholes(tensors)
+        is_copy = place is not None and not place[1].piece.counts
+        own = [piece._replace(is_copy=is_copy) for piece in TensorPiece.wholes(tensors)]
         if cut is not None:
             own = _own_pieces(tensors, cut, {f"{path}.{key}" for key in moments})
         if place is not None:

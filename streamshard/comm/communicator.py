@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.groups import TensorParallel, alive, host_group_of, weak
+from streamshard.comm.groups import TensorParallel, alive, close_connections, host_group_of, weak
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Fence, Guard, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AloneTransport, Transport
@@ -182,6 +182,9 @@ class Communicator(RankGroup):
         """See `RankGroup.close`. Ends the transport's waits too."""
         self.transport.leave()
         super().close(users_too=users_too)
+        if self.parts > 1:
+            others = (of() for of in (self._model_group_of, self._data_group_of))
+            close_connections(*(group for group in others if group is not None))
 
 
 class PlannedRanks(Communicator):

@@ -374,7 +374,7 @@ class FlatParam:
             whole = make_subclass(classes[1], whole, not self.kind.is_packed)
         param.unsharded = cast(UnshardedParameter, whole)
         # A tensor around another one has a version counter of its own.
-        aliases = (alias, whole.detach()) if form.inner and self.kind.trains else (alias,)
+        aliases = (alias, whole.detach()) if form.inner and not self.kind.is_packed else (alias,)
         guard.watch(param.unsharded, classes, aliases, param.param, param.name)
         if self.kind.trains:
             self.place_grad(param)

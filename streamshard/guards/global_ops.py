@@ -81,7 +81,7 @@ class _GlobalSum(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum_over_ranks(grad, ctx.ranks).div_(ctx.ranks.grad_divisor), None
+        return _sum_over_ranks(grad, ctx.ranks).div_(ctx.ranks.grad_divisor * ctx.ranks.parts), None
 
 
 def _sum_over_ranks(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
@@ -95,18 +95,24 @@ def global_sum(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     return total
 
 
-def global_norm(local: torch.Tensor, order: float, ranks: Communicator) -> torch.Tensor:
+def global_norm(
+    local: torch.Tensor,
+    order: float,
+    ranks: Communicator,
+    counted: Callable[[torch.Tensor], torch.Tensor] = lambda power: power,
+) -> torch.Tensor:
     """The norm over all ranks from each rank's own. One collective, and another one in backward.
 
     Args:
         local: norms of order `order` over this rank's elements, any shape.
         order: a positive number; ``inf`` is the maximum, which has no gradient.
         ranks: its shard group is summed over.
+        counted: see `Piece.counted`.
     """
     if math.isinf(order):
         return global_extreme(local.detach(), largest=order > 0, ranks=ranks)
     powers = local.to(torch.promote_types(local.dtype, torch.float32))  # 16 bits do not hold squares
-    total = global_sum(powers.pow(order), ranks)
+    total = global_sum(counted(powers.pow(order)), ranks)
     if total.requires_grad:  # torch's gradient of a norm of zeros is zero
         is_zero = total == 0.0
         return total.masked_fill(is_zero, 1.0).pow(1.0 / order).masked_fill(is_zero, 0.0).to(local.dtype)

@@ -93,8 +93,13 @@ class Piece(NamedTuple):
         return self.flat_param.local_range(self.place, rank)
 
     def counted(self, number: torch.Tensor) -> torch.Tensor:
-        """`number`, which is of this rank's elements, as sums and norms over ranks add it: see `counts`."""
-        return number if self.counts else number * 0
+        """`number`, which is of this rank's elements, as sums over ranks add it: see `counts`.
+
+        A copy counts as 0, but its gradient is that of the element that counts. So copies stay equal.
+        """
+        if self.counts:
+            return number
+        return number - number.detach() if number.requires_grad else torch.zeros_like(number)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of `whole`, in new memory: [local_shape]."""
@@ -103,7 +108,9 @@ class Piece(NamedTuple):
 
     def is_like(self, other: Piece) -> bool:
         """Whether both are cut at the same places. All ranks get the same answer."""
-        mine, theirs = ((each.shape, each.place.offset, each.flat_param.shard_numel) for each in (self, other))
+        mine, theirs = (
+            (each.shape, each.box, each.place.offset, each.flat_param.shard_numel) for each in (self, other)
+        )
         return mine == theirs and self.ranks.world_size == other.ranks.world_size
 
     def takes(self, local: torch.Tensor) -> bool:

@@ -308,10 +308,10 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
     has_graph = local.requires_grad and torch.is_grad_enabled()
     if order is None or has_graph and math.isinf(order):
         _refuse(func, tensor)
-    norm = tensor.piece.counted(torch.linalg.vector_norm(local, order) if local.numel() else local.sum())
+    norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
     if not has_graph:
-        return PartialNorm.wrap(norm, order, ranks, tensor.device)
-    return global_norm(norm, order, ranks).to(tensor.device)
+        return PartialNorm.wrap(tensor.piece.counted(norm), order, ranks, tensor.device)
+    return global_norm(norm, order, ranks, tensor.piece.counted).to(tensor.device)
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_hooks import follow_model
 from streamshard.device import accelerator as accelerator_kind
 from streamshard.errors import ConfigError
+from streamshard.forms import successor
 from streamshard.full import clip_grads
 from streamshard.functions import export_safetensors
 from streamshard.planning.structure import modules_inside
@@ -148,7 +149,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             device = engine_of(StreamShard(model, **options)).ranks.streams.device
         finally:
             for param in trained:
-                param.requires_grad_(True)
+                successor(param).requires_grad_(True)
         for module in modules_inside(model):
             if "hf_device_map" in vars(module):  # accelerate refuses quantized models on other devices
                 vars(module)["hf_device_map"] = {"": device}

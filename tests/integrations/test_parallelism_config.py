@@ -121,6 +121,18 @@ def test_an_accelerator_with_a_parallelism_config_trains_what_one_process_trains
         assert len(loader) == STEPS
 
 
+@on_ranks(2)
+def test_a_reference_model_with_dtensors_is_prepared_for_evaluation(context: RankContext) -> None:
+    """Its parameters require gradients afterwards, as before."""
+    with launched(context):
+        accelerator = StreamShardAccelerator(parallelism_config=ParallelismConfig(tp_size=2))
+        model = _parallel("llama", accelerator.torch_device_mesh["tp"])
+        prepared = accelerator.prepare_model(model, evaluation_mode=True)
+        assert all(param.requires_grad for param in prepared.parameters())
+        with torch.no_grad():
+            assert prepared(input_ids=_rows()[0]).logits.shape == (4, 10, WORDS)
+
+
 @on_ranks(4)
 def test_context_parallel_ranks_of_a_parallelism_config_share_the_shards(context: RankContext) -> None:
     """Two data ranks and two of context parallelism make a shard group of four."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from streamshard import (
     ConfigError,
@@ -187,6 +187,40 @@ def test_offload_with_experts_is_refused(context: RankContext) -> None:
     """Copies to the host know one group of ranks."""
     with simulated_device(), pytest.raises(ConfigError, match="the model has DTensors of experts"):
         _sharded(_made(), 2, offload="state")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_penalties_on_experts_have_the_gradients_of_one_process(context: RankContext, factor: float | None) -> None:
+    """Means of gradients, and sums by a divide factor."""
+    model, whole = _sharded(_made(), 2), _made()
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    rows = _example()["whole_batch"](0)
+    share = 1.0 if factor is None else 4.0
+    for each, own in ((model, rows.chunk(4)[context.rank]), (whole, rows)):
+        penalty = 0.1 * sum(param.square().sum() for param in each.parameters())
+        (each(own).square().mean() + penalty).backward()
+    for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
+        wanted = share * param.piece.cut(full.grad)
+        torch.testing.assert_close(param.grad.as_subclass(Tensor), wanted, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@on_ranks(2)
+def test_experts_without_a_mesh_and_uneven_experts_are_refused(context: RankContext) -> None:
+    """Without one they would be tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    for experts, given, error, told in (
+        (8, None, ConfigError, "DTensors of more than two dims: give mesh="),
+        (7, dist.group.WORLD, ShardingError, "has 7 experts over 2 ranks: wanted the same number on each"),
+    ):
+        model = _made()
+        for layer in model.layers:
+            for name in ("up", "down"):
+                whole = getattr(layer.experts, name).detach()[:experts]
+                setattr(layer.experts, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+        with pytest.raises(error, match=told):
+            StreamShard(model, mesh=given)
 
 
 @on_ranks(2)

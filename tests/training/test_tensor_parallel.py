@@ -357,11 +357,14 @@ def test_absent_dtensors_raise_when_another_layer_reads_them(context: RankContex
 
 
 @on_ranks(4)
-def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext) -> None:
-    """Through the DTensor, and through its local part."""
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext, trains: bool) -> None:
+    """Through the DTensor, and through its local part; of a frozen one too."""
     world = _mesh(2, 2)
     for change in (lambda weight: weight.mul_(0.5), lambda weight: weight.to_local().mul_(0.5)):
-        sharded = _sharded(_made(), world)
+        model = _made()
+        model.layers[1].up.weight.requires_grad_(trains)
+        sharded = _sharded(model, world)
 
         def edit(layer: Any, args: Any, change: Any = change) -> None:
             with torch.no_grad():
@@ -370,6 +373,59 @@ def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext) -> No
         sharded.layers[1].register_forward_pre_hook(edit)
         with pytest.raises(ShardingError, match=r"'layers.1.up.weight' was changed in place"):
             sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("penalty", ["squares", "norms"])
+def test_penalties_on_parts_and_copies_have_the_gradients_of_one_process(context: RankContext, penalty: str) -> None:
+    """And copies of a norm stay equal on all ranks."""
+    world, whole = _mesh(2, 2), _made()
+    sharded = _sharded(_made(), world)
+    tokens = torch.arange(4 * TOKENS).view(4, TOKENS) % WORDS
+
+    def total(model: nn.Module) -> Any:
+        return sum(each.square().sum() if penalty == "squares" else each.norm() for each in model.parameters())
+
+    (sharded(tokens.chunk(2)[world.dp.get_local_rank()]).square().mean() + 0.1 * total(sharded)).backward()
+    (whole(tokens).square().mean() + 0.1 * total(whole)).backward()
+    for (name, param), full in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        wanted = param.piece.cut(full.grad)
+        torch.testing.assert_close(param.grad.as_subclass(Tensor), wanted, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@on_ranks(4)
+def test_gradients_that_leave_their_slot_come_back(context: RankContext) -> None:
+    """A layer runs before and after another one in its slot."""
+    world, whole = _mesh(2, 2), _made()
+    sharded = _sharded(_made(), world, resident=())
+    tokens = torch.arange(4 * TOKENS).view(4, TOKENS) % WORDS
+    for model in (sharded, whole):
+        layers = list(model.layers)
+        model.forward = lambda rows, model=model, layers=layers: model.head(
+            model.norm(layers[0](layers[2](layers[1](layers[0](model.embedding(rows))))))
+        )
+    for _ in range(2):
+        sharded(tokens.chunk(2)[world.dp.get_local_rank()]).square().mean().backward()
+        whole(tokens).square().mean().backward()
+    for (name, param), full in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        assert float(param.grad.norm()) == pytest.approx(float(full.grad.norm()), rel=1e-4, abs=1e-9), name
+
+
+@on_ranks(2)
+def test_an_axis_of_one_rank_is_tensor_parallelism_of_one_part(context: RankContext) -> None:
+    """The same script runs with `--tp 1`."""
+    model, norms = _example()["main"](2, 1)
+    assert "over 2 ranks;" in repr(model) and len(norms) == 2
+
+
+@on_ranks(2)
+def test_old_dtensors_keep_no_memory(context: RankContext) -> None:
+    """A list of parameters from before sharding."""
+    mesh, model = _mesh(1, 2).tp, _made()
+    _parallelize(model, mesh, sequence=True)
+    old = [param for param in model.parameters() if isinstance(param, DTensor)]
+    StreamShard(model, precision="fp32")
+    assert not any(DTensor._local_tensor.__get__(each).numel() for each in old)  # type: ignore[attr-defined]
 
 
 # -- saving and loading -----------------------------------------------------------------------------------------------
@@ -628,6 +684,17 @@ def test_parameters_with_types_of_spmd_types_are_refused() -> None:
     model = nn.Linear(4, 4)
     model.weight._local_type = {"tp": "V"}
     with pytest.raises(ShardingError, match=r"'weight' has a type of spmd_types.*spmd_backend=.partial_dtensor"):
+        StreamShard(model)
+
+
+@on_ranks(2)
+def test_parts_on_meta_on_some_ranks_are_refused(context: RankContext) -> None:
+    """Rank 0 has no values for the other ranks' parts."""
+    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), _made()
+    parallelize_module(model, mesh, {"head": ColwiseParallel()})
+    if context.rank:
+        model.head.weight = nn.Parameter(model.head.weight.detach().to("meta"))
+    with pytest.raises(RankMismatchError, match="'head.weight', a DTensor, is on the meta device on some ranks only"):
         StreamShard(model)
 
 
