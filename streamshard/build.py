@@ -31,7 +31,7 @@ from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import has_streams, module_of, training_device, warn_if_untested
-from streamshard.dtensors import groups_with_dtensors, lower_model, refuse_no_experts
+from streamshard.dtensors import groups_with_dtensors, lower_model, refuse_others_than_experts
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is_of_this_rank
 from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
@@ -101,7 +101,7 @@ def accept_model(
     try:
         checked = check_model(module, units, resident, given)
         if who is not None and who.experts is not None:
-            refuse_no_experts(module)
+            refuse_others_than_experts(module)
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
         device = training_device(checked.here, group, None if who is None else who.device_type)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything

@@ -34,6 +34,7 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
         check: raises if the model was changed by another library.
 
     Raises:
+        ConfigError: see `_groups_with`. Or there is no mesh, and a DTensor of more than two dims: it may be of experts.
         RankMismatchError: on all ranks of `who`: only some of them have DTensors.
         ShardingError: on all ranks of `who`: a rank's model was changed by another library, or has DTensors on another
             mesh than one of one axis.
@@ -49,7 +50,7 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
     told = [] if base is None else refuse_together(base, error, mine)
     raise_if(error)
     if None not in told and mesh is not None:
-        if who is None and any(param.ndim > 2 for param in params_of(module).values() if hasattr(param, "placements")):
+        if who is None and any(param.ndim > 2 for param, _ in _dtensors_of(module).values()):
             raise ConfigError(
                 'the model has DTensors of more than two dims: give mesh=, such as mesh["dp"] for tensor parallelism, '
                 "or all ranks, mesh=torch.distributed.group.WORLD, for experts"
@@ -65,21 +66,26 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
     return who
 
 
+def _dtensors_of(module: object) -> dict[str, tuple[nn.Parameter, DTensorForm]]:
+    """The DTensors among the parameters, by name."""
+    params = params_of(module) if isinstance(module, nn.Module) else {}
+    forms = {name: (param, form_of(param)) for name, param in params.items() if not is_lazy(param)}
+    return {name: (param, form) for name, (param, form) in forms.items() if isinstance(form, DTensorForm)}
+
+
 def _mesh_of_dtensors(module: object) -> DeviceMesh | None:
     """The mesh of the DTensors among the parameters; None: there are none."""
-    params = params_of(module) if isinstance(module, nn.Module) else {}
-    forms = {name: form_of(param) for name, param in params.items() if not is_lazy(param)}
-    found = {name: form for name, form in forms.items() if isinstance(form, DTensorForm)}
+    found = {name: form.mesh for name, (_, form) in _dtensors_of(module).items()}
     if found:
         _refuse_local_adapters(module)
-    for name, form in found.items():
-        first, mesh = next(iter(found)), form.mesh
+    for name, mesh in found.items():
+        first = next(iter(found))
         if mesh.ndim > 1:
             axes = f"{name!r} is a DTensor on a mesh of axes {mesh.mesh_dim_names}: wanted one axis, across the ranks "
             raise ShardingError(axes + 'that shard it (torchtitan: parallelism.spmd_backend="partial_dtensor")')
-        if mesh != found[first].mesh:
+        if mesh != found[first]:
             raise ShardingError(f"{first!r} and {name!r} are DTensors on different meshes: wanted one mesh")
-    return next((form.mesh for form in found.values()), None)
+    return next(iter(found.values()), None)
 
 
 def _groups_with(who: Groups | None, mesh: DeviceMesh, told: Sequence[Place]) -> Groups:
@@ -139,12 +145,10 @@ def _refuse_local_adapters(module: Any) -> None:
                 )
 
 
-def refuse_no_experts(module: nn.Module) -> None:
+def refuse_others_than_experts(module: nn.Module) -> None:
     """Raise if a DTensor inside the shard group is no expert: its gradient would be summed over the wrong ranks."""
-    params = params_of(module)
-    forms = {name: form_of(param) for name, param in params.items()}
-    experts = {name: form for name, form in forms.items() if isinstance(form, DTensorForm)}
-    for name, form in experts.items():
+    experts = _dtensors_of(module)
+    for name, (_, form) in experts.items():
         if not form.box:
             raise ShardingError(
                 f"{name!r} is a copy (Replicate) on the mesh of the experts, {form.mesh}: leave it a plain Parameter"
@@ -155,11 +159,10 @@ def refuse_no_experts(module: nn.Module) -> None:
                 'experts are cut, along dim 0. For tensor parallelism shard over other ranks, such as mesh=world["dp"]'
             )
     # After the loop: a tensor parallel plan also cuts vocabularies unevenly, and above it gets the better message.
-    for name, form in experts.items():
-        count = params[name].shape[0]
-        if count % form.mesh.size():
+    for name, (param, form) in experts.items():
+        if param.shape[0] % form.mesh.size():
             raise ShardingError(
-                f"{name!r} has {count} experts over {form.mesh.size()} ranks: wanted the same number on each"
+                f"{name!r} has {param.shape[0]} experts over {form.mesh.size()} ranks: wanted the same number on each"
             )
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -164,6 +165,32 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, full shapes, on every rank, in CPU memory as `full_state_dict`'s."""
     state = model.full_state_dict(rank0_only=False) if isinstance(model, StreamShard) else model.state_dict()
     return {name: value.detach().to("cpu", copy=True) for name, value in parts_of(state).items()}
+
+
+def difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """The largest difference of two elements with the same place. The names have to be the same."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def assert_script_trained_like_plain(script: Mapping[str, Any], model: nn.Module, norms: Sequence[float]) -> None:
+    """Train the plain model of a documented script in one process, and compare gradient norms and weights.
+
+    Args:
+        script: its names: `make_model` and `whole_batch`.
+        model: trained by its `main` over all ranks.
+        norms: the gradient norm of each step.
+    """
+    assert norms
+    whole = script["make_model"]()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=3e-3)
+    for step, norm in enumerate(norms):
+        tokens = script["whole_batch"](step)
+        cross_entropy(whole(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(whole.parameters(), 1.0)), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert difference(full_weights(model), full_weights(whole)) < 1e-4
 
 
 def parts_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from streamshard import (
 from tests.launched import ROOT
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import full_weights
+from tests.reference import assert_script_trained_like_plain, difference, full_weights
 from tests.simulated import late, simulated_device
 
 STEPS, CLIP = 4, 0.5
@@ -91,12 +91,7 @@ def _steps(
 
 def _assert_equal(found: _Course, wanted: _Course) -> None:
     assert found.norms == pytest.approx(wanted.norms, rel=1e-6)
-    assert _difference(found.weights, wanted.weights) < 2e-6
-
-
-def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+    assert difference(found.weights, wanted.weights) < 2e-6
 
 
 @on_ranks(4)
@@ -113,15 +108,7 @@ def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, e
 def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
     """As a user starts it, on two by two ranks."""
     model, norms = _example()["main"](STEPS, 2)
-    whole = _made()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=3e-3)
-    for step, norm in enumerate(norms):
-        tokens = _example()["whole_batch"](step)
-        F.cross_entropy(whole(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(whole.parameters(), 1.0)), rel=1e-5)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert _difference(full_weights(model), full_weights(whole)) < 1e-4
+    assert_script_trained_like_plain(_example(), model, norms)
 
 
 @on_ranks(4)
@@ -166,13 +153,13 @@ def _loaded(context: RankContext, path: Path, ep: int, weights: dict[str, Tensor
     model = _sharded(_made(1), ep)
     optimizer = _adam(model)
     load_checkpoint(path / "run", model, optimizer)
-    assert _difference(full_weights(model), weights) == 0.0
+    assert difference(full_weights(model), weights) == 0.0
     for number, values in full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"].items():
         for key, value in values.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(state["state"][number][key])), (number, key)
     other = _sharded(_made(2), ep)
     load_safetensors(other, path / "export")
-    assert _difference(full_weights(other), weights) == 0.0
+    assert difference(full_weights(other), weights) == 0.0
 
 
 def test_checkpoints_and_exports_load_with_other_meshes_of_experts(ranks: Any, tmp_path: Path) -> None:

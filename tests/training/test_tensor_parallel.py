@@ -46,7 +46,7 @@ from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.optim import WholeParameterOptimizer
 from tests.launched import ROOT
 from tests.ranks import RankContext, on_ranks
-from tests.reference import full_weights
+from tests.reference import assert_script_trained_like_plain, difference, full_weights
 from tests.simulated import simulated_device
 
 WORDS, TOKENS, STEPS, CLIP = 33, 8, 4, 0.5
@@ -189,14 +189,9 @@ def _has_dtensors(model: nn.Module) -> bool:
     return any(isinstance(param, DTensor) for param in model.parameters())
 
 
-def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-
-
 def _assert_equal(found: Course, wanted: Course) -> None:
     assert found[1] == pytest.approx(wanted[1], rel=1e-6)
-    assert _difference(found[2], wanted[2]) < 1e-5
+    assert difference(found[2], wanted[2]) < 1e-5
 
 
 @on_ranks(4)
@@ -215,22 +210,14 @@ def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext,
         _train(peer, place, 2, _clip_one_by_one)
     state = peer.state_dict().items()
     theirs = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state}
-    assert _difference(found[2], wanted[2]) <= 1.5 * _difference(theirs, wanted[2])
+    assert difference(found[2], wanted[2]) <= 1.5 * difference(theirs, wanted[2])
 
 
 @on_ranks(4)
 def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
     """As a user starts it, on two replicas of two parts."""
     model, norms = _example()["main"](STEPS, 2, 2)
-    whole = _made()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=3e-3)
-    for step, norm in enumerate(norms):
-        tokens = _example()["whole_batch"](step)
-        F.cross_entropy(whole(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(whole.parameters(), 1.0)), rel=1e-5)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert _difference(full_weights(model), full_weights(whole)) < 1e-4
+    assert_script_trained_like_plain(_example(), model, norms)
 
 
 @on_ranks(4)
@@ -450,19 +437,19 @@ def _loaded(context: RankContext, path: Path, tp: int, weights: dict[str, Tensor
     world = _mesh(context.world_size // tp, tp)
     model, optimizer = _run_of(world, 1)
     load_checkpoint(path / "run", model, optimizer)
-    assert _difference(full_weights(model), weights) == 0.0
+    assert difference(full_weights(model), weights) == 0.0
     _assert_same_state(full_optimizer_state_dict(model, optimizer, rank0_only=False), state)
     other, own = _run_of(world, 2)
     load_safetensors(other, path / "export")
-    assert _difference(full_weights(other), weights) == 0.0
+    assert difference(full_weights(other), weights) == 0.0
     load_optimizer_state_dict(other, own, state)
     _assert_same_state(full_optimizer_state_dict(other, own, rank0_only=False), state)
     third = _sharded(_made(3), world)
     third.load_state_dict(weights)
-    assert _difference(full_weights(third), weights) == 0.0
+    assert difference(full_weights(third), weights) == 0.0
     found = _train(other, world.dp.get_local_rank(), world.dp.size(), optimizer=own, steps=1)
     expected = _train(model, world.dp.get_local_rank(), world.dp.size(), optimizer=optimizer, steps=1)
-    assert _difference(found[2], expected[2]) == 0.0
+    assert difference(found[2], expected[2]) == 0.0
 
 
 def _assert_same_state(found: Any, wanted: Any) -> None:
@@ -491,7 +478,7 @@ def test_a_state_dict_of_dtensors_loads_like_full_tensors(context: RankContext) 
         if seed == 2:
             fully_shard(other, mesh=world.dp)
         sharded.load_state_dict(other.state_dict())
-        assert _difference(full_weights(sharded), _made(seed).state_dict()) == 0.0
+        assert difference(full_weights(sharded), _made(seed).state_dict()) == 0.0
 
 
 @on_ranks(4)
@@ -511,7 +498,7 @@ def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankC
     model, optimizer = _run_of(world, 1)
     load_checkpoint(tmp_path / "run", model, optimizer)
     wanted = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
-    assert _difference(full_weights(model), wanted) == 0.0
+    assert difference(full_weights(model), wanted) == 0.0
     save_checkpoint(tmp_path / "again", model, optimizer)
     if context.rank == 0:
         to_dcp(tmp_path / "again", tmp_path / "back")
@@ -541,7 +528,7 @@ def test_initial_weights_do_not_depend_on_the_mesh(context: RankContext) -> None
         sharded = _sharded(model, _mesh(*sizes))
         init_weights(sharded, seed=5)
         found.append(full_weights(sharded))
-    assert _difference(found[0], found[1]) == _difference(found[0], found[2]) == 0.0
+    assert difference(found[0], found[1]) == difference(found[0], found[2]) == 0.0
     assert float(found[0]["layers.0.up.weight"].std()) > 0.05
 
 
@@ -599,7 +586,7 @@ def test_summoned_parameters_are_full_tensors(context: RankContext) -> None:
         for param in sharded.parameters():
             param.data.mul_(2)
     after = full_weights(sharded)
-    assert _difference(after, {name: 2 * each for name, each in before.items()}) == 0.0
+    assert difference(after, {name: 2 * each for name, each in before.items()}) == 0.0
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
