@@ -22,8 +22,19 @@ from streamshard.errors import ShardingError
 from streamshard.nested import tensors_in
 from streamshard.torch_private import AsTensors
 
-Box = tuple[tuple[int, int], ...]
-"""For each dim, start and length of a part of a tensor."""
+Box = tuple[tuple[int, int, int], ...]
+"""A part of a tensor: for each dim its start, its length, and the size of the whole dim.
+
+The sizes may split a dim of the tensor in two. So a part may consist of rows that are not neighbours, such as rows of a
+gate and rows of an up projection in one matrix.
+"""
+
+
+def part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements of `whole` in `box`, in the shape of its lengths. An empty box has all elements."""
+    if not box:
+        return whole
+    return whole.reshape([size for *_, size in box])[tuple(slice(start, start + length) for start, length, _ in box)]
 
 
 class Form:
@@ -33,8 +44,8 @@ class Form:
         is_packed: the bytes are never cast, have no gradient, and never train.
         part: the parameter's attribute that is its memory; empty: the parameter itself is.
         inner: the same of the unsharded parameter.
-        box: for each dim the start and the length of the part that this rank's memory is, of a larger tensor that
-            other ranks have parts of; empty: the memory is the whole parameter.
+        box: the part that this rank's memory is, of a tensor that other ranks have the other parts of; empty: the
+            memory is the whole parameter.
     """
 
     is_packed = False
@@ -210,21 +221,24 @@ class DTensorForm(PlainForm):
     def __init__(self, param: Any) -> None:
         self.kind, self.mesh, self.placements = type(param), param.device_mesh, param.placements
         self._shape, self._stride = param.shape, torch.empty(param.shape, device="meta").stride()
-        self.cut_along = next((place.dim for place in self.placements if type(place).__name__ == "Shard"), None)
-        if self.cut_along is not None and self.mesh.ndim == 1 and self.mesh.size() > 1:
-            size, ranks = self._shape[self.cut_along], self.mesh.size()
+        place, ranks = self.placements[0], self.mesh.size()
+        self.cut_along = place.dim % len(self._shape) if type(place).__name__ in ("Shard", "_StridedShard") else None
+        if self.cut_along is not None and self.mesh.ndim == 1 and ranks > 1:
+            blocks = getattr(place, "split_factor", 1)  # each is cut: a gate and an up projection, say
+            size, box = self._shape[self.cut_along] // blocks, [(0, length, length) for length in self._shape]
             step = -(-size // ranks)  # as torch.chunk
             start = min(self.mesh.get_local_rank() * step, size)
-            box = [(0, length) for length in self._shape]
-            box[self.cut_along] = start, min(step, size - start)
-            self.box = tuple(box)
+            box[self.cut_along : self.cut_along + 1] = [(0, blocks, blocks), (start, min(step, size - start), size)]
+            self.box = tuple(box[: self.cut_along] + box[self.cut_along + (blocks == 1) :])
 
     def problem_with(self, param: Any) -> str | None:
         """See `Form`."""
-        shape = tuple(length for _, length in self.box) or tuple(self._shape)
-        is_known = type(self.placements[0]).__name__ in ("Shard", "Replicate")
-        if not is_known or tuple(param.to_local().shape) != shape:
-            return f"is a DTensor with {self.placements[0]}: wanted Shard or Replicate"
+        place, numel = self.placements[0], math.prod(length for _, length, _ in self.box)
+        blocks = getattr(place, "split_factor", 1) * self.mesh.size()
+        is_known = self.cut_along is not None or type(place).__name__ == "Replicate"
+        is_even = blocks == self.mesh.size() or self._shape[self.cut_along] % blocks == 0
+        if not is_known or not is_even or param.to_local().numel() != (numel if self.box else self.numel(param)):
+            return f"is a DTensor with {place}: wanted Shard, a strided Shard of equal parts, or Replicate"
         return None
 
     def numel(self, param: torch.Tensor) -> int:

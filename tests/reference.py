@@ -173,6 +173,13 @@ def difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> flo
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
 
 
+def assert_same_state(found: Any, wanted: Any) -> None:
+    """Compare the full states of two optimizers, to the bit."""
+    for number, values in wanted["state"].items():
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(value)), (number, key)
+
+
 def assert_script_trained_like_plain(script: Mapping[str, Any], model: nn.Module, norms: Sequence[float]) -> None:
     """Train the plain model of a documented script in one process, and compare gradient norms and weights.
 

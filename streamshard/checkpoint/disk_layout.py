@@ -187,7 +187,7 @@ class TensorPiece(NamedTuple):
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """The ranges of the flattened tensor that the piece has, in order: (first element, number)."""
-        return runs_in(self.shape, self.box, self.start, self.data.numel())
+        return runs_in(self.box, self.start, self.data.numel())
 
 
 class Difference(NamedTuple):

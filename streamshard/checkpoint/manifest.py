@@ -35,10 +35,10 @@ from streamshard.checkpoint.safetensors_file import (
     verify_files,
 )
 from streamshard.errors import CheckpointError
-from streamshard.forms import Box
+from streamshard.forms import Box, part_of
 
 MANIFEST_NAME = "checkpoint.json"
-FORMAT = 8
+FORMAT = 9
 MAX_GENERATION = 1 << 40
 """No run saves as often. A larger generation is damage: no later checkpoint could be newer."""
 
@@ -56,7 +56,7 @@ class PieceRecord(NamedTuple):
         file: the file's place in the manifest's list of files.
         start: first element.
         stop: one behind the last element.
-        box: for each dim, start and length; empty: the whole tensor. Tensor parallelism cuts tensors into boxes.
+        box: empty: the whole tensor. Tensor parallelism cuts tensors into boxes.
     """
 
     file: int
@@ -102,13 +102,15 @@ class TensorRecord(NamedTuple):
         return self._replace(pieces=pieces)
 
     def _numel(self, box: Box) -> int:
-        return math.prod([length for _, length in box] if box else self.shape)
+        return math.prod([length for _, length, _ in box] if box else self.shape)
 
     def _is_tiled(self, boxes: Collection[Box]) -> bool:
         """Whether `boxes` have each element of the tensor once."""
         if () in boxes:
             return len(boxes) == 1
-        fit = all(len(box) == len(self.shape) and _is_inside(box, self.shape) for box in boxes)
+        sizes = {tuple(size for *_, size in box) for box in boxes}
+        fit = all(start + length <= size for box in boxes for start, length, size in box)
+        fit = fit and len(sizes) == 1 and math.prod(*sizes) == self._numel(())
         return (
             fit and sum(map(self._numel, boxes)) == self._numel(()) and not any(starmap(_meet, combinations(boxes, 2)))
         )
@@ -120,27 +122,19 @@ def _is_filled(numel: int, ranges: Sequence[tuple[int, int]]) -> bool:
     return edges[::2] == edges[1::2] and edges == sorted(edges)
 
 
-def _is_inside(box: Box, shape: Sequence[int]) -> bool:
-    return all(start + length <= size for (start, length), size in zip(box, shape, strict=True))
-
-
 def _meet(one: Box, other: Box) -> bool:
     """Whether two boxes have elements in common."""
     pairs = zip(one, other, strict=True)
-    return all(max(a, b) < min(a + length, b + size) for (a, length), (b, size) in pairs)
+    return all(max(a, b) < min(a + mine, b + theirs) for (a, mine, _), (b, theirs, _) in pairs)
 
 
-def runs_in(shape: Sequence[int], box: Box, start: int, numel: int) -> Iterator[tuple[int, int]]:
+def runs_in(box: Box, start: int, numel: int) -> Iterator[tuple[int, int]]:
     """Elements [start, start + numel) of a flattened `box`, as ranges of the whole tensor: (first element, number)."""
     if not box:
         yield start, numel
         return
-    yield from contiguous_runs(torch.empty(shape, device="meta")[slices_of(box)], start, numel)
-
-
-def slices_of(box: Box) -> tuple[slice, ...]:
-    """The index of `box` in a tensor; of an empty box, the index of the whole tensor."""
-    return tuple(slice(start, start + length) for start, length in box)
+    whole = torch.empty([size for *_, size in box], device="meta")
+    yield from contiguous_runs(part_of(whole, box), start, numel)
 
 
 def contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
@@ -262,7 +256,7 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
 
 
 def _piece_of(file: int, start: int, stop: int, box: Sequence[Sequence[int]] = ()) -> PieceRecord:
-    return PieceRecord(file, start, stop, tuple((first, length) for first, length in box))
+    return PieceRecord(file, start, stop, tuple((first, length, size) for first, length, size in box))
 
 
 def _file_of(name: str, size_bytes: int, crc32: list[str]) -> FileRecord:
@@ -355,12 +349,11 @@ class CheckpointFiles(OpenFiles):
         """
         record = self.manifest.tensors[name]
         for piece in record.pieces:
-            shape, wanted = record.shape, (start, target.numel())
-            there = piece.start, piece.stop - piece.start
+            wanted, there = (start, target.numel()), (piece.start, piece.stop - piece.start)
             if piece.box == box:
                 found = meet_runs([there], [wanted])
             else:
-                found = meet_runs(runs_in(shape, piece.box, *there), runs_in(shape, box, *wanted))
+                found = meet_runs(runs_in(piece.box, *there), runs_in(box, *wanted))
             for at, place, numel in found:
                 yield self._stored(name, record, piece), at, target[place : place + numel]
 

@@ -19,13 +19,14 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.block_state import is_part, put_together, span_of, take_apart
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, encode
-from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica, runs_in, slices_of
+from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica, runs_in
 from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.core.engine import Engine
 from streamshard.core.optimizer_hooks import params_in, take_over_state
 from streamshard.core.params import Param
 from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.forms import part_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _REL_TOLERANCE = 1e-6  # two machines may round the cosine of a schedule differently
@@ -222,7 +223,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
             ranks.broadcast(part, source)
             if name in wholes:
                 done = 0
-                for first, numel in runs_in(record.shape, box, start, stop - start):
+                for first, numel in runs_in(box, start, stop - start):
                     wholes[name].view(-1)[first : first + numel] = part[done : done + numel]
                     done += numel
     if rank0_only and not ranks.is_first:
@@ -294,5 +295,5 @@ def _part_of(full: Mapping[str, torch.Tensor], shard: Param | None, name: str, w
         advice = "load state of an optimizer of the same parameters"
         shapes = f"has shape {tuple(whole.shape)}, {shard.name!r} has {shard.piece.shape}"
         raise ShardingError(f"optimizer state {name!r} {shapes}: {advice}")
-    part = whole[slices_of(span.box)].reshape(-1)[span.start :][: math.prod(span.local_shape)]
+    part = part_of(whole, span.box).reshape(-1)[span.start :][: math.prod(span.local_shape)]
     return part.view(span.local_shape).to(where, copy=True)

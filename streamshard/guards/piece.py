@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from streamshard.comm.communicator import Communicator
-from streamshard.forms import Box
+from streamshard.forms import Box, part_of
 from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
 
 
@@ -103,7 +103,7 @@ class Piece(NamedTuple):
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of `whole`, in new memory: [local_shape]."""
-        part = whole.detach()[tuple(slice(start, start + length) for start, length in self.box)]
+        part = part_of(whole.detach(), self.box)
         return part.reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
 
     def is_like(self, other: Piece) -> bool:

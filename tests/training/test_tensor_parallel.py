@@ -46,7 +46,7 @@ from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.optim import WholeParameterOptimizer
 from tests.launched import ROOT
 from tests.ranks import RankContext, on_ranks
-from tests.reference import assert_script_trained_like_plain, difference, full_weights
+from tests.reference import assert_same_state, assert_script_trained_like_plain, difference, full_weights
 from tests.simulated import simulated_device
 
 WORDS, TOKENS, STEPS, CLIP = 33, 8, 4, 0.5
@@ -438,24 +438,18 @@ def _loaded(context: RankContext, path: Path, tp: int, weights: dict[str, Tensor
     model, optimizer = _run_of(world, 1)
     load_checkpoint(path / "run", model, optimizer)
     assert difference(full_weights(model), weights) == 0.0
-    _assert_same_state(full_optimizer_state_dict(model, optimizer, rank0_only=False), state)
+    assert_same_state(full_optimizer_state_dict(model, optimizer, rank0_only=False), state)
     other, own = _run_of(world, 2)
     load_safetensors(other, path / "export")
     assert difference(full_weights(other), weights) == 0.0
     load_optimizer_state_dict(other, own, state)
-    _assert_same_state(full_optimizer_state_dict(other, own, rank0_only=False), state)
+    assert_same_state(full_optimizer_state_dict(other, own, rank0_only=False), state)
     third = _sharded(_made(3), world)
     third.load_state_dict(weights)
     assert difference(full_weights(third), weights) == 0.0
     found = _train(other, world.dp.get_local_rank(), world.dp.size(), optimizer=own, steps=1)
     expected = _train(model, world.dp.get_local_rank(), world.dp.size(), optimizer=optimizer, steps=1)
     assert difference(found[2], expected[2]) == 0.0
-
-
-def _assert_same_state(found: Any, wanted: Any) -> None:
-    for number, values in wanted["state"].items():
-        for key, value in values.items():
-            assert torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(value)), (number, key)
 
 
 @pytest.mark.parametrize(("ranks_saving", "tp_saving"), [(4, 2), (2, 2), (2, 1)])
