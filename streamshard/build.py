@@ -101,7 +101,7 @@ def accept_model(
     try:
         checked = check_model(module, units, resident, given)
         if who is not None and who.experts is not None:
-            refuse_others_than_experts(module)
+            refuse_others_than_experts(module, dist.get_process_group_ranks(who.shard))
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
         device = training_device(checked.here, group, None if who is None else who.device_type)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything
@@ -118,7 +118,8 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
         _check_ranks_agree(ranks, module, checked)
         parts = {name for name, param in params_of(module).items() if form_of(param).box}
         empty = _agree_on_empty(ranks, checked.on_meta, parts)
-        found, in_fp32 = lower_model(module, checked.found, checked.in_fp32)
+        shard = dist.get_process_group_ranks(ranks.group) if dist.is_initialized() else []
+        found, in_fp32 = lower_model(module, checked.found, checked.in_fp32, shard)
         checked = checked._replace(found=found, in_fp32=in_fp32)
         for each in module.parameters():
             form_of(each).move(each, ranks.streams.device)

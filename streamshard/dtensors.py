@@ -1,17 +1,17 @@
-"""Models with DTensors: the ranks of tensor or expert parallelism, and plain Parameters in the place of DTensors.
+"""Models with DTensors: the ranks of tensor and expert parallelism, and plain Parameters in the place of DTensors.
 
-The mesh of the DTensors has one axis. If it lies across the shard group, a matrix is cut over the mesh, and each part
-over the shard group. If it lies inside, the DTensors are experts: ranks with the same experts cut them.
+DTensors lie on meshes of one axis. *Across* the shard group: tensor parallelism. A matrix is cut over the axis, and
+each part over the shard group. *Inside*: experts. The axis has several ranks of the shard group, and ranks with the
+same experts cut them. A model may have both. Then the axis of experts may have ranks with other parts of matrices too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from streamshard.comm.groups import Experts, Groups, TensorParallel, group_of_ranks
@@ -21,8 +21,37 @@ from streamshard.forms import DTensorForm, form_of, lower
 from streamshard.planning.discovery import FoundUnit
 from streamshard.planning.structure import InFp32, join_names, modules_inside, modules_of, params_of
 
-Place = tuple[int, list[int]]
-"""This rank's number in the mesh of its DTensors, and the ranks of the mesh."""
+_ranks_of: Callable[[dist.ProcessGroup], list[int]] = dist.get_process_group_ranks
+
+
+class Axis(NamedTuple):
+    """The mesh of DTensors, as a rank sees it.
+
+    Attributes:
+        number: of the rank on the axis.
+        ranks: of the axis, global numbers.
+        device_type: of the mesh.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    device_type: str
+
+    @classmethod
+    def of(cls, form: DTensorForm) -> Axis:
+        """The axis of a DTensor, as this rank sees it."""
+        return cls(form.mesh.get_local_rank(), tuple(form.mesh.mesh.flatten().tolist()), form.mesh.device_type)
+
+    def is_inside(self, shard: Sequence[int]) -> bool:
+        """Whether DTensors on the axis are experts, if the ranks of `shard` shard the model."""
+        return len(set(self.ranks).intersection(shard)) > 1
+
+
+class _Axes(NamedTuple):
+    """The axes of a model's DTensors; None: there are no such DTensors."""
+
+    across: Axis | None = None
+    inside: Axis | None = None
 
 
 def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[[], None]) -> Groups | None:
@@ -34,36 +63,44 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
         check: raises if the model was changed by another library.
 
     Raises:
-        ConfigError: see `_groups_with`. Or there is no mesh, and a DTensor of more than two dims: it may be of experts.
-        RankMismatchError: on all ranks of `who`: only some of them have DTensors.
-        ShardingError: on all ranks of `who`: a rank's model was changed by another library, or has DTensors on another
-            mesh than one of one axis.
+        ConfigError: on all ranks: an axis and the ranks of `who` do not make up the model's ranks. Or there is no mesh,
+            and the DTensors may be experts.
+        RankMismatchError: on all ranks of `who`: ranks have DTensors on different axes.
+        ShardingError: on all ranks of `who`: a rank's model was changed by another library, or has DTensors on a mesh
+            of several axes, or on several axes of one kind.
     """
-    mesh = mine = error = None
+    error, axes = None, _Axes()
     try:
         check()
-        mesh = _mesh_of_dtensors(module)
-        mine = None if mesh is None else _place_in(mesh)
+        axes = _axes_of(module, who)
     except Exception as raised:
         error = raised
     base = dist.group.WORLD if who is None else who.all_ranks
-    told = [] if base is None else refuse_together(base, error, mine)
+    told: list[_Axes] = [] if base is None else refuse_together(base, error, axes)
     raise_if(error)
-    if None not in told and mesh is not None:
-        if who is None and any(param.ndim > 2 for param, _ in _dtensors_of(module).values()):
-            raise ConfigError(
-                'the model has DTensors of more than two dims: give mesh=, such as mesh["dp"] for tensor parallelism, '
-                "or all ranks, mesh=torch.distributed.group.WORLD, for experts"
-            )
-        return _groups_with(who, mesh, told)
-    if base is not None and any(told):
-        ranks, empty = dist.get_process_group_ranks(base), told.index(None)
-        full = next(number for number, place in enumerate(told) if place is not None)
-        raise RankMismatchError(
-            f"ranks have different models: rank {ranks[full]} has DTensors, and rank {ranks[empty]} has none: "
-            "parallelize the model on all ranks, with one plan"
-        )
+    if base is not None:
+        _refuse_different_models(_ranks_of(base), told)
+    if axes.across is not None:
+        assert base is not None
+        beside = {
+            rank: each.across for rank, each in zip(_ranks_of(base), told, strict=True) if each.across is not None
+        }
+        who = _with_tensor_parallel(who, axes.across, beside)
+    if axes.inside is not None:
+        assert who is not None
+        who = _with_experts(who, axes.inside)
     return who
+
+
+def _refuse_different_models(ranks: Sequence[int], told: Sequence[_Axes]) -> None:
+    """Raise if some ranks have DTensors of a kind that others do not have."""
+    for kind, axes in zip(("", " of experts"), zip(*told, strict=True), strict=True):
+        if None in axes and any(axes):
+            full = ranks[next(number for number, axis in enumerate(axes) if axis is not None)]
+            raise RankMismatchError(
+                f"ranks have different models: rank {full} has DTensors{kind}, and rank {ranks[axes.index(None)]} has "
+                "none: parallelize the model on all ranks, with one plan"
+            )
 
 
 def _dtensors_of(module: object) -> dict[str, tuple[nn.Parameter, DTensorForm]]:
@@ -73,60 +110,76 @@ def _dtensors_of(module: object) -> dict[str, tuple[nn.Parameter, DTensorForm]]:
     return {name: (param, form) for name, (param, form) in forms.items() if isinstance(form, DTensorForm)}
 
 
-def _mesh_of_dtensors(module: object) -> DeviceMesh | None:
-    """The mesh of the DTensors among the parameters; None: there are none."""
-    found = {name: form.mesh for name, (_, form) in _dtensors_of(module).items()}
+def _axes_of(module: nn.Module, who: Groups | None) -> _Axes:
+    """The axes of the DTensors among the parameters."""
+    found = _dtensors_of(module)
     if found:
         _refuse_local_adapters(module)
-    for name, mesh in found.items():
-        first = next(iter(found))
-        if mesh.ndim > 1:
-            axes = f"{name!r} is a DTensor on a mesh of axes {mesh.mesh_dim_names}: wanted one axis, across the ranks "
-            raise ShardingError(axes + 'that shard it (torchtitan: parallelism.spmd_backend="partial_dtensor")')
-        if mesh != found[first]:
-            raise ShardingError(f"{first!r} and {name!r} are DTensors on different meshes: wanted one mesh")
-    return next(iter(found.values()), None)
+    names: tuple[dict[Axis, str], dict[Axis, str]] = {}, {}
+    for name, (param, form) in found.items():
+        if form.mesh.ndim > 1:
+            axes = f"{name!r} is a DTensor on a mesh of axes {form.mesh.mesh_dim_names}: wanted one axis, across the "
+            raise ShardingError(axes + 'ranks that shard it (torchtitan: parallelism.spmd_backend="partial_dtensor")')
+        if who is None and param.ndim > 2 and form.cut_along == 0:
+            raise ConfigError(
+                f'{name!r} is a DTensor and may be of experts: give mesh=, such as mesh["dp"] for tensor parallelism, '
+                "or all ranks, mesh=torch.distributed.group.WORLD, for experts"
+            )
+        axis = Axis.of(form)
+        others = names[who is not None and axis.is_inside(_ranks_of(who.shard))]
+        for other in others.keys() - {axis}:
+            raise ShardingError(f"{others[other]!r} and {name!r} are DTensors on different meshes: wanted one mesh")
+        others.setdefault(axis, name)
+    return _Axes(*(next(iter(each), None) for each in names))
 
 
-def _groups_with(who: Groups | None, mesh: DeviceMesh, told: Sequence[Place]) -> Groups:
-    """The groups of a model with DTensors on `mesh`. Collective.
+def _with_tensor_parallel(who: Groups | None, axis: Axis, beside: dict[int, Axis]) -> Groups:
+    """The groups of a model that is cut over `axis`. Collective.
 
     Args:
-        who: the groups of the user's mesh; None: the model is sharded over all ranks with the same place in `mesh`.
-        mesh: has one axis. If its ranks are ranks of the shard group, the DTensors are experts.
-        told: the places of all ranks of `who`; None: of all ranks.
+        who: the groups of the user's mesh; None: all ranks with the same number on the axis shard the model.
+        axis: of this rank.
+        beside: by rank of `who`, its axis.
 
     Raises:
-        ConfigError: on all ranks: some ranks of `mesh` are ranks of `who`, and others are not.
+        ConfigError: on all ranks: see `_refuse_to_divide`.
     """
-    base = dist.group.WORLD if who is None else who.all_ranks
-    assert base is not None
-    mine = _place_in(mesh)
-    beside = dict(zip(dist.get_process_group_ranks(base), told, strict=True))
     if who is None:
-        shard = group_of_ranks([rank for rank, (place, _) in beside.items() if place == mine[0]])
-        who = Groups(shard, None, shard, device_type=mesh.device_type)
-    data, shard_ranks = (dist.get_process_group_ranks(group) for group in (who.all_ranks, who.shard))
-    if mesh.size() > 1 and set(shard_ranks).issuperset(mine[1]):
-        same = [rank for rank in data if beside[rank][0] == mine[0]]
-        own = [rank for rank in same if rank in shard_ranks]
-        if len(own) * mesh.size() == len(shard_ranks):
-            across = TensorParallel(mesh.size(), mine[0], who.shard, group_of_ranks(same))
-            return who._replace(experts=Experts(group_of_ranks(own), across))
-    model, everyone = (sorted({each for rank in ranks for each in beside[rank][1]}) for ranks in (shard_ranks, data))
-    if len(everyone) != len(data) * mesh.size():
-        raise ConfigError(
-            f"the model has DTensors on {mesh}, and is sharded over ranks {data}: wanted a mesh of other axes, such as "
-            'StreamShard(model, mesh=world["dp"]) after parallelize_module(model, world["tp"], plan); or with DTensors '
-            "of experts a mesh that the ranks of the experts divide evenly"
-        )
-    across = TensorParallel(mesh.size(), mine[0], group_of_ranks(model), who.all_ranks)
+        shard = group_of_ranks([rank for rank, other in beside.items() if other.number == axis.number])
+        who = Groups(shard, None, shard, device_type=axis.device_type)
+    model, everyone = (
+        sorted({each for rank in _ranks_of(group) for each in beside[rank].ranks})
+        for group in (who.shard, who.all_ranks)
+    )
+    if len(everyone) != who.all_ranks.size() * len(axis.ranks):
+        _refuse_to_divide(who, axis)
+    across = TensorParallel(len(axis.ranks), axis.number, group_of_ranks(model), who.all_ranks)
     return who._replace(all_ranks=group_of_ranks(everyone), tensor_parallel=across)
 
 
-def _place_in(mesh: DeviceMesh) -> Place:
-    """See `Place`."""
-    return mesh.get_local_rank(), mesh.mesh.flatten().tolist()
+def _with_experts(who: Groups, axis: Axis) -> Groups:
+    """`who`, and the groups of experts on `axis`. Collective.
+
+    Raises:
+        ConfigError: on all ranks: see `_refuse_to_divide`.
+    """
+    model = who.shard if who.tensor_parallel is None else who.tensor_parallel.model
+    numbers = refuse_together(who.all_ranks, None, axis.number)
+    same = [rank for rank, number in zip(_ranks_of(who.all_ranks), numbers, strict=True) if number == axis.number]
+    own = [rank for rank in same if rank in _ranks_of(model)]
+    if len(own) * len(axis.ranks) != model.size() or not set(axis.ranks).issubset(_ranks_of(model)):
+        _refuse_to_divide(who, axis)
+    across = TensorParallel(len(axis.ranks), axis.number, model, group_of_ranks(same))
+    return who._replace(experts=Experts(group_of_ranks(own), across))
+
+
+def _refuse_to_divide(who: Groups, axis: Axis) -> NoReturn:
+    """Raise, because the ranks of `who` and of `axis` do not make up the ranks of a model."""
+    raise ConfigError(
+        f"the model has DTensors on ranks {list(axis.ranks)}, and is sharded over ranks {_ranks_of(who.shard)}: wanted "
+        'other axes, such as StreamShard(model, mesh=world["dp"]) after parallelize_module(model, world["tp"], plan); '
+        "or with DTensors of experts a mesh that the ranks of the experts divide evenly"
+    )
 
 
 def _refuse_local_adapters(module: Any) -> None:
@@ -145,30 +198,49 @@ def _refuse_local_adapters(module: Any) -> None:
                 )
 
 
-def refuse_others_than_experts(module: nn.Module) -> None:
-    """Raise if a DTensor inside the shard group is no expert: its gradient would be summed over the wrong ranks."""
-    experts = _dtensors_of(module)
-    for name, (_, form) in experts.items():
+def refuse_others_than_experts(module: nn.Module, shard: Sequence[int]) -> None:
+    """Raise if a DTensor inside the shard group is no expert: its gradient would be summed over the wrong ranks.
+
+    Args:
+        module: the model.
+        shard: ranks of the shard group.
+    """
+    inside = {
+        name: (param, form) for name, (param, form) in _dtensors_of(module).items() if Axis.of(form).is_inside(shard)
+    }
+    stacked = {name.rpartition(".")[0] for name, (param, _) in inside.items() if param.ndim > 2}
+    for name, (_, form) in inside.items():
         if not form.box:
             raise ShardingError(
                 f"{name!r} is a copy (Replicate) on the mesh of the experts, {form.mesh}: leave it a plain Parameter"
             )
-        if form.cut_along != 0:
+        if form.cut_along != 0 or name.rpartition(".")[0] not in stacked:
             raise ShardingError(
-                f"{name!r} is cut along dim {form.cut_along} on {form.mesh}, whose ranks shard the model: so only "
-                'experts are cut, along dim 0. For tensor parallelism shard over other ranks, such as mesh=world["dp"]'
+                f"{name!r} is cut along dim {form.cut_along} on {form.mesh}, whose ranks shard the model: wanted "
+                "experts stacked along dim 0, in three dims, and biases beside them. For tensor parallelism shard over "
+                'other ranks, such as mesh=world["dp"]'
             )
     # After the loop: a tensor parallel plan also cuts vocabularies unevenly, and above it gets the better message.
-    for name, (param, form) in experts.items():
+    for name, (param, form) in inside.items():
         if param.shape[0] % form.mesh.size():
             raise ShardingError(
                 f"{name!r} has {param.shape[0]} experts over {form.mesh.size()} ranks: wanted the same number on each"
             )
 
 
-def lower_model(module: nn.Module, found: Sequence[FoundUnit], in_fp32: InFp32) -> tuple[list[FoundUnit], InFp32]:
-    """Put plain Parameters in the place of DTensors, also into `found` and `in_fp32`. See `streamshard.forms.lower`."""
+def lower_model(
+    module: nn.Module, found: Sequence[FoundUnit], in_fp32: InFp32, shard: Sequence[int]
+) -> tuple[list[FoundUnit], InFp32]:
+    """Put plain Parameters in the place of DTensors, also into `found` and `in_fp32`. See `streamshard.forms.lower`.
+
+    Args:
+        module, found, in_fp32: the model, its units, and what computes in fp32.
+        shard: ranks of the shard group.
+    """
     lowered = {param: lower(name, param) for name, param in params_of(module).items()}
+    for form in map(form_of, lowered.values()):
+        if isinstance(form, DTensorForm):
+            form.is_expert = Axis.of(form).is_inside(shard)
     for owner in modules_inside(module):
         for key, param in owner._parameters.items():
             if param is not None and lowered[param] is not param:

@@ -46,9 +46,10 @@ class Form:
         inner: the same of the unsharded parameter.
         box: the part that this rank's memory is, of a tensor that other ranks have the other parts of; empty: the
             memory is the whole parameter.
+        is_expert: the ranks with the same experts cut it, not the shard group. Known once it is lowered.
     """
 
-    is_packed = False
+    is_packed = is_expert = False
     part = inner = ""
     box: Box = ()
 

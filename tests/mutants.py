@@ -269,6 +269,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions._make_room", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
         ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
         ("UsedParams.start", Drop("arrived.wait()"), "simulated_device:flags_over"),
+        ("Reductions.set_divide_factor", Swap("* ranks.parts", ""), "parallelism_config:penalties"),
         ("UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
         ("UsedParams.finish", Drop("self._arrived[stage].wait()"), "invariants matrix execution replicas"),
         ("UsedParams.finish", Swap("not unit.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),
@@ -326,11 +327,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "forms": [
         ("DTensorForm.local_grad", Drop("if grad.placements"), "tensor_parallel:one_process"),
-        ("DTensorForm.__init__", Drop("self.box = tuple(box)"), "tensor_parallel:norms"),
+        ("DTensorForm.__init__", Drop("self.box = "), "tensor_parallel:norms"),
+        ("DTensorForm.__init__", Swap("[self.cut_along] // blocks", "[self.cut_along]"), "parallelism_config:packed"),
     ],
     "guards/piece": [
         ("Piece.is_whole", Swap("and self.ranks.is_alone", ""), "tensor_parallel:other_shapes"),
-        ("Piece.cut", Swap("for start, length in self.box", "for start, length in ()"), "tensor_parallel:mesh"),
+        ("Piece.cut", Swap("part_of(whole.detach(), self.box)", "whole.detach()"), "tensor_parallel:mesh"),
     ],
     "guards/sharded_tensor": [
         ("_norm", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
@@ -349,7 +351,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "planning/layout": [
         ("_by_kind", Swap("form_of(param).is_packed", "False"), "packed"),
-        ("_by_kind", Swap("has_experts and", "False and"), "expert_parallel"),
+        ("_by_kind", Swap("form_of(param).is_expert", "False"), "expert_parallel"),
     ],
     "full": [
         ("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process"),

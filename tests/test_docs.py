@@ -98,6 +98,11 @@ _SET_UP = {
         examples = __import__("pathlib").Path(streamshard.__file__).parents[1] / "docs/examples"
         def make(name):
             return runpy.run_path(str(examples / f"{name}_parallel.py"))["make_model"]()
+        def mixtral():
+            from transformers import MixtralConfig, MixtralForCausalLM
+            sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_local_experts": 4}
+            heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+            return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
         llama, model = type(model), make("tensor")
     """,
     "docs/guide/dial.md": """
@@ -181,7 +186,9 @@ _REPLACED = {
         '"cuda", (4, 2)': '"cpu", (1, 2)',
         '"cuda", (2, 4)': '"cpu", (1, 2)',
         "dp_shard_size=4": "dp_shard_size=1",
+        '"cuda", (8, 1)': '"cpu", (2, 1)',
         "apply_tensor_parallelism(model": "model = llama(config)\napply_tensor_parallelism(model",
+        "apply_expert_parallelism(model": "model = mixtral()\napply_expert_parallelism(model",
         "import Shard, distribute_tensor": 'import Shard, distribute_tensor\nmodel = make("expert")',
     },
     "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},

@@ -86,7 +86,9 @@ class Reductions:
             )
         ranks.grad_divisor = factors.pop() / replicas  # replicas average the quotients
         for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not ranks):
-            flat.ranks.grad_divisor = ranks.grad_divisor / flat.ranks.parts  # of experts: for sums in a loss
+            flat.ranks.grad_divisor = (
+                ranks.grad_divisor * ranks.parts / flat.ranks.parts
+            )  # of experts: for sums in a loss
 
     def begin(self, *, is_synced: bool, is_last: bool, leaves_small: bool) -> None:
         """A backward begins, on the current stream.

@@ -295,7 +295,7 @@ def plan_units(
         precision: the model's.
         in_fp32: layers compute with these parameters in fp32.
         world_size: number of ranks N.
-        expert_ranks: number of ranks with the same experts; 0: parameters in parts are no experts.
+        expert_ranks: number of ranks with the same experts; 0: there are no DTensors of experts.
         align_pieces_to: see `plan_flat_param`.
     """
     layouts: list[UnitLayout] = []
@@ -303,7 +303,7 @@ def plan_units(
     for unit in units:
         flat_params: list[FlatParamPlan] = []
         weights = wire = grads = ByteRange(0, 0)
-        for kind, params in _by_kind(unit.params, precision, in_fp32, has_experts=expert_ranks > 0):
+        for kind, params in _by_kind(unit.params, precision, in_fp32):
             n_ranks = expert_ranks if kind.is_expert else world_size
             if n_ranks == 1:
                 kind = kind.on_one_rank()
@@ -322,7 +322,7 @@ def plan_units(
 
 
 def _by_kind(
-    params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter], *, has_experts: bool
+    params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter]
 ) -> list[tuple[FlatParamKind, list[FoundParam]]]:
     """The flat parameters of a unit, those that train first. See [Note: flat parameters]."""
     parts: dict[FlatParamKind, list[FoundParam]] = {}
@@ -333,7 +333,7 @@ def _by_kind(
             kind = FlatParamKind(False, dtype, dtype, dtype, torch.float32, ReductionMode.FP32, is_packed=True)
         else:
             kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
-        kind = kind._replace(is_expert=has_experts and bool(form_of(param).box))
+        kind = kind._replace(is_expert=form_of(param).is_expert)
         parts.setdefault(kind, []).append(found)
     if not parts:
         parts[kind_of(torch.float32, precision, trains=False, in_fp32=False)] = []

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def _stopped(directory: Path, number: int) -> None:
             optimizer.step()
             if step == 4 and rank == 1:
                 _signal_group(number)
+                while not stop._noted:  # the kernel may have chosen a thread that does not run yet
+                    time.sleep(0.001)
             if stop.requested():
                 assert step == 4
                 save_checkpoint(directory, model, optimizer, wait=False)

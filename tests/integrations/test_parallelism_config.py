@@ -124,6 +124,56 @@ def test_transformers_plans_of_experts_train_what_one_process_trains(context: Ra
     assert difference(found, wanted) < 1e-5
 
 
+def _with_experts(tp: int, ep: int) -> tuple[Any, int]:
+    """A model with both plans of transformers, and this rank's number along dp."""
+    world = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=(f"dp beside {ep}", f"tp beside {ep}"))
+    dp_mesh, tp_mesh = world[f"dp beside {ep}"], world[f"tp beside {ep}"]
+    experts = init_device_mesh("cpu", (4 // ep, ep), mesh_dim_names=(f"same {ep}", f"experts {ep}"))[f"experts {ep}"]
+    model, weights = _made("qwen3 moe"), _made("qwen3 moe").state_dict()
+    tp_plan = {key: style for key, style in model.tp_plan.items() if "experts" not in key}
+    apply_tensor_parallelism(model, tp_mesh, model._expand_parallel_plan(tp_plan))
+    plan = model._expand_parallel_plan(model.ep_plan)
+    apply_expert_parallelism(model, experts, tp_mesh, plan, "all_reduce" if ep == tp else "all_to_all")
+    _copy_into_parts(model, weights)
+    return StreamShard(model, mesh=dp_mesh, precision="fp32"), dp_mesh.get_local_rank()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (2, 4)], ids=str)
+def test_tensor_parallelism_with_experts_trains_what_one_process_trains(
+    context: RankContext, tp: int, ep: int, tmp_path: Path
+) -> None:
+    """transformers' plans for both: the ranks of the experts are a tensor parallel group, or all ranks.
+
+    A checkpoint loads where all ranks shard the model, and back.
+    """
+    model, place = _with_experts(tp, ep)
+    norms, found = _train(model, place, 4 // tp)
+    wanted_norms, wanted = _train(_made("qwen3 moe"))
+    assert norms == pytest.approx(wanted_norms, rel=1e-5)
+    assert difference(found, wanted) < 1e-5
+    save_checkpoint(tmp_path / "parallel", model)
+    whole = StreamShard(_made("qwen3 moe"), precision="fp32")
+    load_checkpoint(tmp_path / "parallel", whole)
+    save_checkpoint(tmp_path / "whole", whole)
+    again, _ = _with_experts(tp, ep)
+    load_checkpoint(tmp_path / "whole", again)
+    assert difference(full_weights(whole), found) == difference(full_weights(again), found) == 0.0
+
+
+@on_ranks(4)
+def test_penalties_on_experts_beside_tensor_parallelism_have_the_gradients_of_one_process(context: RankContext) -> None:
+    """Gradients are summed, not averaged, over two data-parallel ranks."""
+    model, place = _with_experts(2, 4)
+    model.set_gradient_divide_factor(1.0)
+    norms = []
+    for trained, rows in ((model, _rows()[0].chunk(2)[place]), (_made("qwen3 moe"), _rows()[0])):
+        loss = trained(input_ids=rows, labels=rows).loss
+        (loss + sum(param.square().sum() for param in trained.parameters())).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(trained.parameters(), CLIP)))
+    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-5)
+
+
 def _mixtral_on(dp: int, tp: int) -> tuple[Any, torch.optim.Optimizer]:
     """A model with experts that tensor parallelism cuts, and its optimizer."""
     world = init_device_mesh("cpu", (dp, tp), mesh_dim_names=(f"dp {dp} of experts", f"tp {tp} of experts"))

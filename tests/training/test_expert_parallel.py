@@ -198,7 +198,7 @@ def test_experts_without_a_mesh_and_uneven_experts_are_refused(context: RankCont
     """Without one they would be tensor parallelism."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     for experts, given, error, told in (
-        (8, None, ConfigError, "DTensors of more than two dims: give mesh="),
+        (8, None, ConfigError, "is a DTensor and may be of experts: give mesh="),
         (7, dist.group.WORLD, ShardingError, "has 7 experts over 2 ranks: wanted the same number on each"),
     ):
         model = _made()

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import (
@@ -628,13 +629,19 @@ def test_tensor_parallelism_inside_the_shard_group_is_refused(context: RankConte
     """As if the mesh were one of experts: each rank would take the others for ranks with other tokens."""
     world, model = _mesh(2, 2), _made()
     _parallelize(model, world.tp, sequence=False)
-    with pytest.raises(ShardingError, match=r"'.*' is cut along dim 1 on .*mesh=world..dp"):
-        StreamShard(model, mesh=init_device_mesh("cpu", (4,)))
+    columns = _made()
+    parallelize_module(columns, world.tp, {"layers.*.up": ColwiseParallel()})
+    for each in (model, columns):
+        with pytest.raises(ShardingError, match=r"'.*' is cut along dim 0 on .*: wanted experts .* mesh=world..dp"):
+            StreamShard(each, mesh=init_device_mesh("cpu", (4,)))
 
 
 @on_ranks(4)
 def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> None:
-    """On several meshes, on a mesh across and inside the shard mesh, on a mesh of two axes, or as a buffer."""
+    """On several meshes, on a mesh across and inside the shard mesh, on a mesh of two axes, or as a buffer.
+
+    A strided placement is fine if each of its parts has the same size.
+    """
     world = _mesh(2, 2)
 
     def with_weights(*placed: tuple[DeviceMesh, Any]) -> nn.Module:
@@ -645,9 +652,18 @@ def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> No
 
     both, cut = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), [Shard(0)]
     with pytest.raises(ShardingError, match=r"'0.weight' and '1.weight' are DTensors on different meshes"):
-        StreamShard(with_weights((world.tp, cut), (world.dp, cut)), mesh=world.dp)
+        StreamShard(with_weights((world.tp, cut), (world.dp, cut)), mesh=_mesh(4, 1).tp)
+    packed = with_weights((world.tp, cut))
+    uneven = DTensor.from_local(
+        torch.ones(4, 8), world.tp, [_StridedShard(0, split_factor=3)], shape=(8, 8), stride=(8, 1)
+    )
+    packed[0].weight = nn.Parameter(uneven)
+    with pytest.raises(ShardingError, match=r"'0.weight' is a DTensor with .*: wanted Shard, a strided Shard of equal"):
+        StreamShard(packed, mesh=world.dp)
     rows = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-    with pytest.raises(ConfigError, match=r"has DTensors on .*: wanted a mesh of other axes"):
+    with pytest.raises(
+        ConfigError, match=r"has DTensors on ranks \[.*, and is sharded over ranks .*: wanted other axes"
+    ):
         StreamShard(with_weights((rows, cut)), mesh=world.dp)
     with pytest.raises(ShardingError, match=r"'0.weight' is a DTensor on a mesh of axes \('dp', 'tp'\): wanted one"):
         StreamShard(with_weights((both, [Replicate(), Shard(0)])), mesh=world.dp)
