@@ -226,7 +226,7 @@ class StreamShard(WatchedRoot):
         The rank owns elements ``start`` up to ``stop`` of the flattened parameter. ``shard_offset`` counts from the
         start of the rank's shard of the flat parameter. A tied parameter has one entry, under its first name.
         """
-        return {shard.name: shard.local for shard in engine_of(self).param_shards}
+        return {shard.name: shard.local for shard in engine_of(self).params}
 
     def memory_report(self) -> MemoryReport:
         """Bytes that the engine holds on this rank, by category. Printable."""

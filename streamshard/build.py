@@ -128,7 +128,7 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
             unit.make_unsharded()
         if engine.host is not None:
             engine.host.begin(engine.units)
-        for param in engine.param_shards:
+        for param in engine.params:
             for tensor in param.form.beside(param.param).values():
                 ranks.broadcast(tensor)
         _place_buffers(module, engine.streams.device)
@@ -142,7 +142,7 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     attach(base, module, checked.found, engine, checked.in_fp32)
     conventions().replace_methods(module)
     watch_optimizers()
-    without_elements = {shard.name for shard in engine.param_shards if not shard.piece.full.numel()}
+    without_elements = {shard.name for shard in engine.params if not shard.piece.full.numel()}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
     return engine
@@ -292,8 +292,8 @@ def _connect(
     if who.replicate is not None:
         replicas = Replicas(Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
     if who.experts is not None:
-        group, across = who.experts
-        experts = Communicator(group, streams, StreamName.COMM, who.all_ranks, who.replica, across)
+        group, parts = who.experts
+        experts = Communicator(group, streams, StreamName.COMM, who.all_ranks, who.replica, parts)
     return ranks, replicas, experts
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from streamshard.comm.groups import Experts, Groups, TensorParallel, group_of_ranks
+from streamshard.comm.groups import Experts, Groups, Parts, group_of_ranks
 from streamshard.comm.ranks import raise_if, refuse_together
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.forms import DTensorForm, form_of, lower
@@ -153,8 +153,8 @@ def _with_tensor_parallel(who: Groups | None, axis: Axis, beside: dict[int, Axis
     )
     if len(everyone) != who.all_ranks.size() * len(axis.ranks):
         _refuse_to_divide(who, axis)
-    across = TensorParallel(len(axis.ranks), axis.number, group_of_ranks(model), who.all_ranks)
-    return who._replace(all_ranks=group_of_ranks(everyone), tensor_parallel=across)
+    parts = Parts(len(axis.ranks), axis.number, group_of_ranks(model), who.all_ranks)
+    return who._replace(all_ranks=group_of_ranks(everyone), tensor_parallel=parts)
 
 
 def _with_experts(who: Groups, axis: Axis) -> Groups:
@@ -169,8 +169,8 @@ def _with_experts(who: Groups, axis: Axis) -> Groups:
     own = [rank for rank in same if rank in _ranks_of(model)]
     if len(own) * len(axis.ranks) != model.size() or not set(axis.ranks).issubset(_ranks_of(model)):
         _refuse_to_divide(who, axis)
-    across = TensorParallel(len(axis.ranks), axis.number, model, group_of_ranks(same))
-    return who._replace(experts=Experts(group_of_ranks(own), across))
+    parts = Parts(len(axis.ranks), axis.number, model, group_of_ranks(same))
+    return who._replace(experts=Experts(group_of_ranks(own), parts))
 
 
 def _refuse_to_divide(who: Groups, axis: Axis) -> NoReturn:

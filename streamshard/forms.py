@@ -42,10 +42,9 @@ class Form:
 
     Attributes:
         is_packed: the bytes are never cast, have no gradient, and never train.
-        part: the parameter's attribute that is its memory; empty: the parameter itself is.
-        inner: the same of the unsharded parameter.
-        box: the part that this rank's memory is, of a tensor that other ranks have the other parts of; empty: the
-            memory is the whole parameter.
+        part: the attribute of the parameter that is its memory; empty: the parameter itself is.
+        inner: the attribute of the unsharded parameter that is its memory; empty: the unsharded parameter itself is.
+        box: the range that this rank holds of a larger tensor. Other ranks hold the rest. Empty: this rank holds all.
         is_expert: the ranks with the same experts cut it, not the shard group. Known once it is lowered.
     """
 

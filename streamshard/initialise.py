@@ -109,9 +109,9 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
         By name, the full parameters in their dtype before sharding, on the device.
     """
     device = engine.streams.device
-    shards = [shard for shard in engine.param_shards if shard.name in empty]
+    shards = [shard for shard in engine.params if shard.name in empty]
     unsharded = {}
-    for shard in engine.param_shards:
+    for shard in engine.params:
         where = device if shard.name in empty else "meta"
         unsharded[shard] = torch.full(shard.piece.shape, math.nan, dtype=shard.dtype, device=where)
     with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), under_params(engine, unsharded) as full:

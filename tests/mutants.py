@@ -198,7 +198,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),
         ("Fence.wait", Swap("device_stream(target)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
-        ("Guard.__exit__", Drop("self._log.waits.pop()"), "streams"),
+        ("RankWait.__exit__", Drop("self._log.waits.pop()"), "streams"),
         ("Streams.__init__", Swap("Stream(device, ", "Stream("), _STREAMS),
         ("Streams.__init__", Swap(", priority=-1", ""), _STREAMS),
         (
@@ -231,8 +231,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/edge": [
         ("_watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "activations"),
         ("call_unit", Swap("outer is not None and", "False and"), "activations"),
-        ("_leave_gradient", Swap("reductions.stream is None or", "True or"), _STREAMS),
-        ("_leave_gradient", Swap(" and not torch.is_grad_enabled()", ""), "asked_grads"),
+        ("_on_small_gradient", Swap("reductions.stream is None or", "True or"), _STREAMS),
+        ("_on_small_gradient", Swap(" and not torch.is_grad_enabled()", ""), "asked_grads"),
     ],
     "core/engine": [
         ("Engine.issue", Drop("self.reductions.due.discard(op.unit)"), "invariants unit_size passes matrix"),
@@ -269,7 +269,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions._make_room", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
         ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
         ("UsedParams.start", Drop("arrived.wait()"), "simulated_device:flags_over"),
-        ("Reductions.set_divide_factor", Swap("* ranks.parts", ""), "parallelism_config:penalties"),
+        ("Reductions.set_divide_factor", Swap("* ranks.n_parts", ""), "parallelism_config:penalties"),
         ("UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
         ("UsedParams.finish", Drop("self._arrived[stage].wait()"), "invariants matrix execution replicas"),
         ("UsedParams.finish", Swap("not unit.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),
@@ -285,7 +285,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/slots": [
         ("GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
         ("GradSlot.finish_writing", Swap("in self._writers", "in self._writers[:1]"), _STREAMS),
-        ("GradSlot.join", Drop("self.drained.wait()"), _STREAMS),
+        ("GradSlot.add_writer", Drop("self.drained.wait()"), _STREAMS),
         ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
@@ -303,7 +303,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.start_reduce", Swap("flat.ranks", "self.ranks"), "expert_parallel"),
         ("Unit.open", Drop("self._write("), "unit_size"),
         ("Unit.start_reduce", Drop("self._adds = True"), "passes"),
-        ("Unit.start_reduce", Drop("slot.join()"), "simulated_device:zeros_of"),
+        ("Unit.start_reduce", Drop("slot.add_writer()"), "simulated_device:zeros_of"),
         (
             "Unit.start_reduce",
             Swap("elif not self._adds_in_slot:", "elif param.is_kept or self.may_have_grad(param):"),
@@ -374,7 +374,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "planning/program": [
         ("Schedule.add_request", Drop("self._current = unit"), "program"),
-        ("Schedule.release_before", Swap(": self.released + 1", ": self.released"), "program"),
+        ("Schedule.advance_to", Swap(": self.released + 1", ": self.released"), "program"),
     ],
 }
 

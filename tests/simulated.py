@@ -370,8 +370,8 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
         checker,
         mock.patch.object(PinnedMemory, "_map", map_block),
         mock.patch.object(Backward, "finish", finish_behind),
-        mock.patch.object(edge, "_leave_gradient", there(edge._leave_gradient)),
-        mock.patch.object(edge, "_write_gradient", there(edge._write_gradient)),
+        mock.patch.object(edge, "_on_small_gradient", there(edge._on_small_gradient)),
+        mock.patch.object(edge, "_on_gradient", there(edge._on_gradient)),
     ):
         yield checker
     assert checker.accesses > 100

@@ -222,7 +222,7 @@ def saved_names(model: nn.Module, engine: Engine) -> dict[str, str]:
     Raises:
         CheckpointError: a parameter has no shard.
     """
-    source_of = {name: shard.name for shard in engine.param_shards for name in (shard.name, *shard.aliases)}
+    source_of = {name: shard.name for shard in engine.params for name in (shard.name, *shard.aliases)}
     names: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -319,7 +319,7 @@ def local_pieces(model: nn.Module, engine: Engine, *, buffers: bool) -> dict[str
     Raises:
         CheckpointError: a buffer has no values.
     """
-    pieces = {each.name: TensorPiece.of(each) for each in engine.param_shards}
+    pieces = {each.name: TensorPiece.of(each) for each in engine.params}
     for name, source in saved_names(model, engine).items() if buffers else ():
         if source not in pieces:
             buffer = model.get_buffer(name)
@@ -349,7 +349,7 @@ def _whole_tensors(
 ) -> dict[str, torch.Tensor]:
     """Full meta tensors for `names`, in their order; floating-point tensors are in `dtype`, unless it is None."""
     found = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    found.update((shard.name, (shard.piece.shape, shard.dtype)) for shard in engine.param_shards)
+    found.update((shard.name, (shard.piece.shape, shard.dtype)) for shard in engine.params)
     tensors = {}
     for name, source in names.items():
         shape, own = found[source]

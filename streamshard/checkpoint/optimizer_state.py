@@ -201,7 +201,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     ranks, device = engine.ranks, engine.streams.device
     settle(optimizer, ranks)
     names = {param: str(number) for number, param in enumerate(params_in(optimizer.param_groups))}
-    sharded = {shard.param: (engine, shard) for shard in engine.param_shards if shard.param in names}
+    sharded = {shard.param: (engine, shard) for shard in engine.params if shard.param in names}
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
     mine: list[TensorPiece] = []
 
@@ -243,7 +243,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     """See `streamshard.load_optimizer_state_dict`."""
     engine.recover()
     ranks, params, device = engine.ranks, params_in(optimizer.param_groups), engine.streams.device
-    shards = {shard.param: shard for shard in engine.param_shards}
+    shards = {shard.param: shard for shard in engine.params}
     given: Any = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}
     tensors: dict[Any, dict[str, torch.Tensor]] = {}  # the first rank's, by number
 

@@ -212,7 +212,7 @@ class LoadPlan:
 
     def _read_piece(self, what: str, tensor: str, of: str) -> torch.Tensor:
         """This rank's piece of a saved tensor in an object of the user's. It is cut as the parameter `of`."""
-        params = (param for _, engine in self._parts.models.values() for param in engine.param_shards)
+        params = (param for _, engine in self._parts.models.values() for param in engine.params)
         found = self._tensors[tensor]
         param = next((each for each in params if each.name == of and each.piece.shape == found.shape), None)
         if param is None:

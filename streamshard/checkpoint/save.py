@@ -120,7 +120,7 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
 def _say_what_is_lost(parts: Parts) -> None:
     """Warn if unreduced gradients wait inside ``no_sync()``. Other gradients may be left over from the last step."""
     for name, (_, engine) in parts.models.items():
-        params = [shard.param for shard in engine.param_shards if shard.param.grad is not None]
+        params = [shard.param for shard in engine.params if shard.param.grad is not None]
         if params and (not engine.is_synced or any(map(is_unreduced, params))):
             warn_user(
                 f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "
@@ -324,7 +324,7 @@ def background_ranks(ranks: Communicator) -> RankGroup:
     kept = state_of(ranks.users_group)
     group = kept.background_of()
     if not all(ranks.gather_objects(group is not None and not state_of(group).is_closed)):
-        with ranks.guard("making a group for saves in the background"):
+        with ranks.waiting("making a group for saves in the background"):
             group = make_host_group(ranks.users_group, WRITTEN_WITHIN, MADE_WITHIN)
             kept.background_of = weak(group)
     return RankGroup(group, meeting="saving in the background", timeout=WRITTEN_WITHIN)

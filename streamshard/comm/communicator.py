@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.groups import TensorParallel, alive, close_connections, host_group_of, weak
+from streamshard.comm.groups import Parts, alive, close_connections, host_group_of, weak
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import Fence, Guard, Rule, StreamName, Streams, Work
+from streamshard.comm.streams import Fence, RankWait, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AloneTransport, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError
@@ -27,11 +27,11 @@ class Communicator(RankGroup):
         stream: the transport's stream.
         all_ranks: all ranks that train this model, in all replicas; None: the shard group.
         replica: number of this rank's replica. Replica 0 writes weights to files.
-        across: the ranks beside the shard group that have other parts of DTensors; None: there are no DTensors.
+        parts: of the DTensors; None: there are no DTensors.
 
     Attributes:
-        parts: the number of ranks with other parts of the same DTensors.
-        counts_copies: sums and norms count tensors on this rank of which other parts' ranks have copies.
+        n_parts: the number of parts of each DTensor.
+        counts_copies: of a tensor that the ranks of all parts have, sums and norms count this rank's copy.
         transport: moves bytes between the ranks; chosen by the device of `streams`. Tests replace it.
         grad_divisor: sums of gradients over the shard group are divided by it; N for the mean.
 
@@ -41,7 +41,7 @@ class Communicator(RankGroup):
 
     transport: Transport
     counts_copies = True
-    parts = 1
+    n_parts = 1
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Communicator(RankGroup):
         stream: StreamName = StreamName.COMM,
         all_ranks: dist.ProcessGroup | None = None,
         replica: int = 0,
-        across: TensorParallel | None = None,
+        parts: Parts | None = None,
     ) -> None:
         if not serves(group, streams.device.type):
             backend = dist.get_default_backend_for_device(streams.device)
@@ -60,17 +60,17 @@ class Communicator(RankGroup):
             )
         shard_group, *others = (
             each if streams.has_streams else host_group_of(each)
-            for each in (group, *(() if across is None else (across.model, across.data)))
+            for each in (group, *(() if parts is None else (parts.model, parts.same)))
         )
         super().__init__(all_ranks or group, shard_group=shard_group, replica=replica, streams=streams, stream=stream)
-        self._model_group_of, self._data_group_of = self.group_of, weak(self.all_ranks)
-        if across is not None:
-            self.parts, self.counts_copies = across.size, across.rank == 0
-            self._model_group_of, self._data_group_of = map(weak, others)
+        self._model_group_of, self._same_group_of = self.group_of, weak(self.all_ranks)
+        if parts is not None:
+            self.n_parts, self.counts_copies = parts.size, parts.number == 0
+            self._model_group_of, self._same_group_of = map(weak, others)
         self.transport = _make_transport(self, "nccl" if streams.has_streams else "sockets")
         self.grad_divisor = float(self.world_size)
         if self.world_size > 1:
-            with self.guard("the first meeting of a process group's ranks"):
+            with self.waiting("the first meeting of a process group's ranks"):
                 self.transport.meet()
 
     @property
@@ -81,12 +81,12 @@ class Communicator(RankGroup):
     @property
     def is_alone(self) -> bool:
         """Whether this rank has the model to itself, replicas aside."""
-        return self.world_size * self.parts == 1
+        return self.world_size * self.n_parts == 1
 
     @property
-    def replicas(self) -> int:
+    def n_replicas(self) -> int:
         """The number of replicas of the model."""
-        return self.total_size // (self.world_size * self.parts)
+        return self.total_size // (self.world_size * self.n_parts)
 
     def share_memory(self, nbytes: int, units: int) -> None:
         """Switch to the shared-memory transport if all CPU ranks can map each other's memory. Collective.
@@ -115,7 +115,7 @@ class Communicator(RankGroup):
             full: [N * n] receives the parts of all ranks of the shard group, same dtype.
             tag: index of the flat parameter whose data these are.
         """
-        with self.guard("a gather of full tensors"), self._beside_compute("full tensors") as works:
+        with self.waiting("a gather of full tensors"), self._beside_compute("full tensors") as works:
             works.append(self.transport.start_gather(shard, full, tag, is_published=False))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, is_part: bool = False) -> None:
@@ -129,7 +129,7 @@ class Communicator(RankGroup):
         if self.total_size > 1:
             with self.talk("a broadcast", RecordKind.BROADCAST), self._blocking("a tensor"):
                 sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # gloo knows no fp8
-                group = alive(self._data_group_of) if is_part else self.all_ranks
+                group = alive(self._same_group_of) if is_part else self.all_ranks
                 dist.broadcast(sent, group=group, group_src=source)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, with_replicas: bool = False) -> None:
@@ -173,7 +173,7 @@ class Communicator(RankGroup):
         """Around a collective of torch's that blocks the host on CPUs. There no fence orders other works behind it."""
         return self._beside_compute(what) if self.streams.has_streams else contextlib.nullcontext()
 
-    def talk(self, action: str, kind: RecordKind) -> Guard:
+    def talk(self, action: str, kind: RecordKind) -> RankWait:
         """See `RankGroup.talk`."""
         self.transport.before_talk()
         return super().talk(action, kind)
@@ -182,8 +182,8 @@ class Communicator(RankGroup):
         """See `RankGroup.close`. Ends the transport's waits too."""
         self.transport.leave()
         super().close(users_too=users_too)
-        if self.parts > 1:
-            others = (of() for of in (self._model_group_of, self._data_group_of))
+        if self.n_parts > 1:
+            others = (of() for of in (self._model_group_of, self._same_group_of))
             close_connections(*(group for group in others if group is not None))
 
 

@@ -45,31 +45,32 @@ MOST_CONNECTED = 32  # ranks of the largest group that connects at once
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
-class TensorParallel(NamedTuple):
-    """The ranks of a model with DTensors, whose mesh lies across the shard group.
+class Parts(NamedTuple):
+    """The ranks between which DTensors are cut in parts.
 
     Attributes:
-        size, rank: of the mesh of the DTensors.
-        model: ranks that share one replica of the model: shard x mesh.
-        data: ranks with the same parts of DTensors: replicate x shard.
+        size: how many parts.
+        number: of this rank's part.
+        model: ranks that share one replica of the model.
+        same: ranks with the same part, in all replicas.
     """
 
     size: int
-    rank: int
+    number: int
     model: dist.ProcessGroup
-    data: dist.ProcessGroup
+    same: dist.ProcessGroup
 
 
 class Experts(NamedTuple):
     """The ranks of a model with DTensors of experts, whose mesh lies inside the shard group.
 
     Attributes:
-        shard: ranks that cut the same experts.
-        across: the ranks beside them, with other experts. Its `model` is the model's shard group.
+        shard: ranks of one replica with the same experts. They cut these experts.
+        parts: each part has other experts.
     """
 
     shard: dist.ProcessGroup
-    across: TensorParallel
+    parts: Parts
 
 
 class Groups(NamedTuple):
@@ -81,7 +82,7 @@ class Groups(NamedTuple):
         all_ranks: all ranks that train the model.
         replica: this rank's number in `replicate`.
         device_type: the device type of the user's mesh; None: the user gave no mesh.
-        tensor_parallel: more ranks, if the model has DTensors on a mesh across `shard`.
+        tensor_parallel: if the model has DTensors on a mesh across `shard`.
         experts: if the model has DTensors on a mesh inside `shard`.
     """
 
@@ -90,7 +91,7 @@ class Groups(NamedTuple):
     all_ranks: dist.ProcessGroup
     replica: int = 0
     device_type: str | None = None
-    tensor_parallel: TensorParallel | None = None
+    tensor_parallel: Parts | None = None
     experts: Experts | None = None
 
 

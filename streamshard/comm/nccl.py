@@ -89,7 +89,7 @@ class NcclTransport(Transport):
         return None
 
     def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_flags`. NCCL reduces in a tree, and all-gathers in a ring, of 2 ms with 1,024 ranks."""
+        """See `Transport.start_flags`. A tree reduces. A ring gathers: 2 ms with 1,024 ranks."""
         self._issue(RecordKind.GATHER, Collective.ALL_REDUCE, tag, reads=(flags,), writes=(gathered,))
         with self.streams.on(self.stream):
             gathered.copy_(flags)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from streamshard.comm import flight_recorder
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
 from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, weak
-from streamshard.comm.streams import Guard, StreamName, Streams
+from streamshard.comm.streams import RankWait, StreamName, Streams
 from streamshard.errors import (
     CheckpointError,
     CommunicationError,
@@ -111,14 +111,14 @@ class RankGroup:
         """The ranks that share one replica. Raises as `users_group` does."""
         return alive(self.group_of)
 
-    def guard(self, action: str, subject: str = "") -> Guard:
-        """A context around collectives, and around waits for them. See `Guard`."""
-        return Guard(self.recorder.log, self.end_guard, action, subject)
+    def waiting(self, action: str, subject: str = "") -> RankWait:
+        """A context around collectives, and around waits for them. See `RankWait`."""
+        return RankWait(self.recorder.log, self.end_wait, action, subject)
 
-    def talk(self, action: str, kind: RecordKind) -> Guard:
+    def talk(self, action: str, kind: RecordKind) -> RankWait:
         """A context around an exchange outside of steps: logs `kind`, and guards `action`."""
         self.recorder.log.add(kind)
-        return self.guard(action)
+        return self.waiting(action)
 
     # -- objects ----------------------------------------------------------------------------------------------------
 
@@ -207,8 +207,8 @@ class RankGroup:
         """The text of the first failure of a collective; None: none has failed."""
         return self.recorder.log.failure
 
-    def end_guard(self, guard: Guard, error: BaseException) -> None:
-        """An error leaves `guard`: from now on this rank issues nothing, because other ranks may be gone.
+    def end_wait(self, wait: RankWait, error: BaseException) -> None:
+        """An error leaves `wait`: from now on this rank issues nothing, because other ranks may be gone.
 
         Raises:
             CommunicationError: the error is a backend's. Names the wait and the reason.
@@ -216,10 +216,10 @@ class RankGroup:
         if self.failure is not None and isinstance(error, StreamShardError):
             return
         if not isinstance(error, RuntimeError) or isinstance(error, (StreamShardError, *_OWN)):
-            self.fail(f"{guard} ended with {type(error).__name__}: {error}")
+            self.fail(f"{wait} ended with {type(error).__name__}: {error}")
             return
         self.abort()  # so that the others show their logs
-        message = f"{guard} failed on rank {self.total_rank} of {self.total_size}: {self.recorder.explain(error)}"
+        message = f"{wait} failed on rank {self.total_rank} of {self.total_size}: {self.recorder.explain(error)}"
         self.fail(message)
         raise CommunicationError(message) from None  # the message quotes the backend
 

@@ -298,7 +298,7 @@ class SharedMemoryTransport(PairwiseTransport):
                 each.counters[Counter.WRITTEN] <= number or each.written[place] != written[place]
                 for each in self._buffers
             ):
-                return  # if ranks differ, the wait in `sum_until` raises, inside a guard
+                return  # if ranks differ, the wait in `sum_until` raises
             self.sum_until(number + 1, for_all=False)
 
     def sum_until(self, count: int, *, for_all: bool) -> None:

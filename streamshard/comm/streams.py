@@ -371,16 +371,16 @@ class IssueLog:
         count: how many collectives have been issued in all.
         digest: a hash of all of them, in order.
         time_s: Unix time of the last one.
-        waits: the guards that the host is in, the innermost one last.
-        waiting_since_s: Unix time at which the host entered the last guard.
-        failure: how a collective has failed; None: none has. After a failure no guard lets the host in.
+        waits: the waits that the host is in, the innermost one last.
+        waiting_since_s: Unix time at which the host entered the last wait.
+        failure: how a collective has failed; None: none has. After a failure no `RankWait` can be entered.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.digest = 0
         self.time_s = self.waiting_since_s = time.time()
-        self.waits: list[Guard] = []
+        self.waits: list[RankWait] = []
         self.failure: str | None = None
         self._entries: list[Entry | None] = [None] * _ENTRIES
 
@@ -397,12 +397,12 @@ class IssueLog:
         return {entry[0]: entry for entry in list(self._entries) if entry is not None}
 
 
-class Guard:
+class RankWait:
     """A context around a wait for other ranks, which may be entered again and again.
 
     Args:
         log: of the ranks.
-        end: called with the guard and an error that leaves it. See `streamshard.comm.ranks.Ranks.end_guard`.
+        end: called with this wait and an error that leaves it. See `streamshard.comm.ranks.Ranks.end_wait`.
         action: what happens inside, such as "the gather of".
         subject: what `action` is about, such as a unit's name; "" if nothing.
 
@@ -413,7 +413,7 @@ class Guard:
     __slots__ = ("_action", "_end", "_log", "_subject")
 
     def __init__(
-        self, log: IssueLog, end: Callable[[Guard, BaseException], None], action: str, subject: str = ""
+        self, log: IssueLog, end: Callable[[RankWait, BaseException], None], action: str, subject: str = ""
     ) -> None:
         self._log = log
         self._end = end

@@ -165,7 +165,7 @@ class Transport(abc.ABC):
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
-        """Works that end when no rank reads the shards of the last all-gathers any more. On devices streams order this.
+        """Works to wait for before the inputs of the last all-gathers are overwritten. On devices streams order this.
 
         Args:
             works: returned by the starts of these all-gathers on this rank; other transports may have started some.

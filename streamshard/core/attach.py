@@ -23,6 +23,7 @@ from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.forms import DTensorForm, form_of
+from streamshard.guards.loop import Members
 from streamshard.guards.modules import ModuleEdits
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.planning.discovery import FoundUnit, owners_of
@@ -43,7 +44,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     edits = ModuleEdits()
     engine.edits_of = weakref.ref(edits)
     owner = owners_of(found)
-    shards = {param.param: param for param in engine.param_shards}
+    shards = {param.param: param for param in engine.params}
     layers = {module: unit for unit, here in zip(engine.units[1:], found[1:], strict=True) for module in here.modules}
     places: dict[nn.Parameter, tuple[int, int]] = {}
     for unit in engine.units:
@@ -67,7 +68,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             edits.add_hook(module, module.register_load_state_dict_pre_hook(hook))
         if module._parameters:
             edits.add_hook(module, module.register_state_dict_pre_hook(functools.partial(_before_saving, engine)))
-    edits.remember(root)
+    members = Members(root)
+    engine.members_of = weakref.ref(members)
     engine.progress.begin({param: shard.name for param, shard in shards.items()})
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:
@@ -80,7 +82,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             handle = Handle(engine, layers.get(module), units, _input_dtype(module, engine.precision, in_fp32), None)
             if module is root:
                 output_dtype = engine.precision.output_dtype
-                handle = handle._replace(output_dtype=output_dtype, is_root=True, edits=edits)
+                handle = handle._replace(output_dtype=output_dtype, is_root=True, edits=edits, members=members)
             watch(module, handle, edits, base if module is root else Watched)
 
 

@@ -2,9 +2,9 @@
 
 [Note: pre-backward]
 Autograd runs the nodes that were created last first. So a prehook on the nodes of a layer's outputs says in time that
-backward needs the layer's weights, and the gradients of the units before it are complete, unless the program still has
-a visit of them: a unit is reduced after its last visit. A backward that comes to a layer by another way raises, see
-[Note: absent weights] in `streamshard.guards.weights`.
+backward needs the layer's weights. Gradients of units that were visited before are then complete, except those with
+another visit to come: a unit is reduced after its last visit. A backward that comes to a layer by another way raises,
+see [Note: absent weights] in `streamshard.guards.weights`.
 
 [Note: several passes]
 A backward may go through several passes. It takes each one when it reaches it, and does not ask beforehand which
@@ -39,8 +39,8 @@ class Backward(Phase):
 
     Attributes:
         graph: of the pass that this backward has reached last; None if it has reached none.
-        callback_of: None once autograd is done with this backward. If this backward is still the engine's pass then,
-            an exception has ended it.
+        callback_of: returns None once autograd is done with this backward. If this backward is still the engine's pass
+            by then, an exception has ended it.
     """
 
     is_forward = False
@@ -113,7 +113,7 @@ class Backward(Phase):
         # The program is set before anything raises: `recover` issues its rest, the same on all ranks.
         for index, versions in graph.versions.items():
             refuse_changed(engine.units[index], versions)
-        engine.issue(self._schedule.release_before(0))
+        engine.issue(self._schedule.advance_to(0))
         for index in graph.versions:
             self._unshard(engine.units[index])
 
@@ -144,9 +144,9 @@ class Backward(Phase):
         if visit is None:  # outside of the program, or needed again after its visit
             return
         if not unit.is_streamed:  # its weights stay, and the visits before may still come
-            released = self._schedule.released
-            is_next = visit <= released + (self._computing is not None)
-            if not is_next or not self._waiting.isdisjoint(self._schedule.visits[released:visit]):
+            position = self._schedule.position
+            is_next = visit <= position + (self._computing is not None)
+            if not is_next or not self._waiting.isdisjoint(self._schedule.visits[position:visit]):
                 return
         engine = self._engine
         self._computing = unit
@@ -154,7 +154,7 @@ class Backward(Phase):
         for other in engine.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
-        engine.issue(self._schedule.release_before(visit))
+        engine.issue(self._schedule.advance_to(visit))
 
     def read(self, unit: Unit) -> None:
         """See `Phase`. Recomputed code of the root unit reads it."""
@@ -183,7 +183,7 @@ class Backward(Phase):
     def _recompute(self, unit: Unit) -> None:
         # A resident unit is in place. Its recomputation does not end the visit of the unit before: one checkpoint may
         # recompute several resident units in the order of forward, before backward comes to the last one's gradients.
-        visits, following = self._schedule.visits, self._schedule.released + (self._computing is not None)
+        visits, following = self._schedule.visits, self._schedule.position + (self._computing is not None)
         is_next = following < len(visits) and visits[following] == unit.index
         if unit.is_streamed and self._computing is not unit and is_next:
             self._advance(unit)
@@ -191,8 +191,8 @@ class Backward(Phase):
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def write(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
-        """Copy a gradient into the unit's gradient slot (rule 3).
+    def on_gradient(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
+        """Autograd has made a gradient: copy it into the unit's gradient slot (rule 3).
 
         Args:
             unit: the parameter's unit.

@@ -345,14 +345,14 @@ def register_gradient_hooks(engine: Engine) -> None:
         for place, param in enumerate(unit.params):
             if param.form.is_packed:
                 continue
-            hook = _leave_gradient if param.is_small else _write_gradient
+            hook = _on_small_gradient if param.is_small else _on_gradient
             # Weak: the garbage collector does not see references of a tensor's hook, and the engine holds the tensor.
             hook = functools.partial(hook, weakref.ref(engine), unit.index, place)
             param.unsharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 @skip
-def _leave_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
+def _on_small_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
     """Autograd has made a small gradient. It stays in ``.grad`` until its unit is reduced.
 
     If it cannot stay, it is copied at once: ``create_graph=True``, another stream than the backward's.
@@ -364,11 +364,11 @@ def _leave_gradient(engine_of: Callable[[], Engine | None], index: int, place: i
     if reductions.leaves_small and is_here and not torch.is_grad_enabled():
         engine.units[index].has_small_grads = True
     else:
-        _write_gradient(engine_of, index, place, view)
+        _on_gradient(engine_of, index, place, view)
 
 
 @skip
-def _write_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
+def _on_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
     """Autograd has made a gradient: copy it into the slot. It is the sum with a small one that was left before."""
     if (engine := engine_of()) is None:
         return
@@ -377,11 +377,16 @@ def _write_gradient(engine_of: Callable[[], Engine | None], index: int, place: i
         grad = get_grad(view)
         set_grad(view, None)
     if grad is not None:  # else the parameter was frozen in this backward
-        untraced(_copy_gradient, engine, unit, unit.params[place], grad)
+        untraced(_report_gradient, engine, unit, unit.params[place], grad)
 
 
-def _copy_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor) -> None:
+def _report_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor) -> None:
     phase = engine.phase
+    if not param.has_room:
+        raise ShardingError(
+            f"parameter {param.name!r} was frozen when StreamShard(model) was called and trains now: there is no room "
+            "for its gradient. Freeze it after StreamShard(model), as often as you like"
+        )
     if grad.requires_grad:
         raise ShardingError(
             f"backward(create_graph=True): gradients of {param.name!r} cannot be differentiated again. Gradients of "
@@ -392,7 +397,7 @@ def _copy_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor)
             f"backward() inside the model's forward has made a gradient of {param.name!r}, which is reduced over ranks "
             "only in a backward after it: use torch.autograd.grad(..., inputs) for what the forward needs"
         )
-    _begin_backward(engine).write(unit, param, grad)
+    _begin_backward(engine).on_gradient(unit, param, grad)
 
 
 def run_empty_backward(engine: Engine, graph: Graph) -> None:

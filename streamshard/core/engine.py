@@ -19,7 +19,7 @@ from streamshard.core.reductions import Reductions
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
-from streamshard.guards.loop import Progress
+from streamshard.guards.loop import Members, Progress
 from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.program import Op, UnitOrder
@@ -131,7 +131,7 @@ class Engine:
         is_whole: this rank's shards are the whole units.
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
         are_weights_current: the last pass ran in this ``no_sync()``: the next one casts only units with new versions.
-        edits_of: returns all changes of modules; None once the model is gone.
+        edits_of, members_of: return all changes of modules, and the modules; None once the model is gone.
         progress: how far the training loop has come.
         profiler: names the work of units while a profiler runs.
         phase: the pass under way, in any thread; None between passes.
@@ -159,6 +159,7 @@ class Engine:
         self.is_synced = True
         self.are_weights_current = False
         self.edits_of: Callable[[], ModuleEdits | None] = lambda: None
+        self.members_of: Callable[[], Members | None] = lambda: None
         self.progress = Progress(warns=self.ranks.is_first)
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)
@@ -168,13 +169,13 @@ class Engine:
         self.empty: dict[str, None] = {}
         self.profiler = ProfilerNames(self.streams, [unit.layout.name or "root" for unit in self.units])
         self._warnings: set[str] = set()
-        self._ending = self.ranks.guard("waiting for all ranks at the end of a pass")
+        self._ending = self.ranks.waiting("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
         # Their all-gathers read the main weights themselves, which have the wire dtype.
         self._uncast = [u for u in self.units if any(flat.main is flat.gather_input for flat in u.flat_params)]
 
     @property
-    def param_shards(self) -> list[Param]:
+    def params(self) -> list[Param]:
         """This rank's part of every parameter, root unit first."""
         return [shard for unit in self.units for shard in unit.params]
 
@@ -216,7 +217,7 @@ class Engine:
         """
         if self.empty:
             first = next(iter(self.empty))
-            kind = "parameter" if any(first == shard.name for shard in self.param_shards) else "buffer"
+            kind = "parameter" if any(first == shard.name for shard in self.params) else "buffer"
             more = f", and {len(self.empty) - 1} more," if len(self.empty) > 1 else ""
             raise ShardingError(
                 f"{what}, but {kind} {first!r}{more} is empty: it was on the meta device, and nothing has given it "
@@ -240,8 +241,8 @@ class Engine:
 
     def check_structure(self) -> None:
         """Raise if modules or parameters were exchanged since sharding."""
-        if (edits := self.edits_of()) is not None:
-            edits.check()
+        if (members := self.members_of()) is not None:
+            members.check()
 
     def all_gather(self, unit: Unit) -> None:
         """Start the unit's all-gather, if its slot holds another unit or nothing."""

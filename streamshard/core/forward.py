@@ -59,7 +59,7 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
             unit.guard.check()
     engine.ranks.recorder.log.add(RecordKind.FORWARD)
     for unit in engine.units:  # each casts before its all-gather, if its weights may have changed
-        unit.expire(unless_same=is_current)
+        unit.expire(trusts_versions=is_current or unit.host is not None)  # a cast on the host takes time
     forward = Forward(engine, units)
     forward.begin()
     engine.phase = forward
@@ -187,7 +187,7 @@ class Forward(Phase):
         self.graph.versions.setdefault(unit.index, unit.versions())
 
     def _begin_use(self, unit: Unit) -> None:
-        """Layers may compute with the weights; `Unit.end_use` compares with now. Once per pass if it is resident."""
+        """Layers may compute with the weights: note versions, for `Unit.end_use`. Once per pass if it is resident."""
         if not unit.is_streamed:
             if unit.index in self._used:
                 return

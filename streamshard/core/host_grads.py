@@ -17,7 +17,7 @@ from streamshard.guards.sharded_parameter import grad_of
 
 
 class HostGrads:
-    """What is known of one model's main grads without a look at them. Owns no memory.
+    """Norms of main grads, and factors that are due, known without a look at main grads. Owns no memory.
 
     Args:
         device: the accelerator.

@@ -10,6 +10,7 @@ from torch import nn
 from streamshard.core.engine import Engine
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
+from streamshard.guards.loop import Members
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule
 
 
@@ -23,8 +24,8 @@ class Handle(NamedTuple):
         cast_dtype: floating-point inputs are cast to it; None leaves them as they are.
         output_dtype: floating-point outputs are cast to it; None leaves them as they are.
         is_root: the module is the whole model.
-        edits: all changes of the model's modules; of the root. The engine refers to it weakly, because it must not
-            hold the model.
+        edits, members: all changes of the model's modules, and these modules; of the root. The engine refers to both
+            weakly, because it must not hold the model.
     """
 
     engine: Engine
@@ -34,6 +35,7 @@ class Handle(NamedTuple):
     output_dtype: torch.dtype | None
     is_root: bool = False
     edits: ModuleEdits | None = None
+    members: Members | None = None
 
 
 def handle_of(module: nn.Module) -> Handle | None:

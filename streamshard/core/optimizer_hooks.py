@@ -257,7 +257,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
                 plain[param] = param.plain
                 params.append(param.plain)
         groups.append({**group, "params": params})
-    if not plain and not on_host:  # the stand-in, if its step calls the step of the base class
+    if not plain and not on_host:  # a step that calls super().step(): the optimizer is the stand-in already
         return None
     if on_host and closure is not None:
         with torch.enable_grad():
@@ -311,7 +311,7 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: boo
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The step itself is over: take options, state and attributes from the stand-in."""
-    if args[0] is optimizer:  # the stand-in, if its step calls the step of the base class
+    if args[0] is optimizer:  # a step that calls super().step(): the optimizer is the stand-in already
         return
     stepped = dict(args[0].__dict__)
     plain: dict[ShardedParameter, nn.Parameter] = stepped.pop(_PLAIN)

@@ -81,8 +81,7 @@ class Param:
     Args:
         piece: describes the piece, also for tensors that outlive the model.
         aliases: further names of the same (tied) parameter.
-        param: the user's Parameter; its data become `main_weights`.
-        main_weights: memory of this rank's piece, of shape `FlatParamLayout.local_shape`.
+        param: the user's Parameter.
 
     Attributes:
         name: fully qualified name in the root model.
@@ -107,9 +106,9 @@ class Param:
     main_grad: torch.Tensor  # [local shape] fp32
     _grad_piece: Piece
 
-    def __init__(self, piece: Piece, aliases: tuple[str, ...], param: nn.Parameter, main_weights: torch.Tensor) -> None:
+    def __init__(self, piece: Piece, aliases: tuple[str, ...], param: nn.Parameter) -> None:
         self.name, self.layout, self.aliases = piece.name, piece.place, aliases
-        self.piece, self.param, self.main_weights = piece, param, main_weights
+        self.piece, self.param = piece, param
         self.local = piece.range_of(piece.ranks.rank)
         self.form, self.whole_class = take_form(param), type(param)
         self.dtype = self.form.memory(param).dtype
@@ -142,19 +141,17 @@ class Param:
         """
         grad = get_grad(self.param)
         self.is_kept = grad is not None
-        is_same = grad is self.given
-        if grad is not None:
-            is_same = is_same and (not grad.numel() or grad.data_ptr() == self.main_grad.data_ptr())
-            if not is_same:
-                self._adopt(grad)
-            put_grad(self.param, None)
+        if grad is None:
+            return self.given is None
+        if not (is_same := self.is_given(grad)):
+            self._adopt(grad)
+        put_grad(self.param, None)
         return is_same
 
-    def is_given(self, grad: torch.Tensor | None) -> bool:
+    def is_given(self, grad: torch.Tensor) -> bool:
         """Whether `grad` is `given`, still in the main grads' memory."""
         with AsTensors():
-            is_given = grad is not None and grad is self.given
-            return is_given and grad.data_ptr() == self.main_grad.data_ptr()  # type: ignore[union-attr]  # not None
+            return grad is self.given and (not grad.numel() or grad.data_ptr() == self.main_grad.data_ptr())
 
     def adopt_grad(self) -> None:
         """Copy ``.grad``, if the user has replaced it, into the main grads. Inside `AsTensors`."""
@@ -354,7 +351,7 @@ class FlatParam:
         facts = layout.name, form.shape(param), *places, ranks, self.layout, layout, self._ledger_of
         counts = bool(form.box) or ranks.counts_copies
         piece = Piece(*facts, is_on_host=self.is_on_host, box=form.box, counts=counts)
-        added = Param(piece, aliases, param, main_weights)
+        added = Param(piece, aliases, param)
         param.grad = None
         _put_under(param, added.form, main_weights, is_ordinary=piece.is_ordinary)
         self.params.append(added)

@@ -1,9 +1,8 @@
 """Gradients on their way out of a backward: into the gradient slot, over ranks, over replicas, to the optimizer.
 
 `Reductions` owns the reductions under way. `UsedParams` lets ranks agree on which parameters had a gradient. A
-parameter that no rank used keeps ``grad = None``, so the optimizer skips it, as under DistributedDataParallel. On CUDA
-neither the host nor the compute stream of a rank that used all parameters waits for this exchange: its own flags are
-the answer.
+parameter that no rank used keeps ``grad = None``, so the optimizer skips it, as under DistributedDataParallel. A CUDA
+rank that has used all parameters knows the answer, and does not wait for the exchange.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Reductions:
         self._is_last = True
         self._under_way: list[Work | None] = []
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
-        self._finishing = ranks.guard("the last reductions of a backward")
+        self._finishing = ranks.waiting("the last reductions of a backward")
 
     def set_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients over all ranks, replicas included, by `factor` from now on. Collective.
@@ -65,13 +64,13 @@ class Reductions:
             ConfigError: on all ranks: `factor` is no positive, finite number, or parameters have gradients.
             RankMismatchError: ranks have given different factors.
         """
-        ranks, replicas = self.ranks, self.ranks.replicas
+        ranks, n_replicas = self.ranks, self.ranks.n_replicas
 
         def check() -> float:
             if not isinstance(factor, int | float) or not 0.0 < factor < math.inf:
                 raise ConfigError(f"factor={factor!r}: wanted a positive, finite number, such as 1.0 for sums")
             held = [param.name for unit in self._units for param in unit.params if param.param.grad is not None]
-            if held and factor / replicas != ranks.grad_divisor:
+            if held and factor / n_replicas != ranks.grad_divisor:
                 raise ConfigError(
                     f"parameter {held[0]!r} has a gradient, which was divided by another factor: call it before "
                     "the first backward of a step, after zero_grad() with set_to_none=True"
@@ -84,11 +83,10 @@ class Reductions:
                 f"set_gradient_divide_factor: ranks have given {sorted(factors)}. Give one factor on all ranks, such "
                 "as the number of tokens of all ranks together"
             )
-        ranks.grad_divisor = factors.pop() / replicas  # replicas average the quotients
+        ranks.grad_divisor = factors.pop() / n_replicas  # replicas average the quotients
         for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not ranks):
-            flat.ranks.grad_divisor = (
-                ranks.grad_divisor * ranks.parts / flat.ranks.parts
-            )  # of experts: for sums in a loss
+            # Of experts: for sums in a loss.
+            flat.ranks.grad_divisor = ranks.grad_divisor * ranks.n_parts / flat.ranks.n_parts
 
     def begin(self, *, is_synced: bool, is_last: bool, leaves_small: bool) -> None:
         """A backward begins, on the current stream.
@@ -110,7 +108,7 @@ class Reductions:
             self._make_room(unit)
             with unit.reducing:
                 unit.open()
-        unit.write(param, grad)
+        unit.write([param], [grad])
         self.ranks.transport.progress()
 
     def _make_room(self, unit: Unit) -> None:
@@ -202,7 +200,7 @@ class UsedParams:
             count = stage.transport.flags_numel(count)
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
-        self._exchanging = ranks.guard("the exchange of which parameters were used")
+        self._exchanging = ranks.waiting("the exchange of which parameters were used")
         self._tag = sum(len(unit.flat_params) for unit in units)  # behind the tags of the flat parameters
         self._written = [
             Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags", stage.stream)
@@ -243,7 +241,7 @@ class UsedParams:
             self._readers = transport.readers((work,))
 
     def finish(self) -> list[list[bool]] | None:
-        """By unit, which parameters any rank used. None: this rank used all that any rank may have used.
+        """By unit, which parameters any rank used. None: take this rank's own flags.
 
         On a device the host waits only for a list.
         """

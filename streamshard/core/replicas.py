@@ -71,7 +71,7 @@ class Replicas:
         unit, self._last = self._last, None
         if unit is None:
             return
-        with self.ranks.guard("the average over replicas of", unit.name):
+        with self.ranks.waiting("the average over replicas of", unit.name):
             self._reduced.wait()  # rule 7
             main_grads = [(flat.main_grads, flat.tag) for flat in unit.flat_params if flat.kind.trains]
             self._under_way[unit.index] = self._start(main_grads)
@@ -87,7 +87,7 @@ class Replicas:
         if self._last is unit:
             self.flush()
         if unit.index in self._under_way:
-            with self.ranks.guard("the average over replicas of", unit.name):
+            with self.ranks.waiting("the average over replicas of", unit.name):
                 self._under_way.pop(unit.index).wait()  # rule 7
 
     def average(self, parts: Iterable[list[torch.Tensor]]) -> None:
@@ -102,9 +102,9 @@ class Replicas:
             if flat.numel():
                 self._written.record()
                 self._written.wait()  # rule 4
-                with self.ranks.guard("an average over replicas"):
+                with self.ranks.waiting("an average over replicas"):
                     under_way.append((tensors, flat, self._start([(flat, None)])))
-        with torch.no_grad(), self.ranks.guard("an average over replicas"):
+        with torch.no_grad(), self.ranks.waiting("an average over replicas"):
             for tensors, flat, averaged in under_way:
                 averaged.wait()  # rule 7
                 for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -227,8 +227,8 @@ class GradSlot(_Slot):
         self.drained.wait()  # rule 3
         self._writers = [stream]
 
-    def join(self) -> None:
-        """The device's current stream is about to write: it waits (rule 3).
+    def add_writer(self) -> None:
+        """The device's current stream is about to write: it waits the first time (rule 3).
 
         Autograd computes a gradient on the stream that ran the forward. A layer may use a stream of its own, as shared
         experts do. The caller's stream waits for such streams only when backward ends.
@@ -238,7 +238,7 @@ class GradSlot(_Slot):
             self.drained.wait()  # rule 3
             self._writers.append(stream)
 
-    def join_writers(self) -> None:
+    def wait_for_writers(self) -> None:
         """Let the device's current stream wait for all streams that have written: it is about to read the slot."""
         current = self._streams.device_stream(StreamName.COMPUTE)
         for stream in self._writers:

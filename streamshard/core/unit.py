@@ -6,6 +6,14 @@
 The unit knows how to do each step, `streamshard.core.engine` and its passes know when. Large gradients are written to
 the slot as soon as autograd has made them. Small ones stay in ``.grad`` of unsharded parameters until one call copies
 them all. If another unit needs the slot in between, gradients are spilled. See [Note: slots], [Note: ordering rules].
+
+[Note: earlier gradients]
+A backward adds to the gradients that parameters hold when it begins (``.grad``), and to its own earlier reductions.
+
+    main grads hold              where                 a gradient is        a reduction
+    nothing                      anywhere              copied to the slot   overwrites main grads
+    earlier gradients (_adds)    memory of their own   copied to the slot   adds to main grads
+    the same (_adds_in_slot)     they are the slot     added to the slot    leaves them, on one rank
 """
 
 from __future__ import annotations
@@ -23,7 +31,6 @@ from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work
 from streamshard.comm.transport import Reduction
 from streamshard.core.params import FlatParam, GradState, Param, move_all, use_of, write_all
 from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
-from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
 from streamshard.guards.sharded_tensor import WHY_EARLIER, Life
 from streamshard.guards.weights import WeightGuard
@@ -90,8 +97,8 @@ class Unit:
         self.is_bound = self.is_trainable = self.is_cast = False
         self.has_small_grads = self.has_taken = self.has_spilled = self.has_unreduced = False
         self.guard = WeightGuard(weight_slot.is_shared)
-        self.gathering = ranks.guard("the gather of", self.name)
-        self.reducing = ranks.guard("the reduction of", self.name)
+        self.gathering = ranks.waiting("the gather of", self.name)
+        self.reducing = ranks.waiting("the reduction of", self.name)
         self._streams = streams = ranks.streams
         self._sharded: list[nn.Parameter] = []  # the user's parameters, in the order of `params`
         self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters
@@ -103,8 +110,8 @@ class Unit:
         self.trained = [flat for flat in self.flat_params if flat.kind.trains]
         self._with_room: list[Param] = []  # params whose gradient has memory
         self._life = Life()  # of the gradients that parameters have now
-        self._adds = False  # the next reduction adds to the main grads
-        self._adds_in_slot = False  # and the main grads are the whole slot, so gradients are added there
+        self._adds = False  # see [Note: earlier gradients]
+        self._adds_in_slot = False
 
     def make_unsharded(self) -> None:
         """Make the unsharded parameters, views of the slot, and choose the small ones."""
@@ -129,15 +136,14 @@ class Unit:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def expire(self, *, unless_same: bool) -> None:
+    def expire(self, *, trusts_versions: bool) -> None:
         """A pass begins: the weights are cast and gathered anew, if they may have changed.
 
         Args:
-            unless_same: compare versions (inside ``no_sync()``). Else every pass casts, because some writes leave no
-                trace in versions: through ``.data`` on one rank, and by kernels that take an address.
+            trusts_versions: weights of the same versions have not changed. Versions miss writes through ``.data`` on
+                one rank, and by kernels that take an address.
         """
-        unless_same = unless_same or self.host is not None  # a cast on the host takes time
-        if self.params and not (unless_same and self.cast_versions == self.versions()):
+        if self.params and not (trusts_versions and self.cast_versions == self.versions()):
             self.is_cast = False
             if self.weight_slot.content == self.index:  # else another unit's weights stay
                 self.weight_slot.move(WeightState.EMPTY, None)
@@ -147,7 +153,7 @@ class Unit:
         was_cast = self.is_cast and self.cast_versions == self.versions()
         with AsTensors():
             torch.autograd.graph.increment_version([param.param for param in params])
-        self.expire(unless_same=True)
+        self.expire(trusts_versions=True)
         if was_cast:
             self.is_cast, self.cast_versions = True, self.versions()
 
@@ -180,7 +186,7 @@ class Unit:
         for flat in self.flat_params:
             works.append(flat.ranks.transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
         slot.arrived.record(*works)
-        self.read_done.works = ()  # its readers have read the input of the last all-gather too
+        self.read_done.works = ()  # the new readers also wait for those of the last all-gather
         self.read_done.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
 
@@ -261,7 +267,7 @@ class Unit:
         if self.has_spilled:
             self.has_spilled = False
             params = [param for param in self._with_room if param.state is GradState.SPILLED]
-            self._write(params, [param.pop_spilled() for param in params])
+            self.write(params, [param.pop_spilled() for param in params])
 
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
@@ -300,18 +306,11 @@ class Unit:
         for param in self._with_room:
             param.given = None
 
-    def write(self, param: Param, grad: torch.Tensor) -> None:
-        """Copy `grad` [full shape] into the open slot. Its only copy. Compute stream.
-
-        Raises:
-            ShardingError: the parameter was frozen when the model was sharded.
-        """
-        if not param.has_room:
-            raise ShardingError(
-                f"parameter {param.name!r} was frozen when StreamShard(model) was called and trains now: there is "
-                "no room for its gradient. Freeze it after StreamShard(model), as often as you like"
-            )
-        self._write([param], [grad])
+    def write(self, params: Sequence[Param], grads: Sequence[torch.Tensor]) -> None:
+        """Copy gradients [full shapes] into the open slot. Their only copy. Compute stream."""
+        self.grad_slot.add_writer()
+        write_all(params, grads, adds=self._adds_in_slot)
+        self._streams.observe(StepEvent.GRAD_WRITTEN, self.index)
 
     def collect(self, stream: Any) -> None:
         """Copy the small gradients that autograd has left, if there are any, into the slot, which is open.
@@ -330,19 +329,14 @@ class Unit:
                         set_grad(param.unsharded, None)
                         left.append(param)
                         grads.append(grad)
-            self._write(left, grads)
-
-    def _write(self, params: Sequence[Param], grads: Sequence[torch.Tensor]) -> None:
-        self.grad_slot.join()
-        write_all(params, grads, adds=self._adds_in_slot)
-        self._streams.observe(StepEvent.GRAD_WRITTEN, self.index)
+            self.write(left, grads)
 
     def spill(self) -> None:
         """Copy gradients out of the slot, which another unit needs, until this unit opens it again. Compute stream.
 
         Happens if a unit's layers run before and after another unit's layers in the same slot.
         """
-        self.grad_slot.join_writers()
+        self.grad_slot.wait_for_writers()
         self.grad_slot.move(SlotState.FREE, None)
         self.has_spilled = True
         for param in self._with_room:
@@ -353,7 +347,7 @@ class Unit:
         """Start the reduction from slot to main grads (rule 4). Parameters without a gradient contribute zeros."""
         slot = self.grad_slot
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
-        slot.join()
+        slot.add_writer()
         written = []
         for param in self._with_room:
             if param.state is GradState.IN_SLOT:

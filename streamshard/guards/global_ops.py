@@ -69,8 +69,8 @@ class _GlobalSum(Function):
     """The sum over ranks, which may be part of a loss.
 
     Each rank's loss may weigh a penalty differently, and a parameter's gradient is the mean of all ranks' gradients, or
-    their sum divided by another number. Only one rank holds each element, so backward does this with the incoming
-    gradient.
+    their sum divided by another number. One rank holds each element. So backward reduces the incoming gradient as
+    gradients are reduced.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class _GlobalSum(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum_over_ranks(grad, ctx.ranks).div_(ctx.ranks.grad_divisor * ctx.ranks.parts), None
+        return _sum_over_ranks(grad, ctx.ranks).div_(ctx.ranks.grad_divisor * ctx.ranks.n_parts), None
 
 
 def _sum_over_ranks(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""Mistakes of a training loop around the model: transforms, steps without a backward, gradients that nobody uses."""
+"""Mistakes of a training loop around the model: transforms, exchanged modules, steps without a backward."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from streamshard.comm.streams import Streams
 from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.sharded_tensor import CALL_BACKWARD
+from streamshard.planning.structure import join_names, modules_of, params_of
 from streamshard.torch_private import innermost_transform, is_autograd_compiled, transform_level
 
 
@@ -47,6 +49,52 @@ def refuse_transforms(streams: Streams | None = None) -> None:
         )
 
 
+class Members:
+    """The modules and parameters of a sharded model, whose modules hold the sharded parameters.
+
+    A parameter or layer that is assigned afterwards would be trained by this rank alone.
+
+    Args:
+        root: the model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._params: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
+        self._children: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {}
+        for name, module in modules_of(root):
+            if isinstance(module._parameters, dict):
+                self._params.append((name, module._parameters, tuple(module._parameters.values())))
+            self._children[name] = module._modules, tuple(module._modules.values())
+
+    def check(self) -> None:
+        """A pass begins.
+
+        Raises:
+            ShardingError: a parameter, or a module with parameters, was added, removed or replaced; names it.
+        """
+        # dict's own values(): a sharded module's `_parameters` has a slow one.
+        for name, params, known in self._params:
+            if len(params) != len(known) or not all(map(operator.is_, dict.values(params), known)):
+                changed = [key for key, param in params.items() if not any(param is old for old in known)]
+                _refuse_change("parameter", name, changed[0] if changed else "")
+        for name, (children, before) in self._children.items():
+            if len(children) != len(before) or not all(map(operator.is_, children.values(), before)):
+                sharded = {param for _, _, known in self._params for param in known}
+                for key, child in children.items():
+                    if child is not None and not sharded.issuperset(params_of(child).values()):
+                        _refuse_change("module", name, key)
+                self._children[name] = children, tuple(children.values())  # modules without parameters may change
+
+
+def _refuse_change(what: str, owner: str, key: str) -> NoReturn:
+    name = repr(join_names(owner, key)) if key else f"of {owner or 'the model'!r}"
+    raise ShardingError(
+        f"{what} {name} was replaced, added or removed after StreamShard(model): this rank alone would train the new "
+        "one. Change the model before it is sharded, or assign to a parameter's data (param.data.copy_, "
+        "load_state_dict, summon_full_params()). torch.func.functional_call replaces parameters too"
+    )
+
+
 _MOST_UNUSED = 10  # backwards without an optimizer that uses their gradients, while other optimizers step
 
 
@@ -69,7 +117,7 @@ class Progress:
         self.is_watched = True
         self._warns = warns
         self._names: Mapping[Any, str] = {}
-        # Of the parameters, added up, each time that another optimizer steps: code may step them without an optimizer.
+        # The sum of the parameters' versions at each step of another optimizer. It grows if code trains them otherwise.
         self._versions: list[int] = []
 
     def begin(self, names: Mapping[nn.Parameter, str]) -> None:

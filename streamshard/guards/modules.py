@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -20,7 +19,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
-from streamshard.planning.structure import join_names, modules_of, params_of
 
 HANDLE = "_streamshard"  # the entry in a watched module's __dict__, see `streamshard.core.module_state`
 
@@ -43,12 +41,10 @@ MISSING = object()
 
 
 class ModuleEdits:
-    """All changes of a model's modules by StreamShard, in order. Refuses changes by other code."""
+    """All changes of a model's modules by StreamShard, in order."""
 
     def __init__(self) -> None:
         self.edits: list[Edit] = []
-        self._params: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
-        self._children: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {}
 
     def set_class(self, module: nn.Module, kind: type) -> None:
         """Change the class of `module`."""
@@ -81,46 +77,6 @@ class ModuleEdits:
                 del module.__dict__[what]
             else:
                 module.__dict__[what] = before
-
-    # -- changes by other code --------------------------------------------------------------------------------------
-
-    def remember(self, root: nn.Module) -> None:
-        """Remember the modules and parameters of the model `root`, whose modules hold the sharded parameters.
-
-        A parameter or layer that is assigned afterwards would be trained by this rank alone.
-        """
-        for name, module in modules_of(root):
-            if isinstance(module._parameters, dict):
-                self._params.append((name, module._parameters, tuple(module._parameters.values())))
-            self._children[name] = module._modules, tuple(module._modules.values())
-
-    def check(self) -> None:
-        """Raise if a parameter was added, removed or replaced, or a module with parameters of its own was.
-
-        Raises:
-            ShardingError: names the parameter or the module.
-        """
-        # dict's own values(): a sharded module's `_parameters` has a slow one.
-        for name, params, known in self._params:
-            if len(params) != len(known) or not all(map(operator.is_, dict.values(params), known)):
-                changed = [key for key, param in params.items() if not any(param is old for old in known)]
-                _refuse_change("parameter", name, changed[0] if changed else "")
-        for name, (children, before) in self._children.items():
-            if len(children) != len(before) or not all(map(operator.is_, children.values(), before)):
-                sharded = {param for _, _, known in self._params for param in known}
-                for key, child in children.items():
-                    if child is not None and not sharded.issuperset(params_of(child).values()):
-                        _refuse_change("module", name, key)
-                self._children[name] = children, tuple(children.values())  # modules without parameters may change
-
-
-def _refuse_change(what: str, owner: str, key: str) -> None:
-    name = repr(join_names(owner, key)) if key else f"of {owner or 'the model'!r}"
-    raise ShardingError(
-        f"{what} {name} was replaced, added or removed after StreamShard(model): this rank alone would train the new "
-        "one. Change the model before it is sharded, or assign to a parameter's data (param.data.copy_, "
-        "load_state_dict, summon_full_params()). torch.func.functional_call replaces parameters too"
-    )
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ class Piece(NamedTuple):
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
         is_on_host: the parameter's state lies in host memory (``offload``).
         box: see `streamshard.forms.Form`.
-        counts: sums and norms count the elements on this rank. No: another rank outside of the shard group has the same
-            elements and counts them.
+        counts: sums and norms count the elements of this rank. False: a rank outside of the shard group has a copy,
+            and counts it.
     """
 
     name: str

@@ -105,7 +105,7 @@ class Rounds:
         self._compare(hash(tuple(self._had_grads.values())) % _DIGEST_RANGE)
         if not self._ranks.streams.has_streams:
             self.check()
-        with self._ranks.guard("an exchange of parameters with their owners"):
+        with self._ranks.waiting("an exchange of parameters with their owners"):
             self._send(self._rounds[0], grads)
             steps[0]()
             for number, (own, step) in enumerate(zip(self._rounds, steps[1:], strict=True)):

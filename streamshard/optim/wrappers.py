@@ -243,7 +243,7 @@ def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
     engine = engine_of(model)
-    ours = {shard.param for shard in engine.param_shards}
+    ours = {shard.param for shard in engine.params}
     if ours.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(f"{type(optimizer).__name__} has no parameter of this model: make it of model.parameters()")
     return engine

@@ -6,9 +6,9 @@ end of the pass issues the rest. So a rank that skips units still takes part in 
 the others. See [Note: one program].
 
 [Note: one program]
-Step k of a schedule holds the operations that become possible once all visits before k are released: all-gathers into
-the slots that those visits have freed (rule 2), and reductions of units after their last visit (rule 4). Prefetch is
-nothing but issuing step k as soon as visit k - 1 is released, so it does not depend on how far the host runs ahead.
+Step k of a schedule holds the operations that become possible once all visits before k are over: all-gathers into the
+slots that these visits have freed (rule 2), and reductions of units after their last visit (rule 4). Prefetch means:
+step k is issued as soon as visit k - 1 is over. So prefetch does not depend on how far the host runs ahead.
 Whether an all-gather is needed is decided when it is issued, from what the slot holds. What the slot holds follows from
 the operations issued before, so all ranks decide alike.
 
@@ -56,7 +56,7 @@ def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -
         reduce: whether each unit's gradients are reduced after its last visit (backward).
 
     Returns:
-        ``len(visits) + 1`` lists; list k may be issued once all visits before k are released.
+        ``len(visits) + 1`` lists; list k may be issued once all visits before k are over.
     """
     steps: list[list[Op]] = [[]]
     step = 0
@@ -84,7 +84,7 @@ class Schedule:
         visits: see above.
         log: units visited so far, those out of order included. Backward is planned from the log.
         used: the units that this rank has really used, in order.
-        released: all visits before this one are released.
+        position: all visits before this one are over.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Schedule:
         self.visits = tuple(visits)
         self.log: list[int] = []
         self.used: list[int] = []
-        self.released = 0
+        self.position = 0
         self._is_streamed = is_streamed
         self._current: int | None = None  # the unit whose visit is under way, in the program or out of order
         self._has_inner_uses = False  # which keep their places in the log
@@ -101,16 +101,16 @@ class Schedule:
         self._issued_steps = 0
 
     def find(self, unit: int) -> int | None:
-        """The next visit of `unit` that is not released; None if there is none."""
+        """The next visit of `unit` that is not over; None if there is none."""
         try:
-            return self.visits.index(unit, self.released)
+            return self.visits.index(unit, self.position)
         except ValueError:
             return None
 
     @property
     def following(self) -> int:
         """The first visit that has not begun."""
-        return self.released + (self.visits[self.released : self.released + 1] == (self._current,))
+        return self.position + (self.visits[self.position : self.position + 1] == (self._current,))
 
     def is_out_of_order(self, unit: int) -> bool:
         """Whether `unit`, which is used now, has no visit left in the program, and its weights are not in place."""
@@ -129,10 +129,10 @@ class Schedule:
         if visit is None:
             if not self.is_out_of_order(unit):
                 return []
-            ops = self.release_before(self.following)
+            ops = self.advance_to(self.following)
             self.log.append(unit)
         else:
-            ops = self.release_before(visit)
+            ops = self.advance_to(visit)
         self._current = unit
         return ops
 
@@ -160,24 +160,24 @@ class Schedule:
             self.log.append(unit)
             self._has_inner_uses = True
 
-    def release_before(self, visit: int) -> list[Op]:
-        """Release all visits before `visit`.
+    def advance_to(self, visit: int) -> list[Op]:
+        """All visits before `visit` are over.
 
         Returns:
             The operations that have become possible, in the order in which to issue them.
         """
-        if visit > self.released:
-            self.log.extend(self.visits[self.released : visit])
-            self.released = visit
+        if visit > self.position:
+            self.log.extend(self.visits[self.position : visit])
+            self.position = visit
         ops: list[Op] = []
-        for step in self._steps[self._issued_steps : self.released + 1]:
+        for step in self._steps[self._issued_steps : self.position + 1]:
             ops += step
-        self._issued_steps = self.released + 1
+        self._issued_steps = self.position + 1
         return ops
 
     def finish(self) -> list[Op]:
         """The pass is over: the operations that are left."""
-        return self.release_before(len(self.visits))
+        return self.advance_to(len(self.visits))
 
     def adopt_order(self, order: Iterable[int]) -> None:
         """Let backward visit each unit once, in `order`, which ranks have learnt from this pass.

@@ -136,7 +136,7 @@ def choose(stages: Sequence[Stage], room: Room) -> Fit:
 
 
 def most_slots(streamed: int, stages: Sequence[Stage], total_bytes: Callable[[int], int], room: Room) -> int | None:
-    """The largest number of weight slots that fits if ZeRO-3 fits and the next stage does not; None otherwise.
+    """The most weight slots that fit, if only ZeRO-3 fits; else None.
 
     Args:
         streamed: the number of streamed units.

@@ -109,7 +109,7 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
     dtypes = (precision.param_dtype, precision.slot_grad_dtype, precision.reduce_dtype)
     compute, gradients, sums = (str(dtype or "the parameters' own").removeprefix("torch.") for dtype in dtypes)
     numel = sum(unit.layout.numel for unit in engine.units)
-    replicas, parts = engine.ranks.replicas, engine.ranks.parts
+    replicas, parts = engine.ranks.n_replicas, engine.ranks.n_parts
     return [
         f"StreamShard: {numel:,} parameters over {size} rank{'s' * (size > 1)}"
         + f" in each of {parts} parts" * (parts > 1)

@@ -267,7 +267,7 @@ def medians_ms(ranks: RankGroup, device: torch.device, *parts: Callable[[], obje
         times = []
         for part in parts:
             start = time.perf_counter()
-            with ranks.guard("a measurement"):
+            with ranks.waiting("a measurement"):
                 part()
                 if has_streams(device):
                     module_of(device).synchronize(device)

@@ -116,12 +116,12 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused(
     """A file with a hole, or with bytes that two ranks have written, is not published."""
     model, (start, stop) = _one(4), ranges[context.rank]
     engine = engine_inside(model)
-    (shard,) = engine.param_shards
+    (shard,) = engine.params
     piece = nn.Parameter(torch.ones(stop - start))
     wrong = copy_of(shard)
     wrong.local, wrong.param = LocalRange(start, stop, start), piece
     with (
-        mock.patch.object(Engine, "param_shards", [wrong]),
+        mock.patch.object(Engine, "params", [wrong]),
         pytest.raises(CheckpointError, match="ranks did not write every byte"),
     ):
         export_shards(model, engine, tmp_path, torch.float32, "1TB")

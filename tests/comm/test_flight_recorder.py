@@ -29,7 +29,7 @@ from streamshard import StreamShard, export_safetensors, save_checkpoint
 from streamshard.comm import ranks as ranks_module
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind, Shown, describe_difference
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import Guard, IssueLog
+from streamshard.comm.streams import IssueLog, RankWait
 from streamshard.errors import CommunicationError, line_reached, log
 from tests.launched import Launched, run_script
 from tests.models import vector_batch
@@ -140,7 +140,7 @@ def test_an_error_in_the_middle_of_an_exchange_ends_the_others_wait(context: Ran
     model = _model(over)
     ranks = engine_inside(model).ranks
     if context.rank == 0:
-        with pytest.raises(KeyboardInterrupt), ranks.guard("something"):
+        with pytest.raises(KeyboardInterrupt), ranks.waiting("something"):
             raise KeyboardInterrupt
     else:
         with pytest.raises(CommunicationError, match="rank 0 has failed: something ended with Keyboard"):
@@ -281,7 +281,7 @@ def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> 
         waits = FlightRecorder(_world())
         waits._store = mock.Mock(check=lambda _: False)
         waits._key = ""
-        with mock.patch.object(time, "time", lambda: now[0]), Guard(waits.log, mock.Mock(), "something"):
+        with mock.patch.object(time, "time", lambda: now[0]), RankWait(waits.log, mock.Mock(), "something"):
             for waited_s, reports in ((20, 0), (40, 1), (50, 1), (70, 2), (110, 2), (130, 3)):
                 now[0] = 1000.0 + waited_s
                 waits.look(mock.Mock())
@@ -353,7 +353,7 @@ def test_another_model_of_the_same_ranks_ends_with_the_first_failure(context: Ra
     """Its connections are closed as well."""
     model, teacher = _model("sockets"), _model("sockets")
     if context.rank == 1:
-        with pytest.raises(ValueError, match="bad"), engine_inside(teacher).ranks.guard("the gather of", "layers.1"):
+        with pytest.raises(ValueError, match="bad"), engine_inside(teacher).ranks.waiting("the gather of", "layers.1"):
             raise ValueError("bad")
     else:
         said = "rank 1 has failed: the gather of 'layers.1' ended with ValueError: bad"

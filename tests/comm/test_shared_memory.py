@@ -220,7 +220,7 @@ def test_collectives_of_different_layers_are_never_mixed(context: RankContext) -
     assert work is not None
     dist.barrier()
     transport.progress()  # has no guard that would say what differs
-    with pytest.raises(CommunicationError, match=said), engine_inside(model).ranks.guard("a sum"):
+    with pytest.raises(CommunicationError, match=said), engine_inside(model).ranks.waiting("a sum"):
         work.wait()
     assert out.tolist() == [0.0] * 4
 

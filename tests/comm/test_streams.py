@@ -15,7 +15,7 @@ def _waits(ranks: RankGroup) -> list[str]:
 def test_a_guard_can_be_entered_again_and_inside_itself() -> None:
     """A unit has one guard for each of its waits, for all steps."""
     ranks = RankGroup()
-    gather, step = ranks.guard("the gather of", "layers.0"), ranks.guard("a step")
+    gather, step = ranks.waiting("the gather of", "layers.0"), ranks.waiting("a step")
     for _ in range(2):
         with step, gather, step:
             assert _waits(ranks) == ["a step", "the gather of 'layers.0'", "a step"]
@@ -25,7 +25,7 @@ def test_a_guard_can_be_entered_again_and_inside_itself() -> None:
 def test_an_error_leaves_no_wait_behind_and_closes_all_guards_of_the_ranks() -> None:
     """Each error names the guard, the first one also what went wrong."""
     ranks = RankGroup()
-    outer, inner = ranks.guard("a step"), ranks.guard("the gather of", "layers.0")
+    outer, inner = ranks.waiting("a step"), ranks.waiting("the gather of", "layers.0")
     said = "the gather of 'layers.0' failed on rank 0 of 1: it broke"
     with pytest.raises(CommunicationError, match=said), outer, inner:
         raise RuntimeError("it broke")

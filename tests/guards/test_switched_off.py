@@ -15,7 +15,7 @@ from streamshard import StreamShard
 from streamshard.core import backward as backward_module
 from streamshard.core import edge, forward, optimizer_hooks
 from streamshard.guards import sharded_tensor
-from streamshard.guards.modules import ModuleEdits
+from streamshard.guards.loop import Members
 from streamshard.guards.weights import WeightGuard
 from streamshard.torch_private import AsTensors
 from tests import scenarios
@@ -41,7 +41,7 @@ def without_guards() -> Iterator[None]:
         for name in ("check", "set_present", "begin_use", "end_use", "mark_absent", "remember"):
             stack.enter_context(mock.patch.object(WeightGuard, name, _nothing))
         for owner, names in (
-            (ModuleEdits, ["check"]),
+            (Members, ["check"]),
             (forward, ["refuse_transforms"]),
             (backward_module, ["refuse_changed"]),
             (optimizer_hooks, ["look_at_step"]),

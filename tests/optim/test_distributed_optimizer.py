@@ -195,7 +195,7 @@ def test_a_failed_collective_inside_a_step_is_not_exchanged(context: RankContext
         return
 
     def closure() -> None:
-        with optimizer.engine.ranks.guard("a sum"):
+        with optimizer.engine.ranks.waiting("a sum"):
             raise RuntimeError("connection closed by peer")
 
     said = "a sum failed on rank 0 of 2: connection closed by peer"

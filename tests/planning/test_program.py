@@ -76,10 +76,10 @@ def test_a_resident_unit_is_out_of_order_only_if_the_program_does_not_have_it(
     """What was gathered for it is in place, whenever it is used again; the others' turns go on."""
     schedule = Schedule(visits, slots, [False] * UNITS, reduce=False)
     for unit in used:
-        released = schedule.released
+        position = schedule.position
         if schedule.find(unit) is None and unit in visits:
             assert schedule.reach(unit) == []
-            assert schedule.released == released
+            assert schedule.position == position
         else:
             schedule.reach(unit)
     schedule.finish()
