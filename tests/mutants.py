@@ -213,7 +213,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/backward": [
         (
             "Backward._advance",
-            Swap(" or not self._waiting.isdisjoint(self._schedule.visits[released:visit])", ""),
+            Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
             "execution",
         ),
         ("Backward._close_pass", Drop("engine.reductions.start(unit)"), "execution passes"),
@@ -374,7 +374,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "planning/program": [
         ("Schedule.add_request", Drop("self._current = unit"), "program"),
-        ("Schedule.advance_to", Swap(": self.released + 1", ": self.released"), "program"),
+        ("Schedule.advance_to", Swap(": self.position + 1", ": self.position"), "program"),
     ],
 }
 
