@@ -301,7 +301,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit._leave_slot", Swap("self.ranks.grad_divisor == 1.0 and", ""), "divide_factor:one_rank"),
         ("Unit._leave_slot", Swap("all(", "any("), "expert_parallel:micro_batch"),
         ("Unit.start_reduce", Swap("flat.ranks", "self.ranks"), "expert_parallel"),
-        ("Unit.open", Drop("self._write("), "unit_size"),
+        ("Unit.open", Drop("self.write("), "unit_size"),
         ("Unit.start_reduce", Drop("self._adds = True"), "passes"),
         ("Unit.start_reduce", Drop("slot.add_writer()"), "simulated_device:zeros_of"),
         (
