@@ -170,6 +170,8 @@ def make_engine(
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
+    if experts is not None:
+        experts.share_memory_of(ranks)
     names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
     for each in (ranks, *(() if experts is None else (experts,))):
         each.recorder.names = names

@@ -194,6 +194,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap(" or each.written[place] != written[place]", ""),
             "shared_memory:mixed",
         ),
+        ("ExpertsTransport.readers", Swap("self._model.readers(works)", "works"), "transport:same_experts"),
+        ("ExpertsTransport.start_reduce", Swap("self._among", "self._model._all"), "transport:same_experts"),
     ],
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),

@@ -102,6 +102,15 @@ class Communicator(RankGroup):
             if buffers is not None:
                 self.transport = SharedMemoryTransport(self, buffers)
 
+    def share_memory_of(self, model: Communicator) -> None:
+        """Use the memory that `model` shares, if it does. These are its ranks with the same experts."""
+        if not self.streams.has_streams and min(self.world_size, self.total_size) > 1:
+            from streamshard.comm.shared_memory import ExpertsTransport, SharedMemoryTransport
+
+            if isinstance(model.transport, SharedMemoryTransport):
+                among = map(dist.get_process_group_ranks(model.group).index, dist.get_process_group_ranks(self.group))
+                self.transport = ExpertsTransport(self, model.transport, [*among])
+
     @property
     def all_ranks(self) -> dist.ProcessGroup:
         """All ranks that train this model: on devices the user's own group, on CPUs StreamShard's."""
