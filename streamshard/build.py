@@ -48,6 +48,8 @@ from streamshard.planning.structure import (
     tie_on_meta,
 )
 
+_EXPERTS_STAY = 'offload="state": the model has DTensors of experts, whose state stays on the device'
+
 # Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
 TakeWeights = Callable[[UnitLayout, Sequence[FlatParam]], None]
 
@@ -122,7 +124,8 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
         checked = checked._replace(found=found, in_fp32=in_fp32)
         for each in module.parameters():
             form_of(each).move(each, ranks.streams.device)
-        engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty), experts)
+        taking = _taking_weights(checked, ranks, empty)
+        engine = make_engine(checked, plan_layouts(checked, ranks, experts), ranks, replicas, taking, experts)
         for unit in engine.units:
             unit.make_unsharded()
         if engine.host is not None:
@@ -147,8 +150,16 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     return engine
 
 
+def plan_layouts(checked: Checked, ranks: Communicator, experts: Communicator | None) -> list[UnitLayout]:
+    """Lay out all units. For the arguments see `make_engine`."""
+    sizes = ranks.world_size, 0 if experts is None else experts.world_size
+    settings, in_fp32 = checked.settings, checked.in_fp32.params
+    return plan_units(checked.found, settings.precision, in_fp32, *sizes, align_pieces_to=settings.align_pieces_to)
+
+
 def make_engine(
     checked: Checked,
+    layouts: Sequence[UnitLayout],
     ranks: Communicator,
     replicas: Replicas | None,
     take: TakeWeights,
@@ -158,15 +169,13 @@ def make_engine(
 
     Args:
         checked: the model.
+        layouts: of its units.
         ranks: the shard group. With `PlannedRanks` buffers are on the meta device, and take no memory.
         replicas: the replicate axis; None on a 1-D mesh.
         take: fills each unit's shards.
         experts: the ranks with the same experts; None: the model has no DTensors of experts.
     """
     settings, found = checked.settings, checked.found
-    grain, in_fp32 = settings.align_pieces_to, checked.in_fp32.params
-    sizes = ranks.world_size, 0 if experts is None else experts.world_size
-    layouts = plan_units(found, settings.precision, in_fp32, *sizes, align_pieces_to=grain)
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
@@ -190,9 +199,25 @@ def make_engine(
     return Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
 
 
-def plan_engine(checked: Checked, ranks: Communicator) -> Engine:
-    """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device."""
-    return make_engine(checked, ranks, None, lambda layout, flat_params: None)
+def plan_engine(
+    checked: Checked,
+    ranks: Communicator,
+    experts: Communicator | None = None,
+    layouts: Sequence[UnitLayout] | None = None,
+) -> Engine:
+    """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device.
+
+    Args:
+        checked, ranks, experts: see `make_engine`.
+        layouts: None: of a model that is not sharded.
+
+    Raises:
+        ConfigError: `offload` with experts.
+    """
+    if experts is not None and checked.settings.offload is not None:
+        raise ConfigError(_EXPERTS_STAY)
+    layouts = plan_layouts(checked, ranks, experts) if layouts is None else layouts
+    return make_engine(checked, layouts, ranks, None, lambda layout, flat_params: None, experts)
 
 
 def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> TakeWeights:
@@ -303,7 +328,7 @@ def _problem_of_host(who: Groups, device: torch.device) -> ConfigError | None:
     if not has_streams(device):
         return ConfigError(f'offload="state": the model trains on {device}, whose memory is the host\'s: leave it away')
     if who.experts is not None:
-        return ConfigError('offload="state": the model has DTensors of experts, whose state stays on the device')
+        return ConfigError(_EXPERTS_STAY)
     if who.replicate is not None:
         return ConfigError(
             'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device. Shard over all '
