@@ -31,7 +31,7 @@ from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import has_streams, module_of, training_device, warn_if_untested
-from streamshard.dtensors import groups_with_dtensors, lower_model, refuse_others_than_experts
+from streamshard.dtensors import groups_with_dtensors, lower_model, mark_experts
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is_of_this_rank
 from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
@@ -47,6 +47,8 @@ from streamshard.planning.structure import (
     params_of,
     tie_on_meta,
 )
+
+_EXPERTS_STAY = 'offload="state": the model has DTensors of experts, whose state stays on the device'
 
 # Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
 TakeWeights = Callable[[UnitLayout, Sequence[FlatParam]], None]
@@ -101,7 +103,8 @@ def accept_model(
     try:
         checked = check_model(module, units, resident, given)
         if who is not None and who.experts is not None:
-            refuse_others_than_experts(module, dist.get_process_group_ranks(who.shard))
+            found = mark_experts(module, checked.found, dist.get_process_group_ranks(who.shard))
+            checked = checked._replace(found=found)
         group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
         device = training_device(checked.here, group, None if who is None else who.device_type)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything
@@ -118,12 +121,12 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
         _check_ranks_agree(ranks, module, checked)
         parts = {name for name, param in params_of(module).items() if form_of(param).box}
         empty = _agree_on_empty(ranks, checked.on_meta, parts)
-        shard = dist.get_process_group_ranks(ranks.group) if dist.is_initialized() else []
-        found, in_fp32 = lower_model(module, checked.found, checked.in_fp32, shard)
+        found, in_fp32 = lower_model(module, checked.found, checked.in_fp32)
         checked = checked._replace(found=found, in_fp32=in_fp32)
         for each in module.parameters():
             form_of(each).move(each, ranks.streams.device)
-        engine = make_engine(checked, ranks, replicas, _taking_weights(checked, ranks, empty), experts)
+        taking = _taking_weights(checked, ranks, empty)
+        engine = make_engine(checked, plan_layouts(checked, ranks, experts), ranks, replicas, taking, experts)
         for unit in engine.units:
             unit.make_unsharded()
         if engine.host is not None:
@@ -148,8 +151,16 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     return engine
 
 
+def plan_layouts(checked: Checked, ranks: Communicator, experts: Communicator | None) -> list[UnitLayout]:
+    """Lay out all units. For the arguments see `make_engine`."""
+    sizes = ranks.world_size, 0 if experts is None else experts.world_size
+    settings, in_fp32 = checked.settings, checked.in_fp32.params
+    return plan_units(checked.found, settings.precision, in_fp32, *sizes, align_pieces_to=settings.align_pieces_to)
+
+
 def make_engine(
     checked: Checked,
+    layouts: Sequence[UnitLayout],
     ranks: Communicator,
     replicas: Replicas | None,
     take: TakeWeights,
@@ -159,18 +170,18 @@ def make_engine(
 
     Args:
         checked: the model.
+        layouts: of its units.
         ranks: the shard group. With `PlannedRanks` buffers are on the meta device, and take no memory.
         replicas: the replicate axis; None on a 1-D mesh.
         take: fills each unit's shards.
         experts: the ranks with the same experts; None: the model has no DTensors of experts.
     """
     settings, found = checked.settings, checked.found
-    grain, in_fp32 = settings.align_pieces_to, checked.in_fp32.params
-    sizes = ranks.world_size, 0 if experts is None else experts.world_size
-    layouts = plan_units(found, settings.precision, in_fp32, *sizes, align_pieces_to=grain)
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
+    if experts is not None:
+        experts.share_memory_of(ranks)
     names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
     for each in (ranks, *(() if experts is None else (experts,))):
         each.recorder.names = names
@@ -189,9 +200,25 @@ def make_engine(
     return Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
 
 
-def plan_engine(checked: Checked, ranks: Communicator) -> Engine:
-    """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device."""
-    return make_engine(checked, ranks, None, lambda layout, flat_params: None)
+def plan_engine(
+    checked: Checked,
+    ranks: Communicator,
+    experts: Communicator | None = None,
+    layouts: Sequence[UnitLayout] | None = None,
+) -> Engine:
+    """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device.
+
+    Args:
+        checked, ranks, experts: see `make_engine`.
+        layouts: None: of a model that is not sharded.
+
+    Raises:
+        ConfigError: `offload` with experts.
+    """
+    if experts is not None and checked.settings.offload is not None:
+        raise ConfigError(_EXPERTS_STAY)
+    layouts = plan_layouts(checked, ranks, experts) if layouts is None else layouts
+    return make_engine(checked, layouts, ranks, None, lambda layout, flat_params: None, experts)
 
 
 def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> TakeWeights:
@@ -302,7 +329,7 @@ def _problem_of_host(who: Groups, device: torch.device) -> ConfigError | None:
     if not has_streams(device):
         return ConfigError(f'offload="state": the model trains on {device}, whose memory is the host\'s: leave it away')
     if who.experts is not None:
-        return ConfigError('offload="state": the model has DTensors of experts, whose state stays on the device')
+        return ConfigError(_EXPERTS_STAY)
     if who.replicate is not None:
         return ConfigError(
             'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device. Shard over all '

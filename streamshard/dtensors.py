@@ -18,7 +18,7 @@ from streamshard.comm.groups import Experts, Groups, Parts, group_of_ranks
 from streamshard.comm.ranks import raise_if, refuse_together
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.forms import DTensorForm, form_of, lower
-from streamshard.planning.discovery import FoundUnit
+from streamshard.planning.discovery import FoundParam, FoundUnit
 from streamshard.planning.structure import InFp32, join_names, modules_inside, modules_of, params_of
 
 _ranks_of: Callable[[dist.ProcessGroup], list[int]] = dist.get_process_group_ranks
@@ -198,12 +198,15 @@ def _refuse_local_adapters(module: Any) -> None:
                 )
 
 
-def refuse_others_than_experts(module: nn.Module, shard: Sequence[int]) -> None:
-    """Raise if a DTensor inside the shard group is no expert: its gradient would be summed over the wrong ranks.
+def mark_experts(module: nn.Module, found: Sequence[FoundUnit], shard: Sequence[int]) -> list[FoundUnit]:
+    """`found`, with the DTensors inside the shard group marked as experts.
 
     Args:
-        module: the model.
+        module, found: the model, and its units.
         shard: ranks of the shard group.
+
+    Raises:
+        ShardingError: such a DTensor is no expert: its gradient would be summed over the wrong ranks.
     """
     inside = {
         name: (param, form) for name, (param, form) in _dtensors_of(module).items() if Axis.of(form).is_inside(shard)
@@ -226,27 +229,19 @@ def refuse_others_than_experts(module: nn.Module, shard: Sequence[int]) -> None:
             raise ShardingError(
                 f"{name!r} has {param.shape[0]} experts over {form.mesh.size()} ranks: wanted the same number on each"
             )
+    return _with_params(found, lambda each: each._replace(is_expert=each.names[0] in inside))
 
 
-def lower_model(
-    module: nn.Module, found: Sequence[FoundUnit], in_fp32: InFp32, shard: Sequence[int]
-) -> tuple[list[FoundUnit], InFp32]:
-    """Put plain Parameters in the place of DTensors, also into `found` and `in_fp32`. See `streamshard.forms.lower`.
-
-    Args:
-        module, found, in_fp32: the model, its units, and what computes in fp32.
-        shard: ranks of the shard group.
-    """
+def lower_model(module: nn.Module, found: Sequence[FoundUnit], in_fp32: InFp32) -> tuple[list[FoundUnit], InFp32]:
+    """Put plain Parameters in the place of DTensors, also into `found` and `in_fp32`. See `streamshard.forms.lower`."""
     lowered = {param: lower(name, param) for name, param in params_of(module).items()}
-    for form in map(form_of, lowered.values()):
-        if isinstance(form, DTensorForm):
-            form.is_expert = Axis.of(form).is_inside(shard)
     for owner in modules_inside(module):
         for key, param in owner._parameters.items():
             if param is not None and lowered[param] is not param:
                 owner._parameters[key] = lowered[param]
-    units = []
-    for unit in found:
-        params = tuple(each._replace(param=lowered[each.param]) for each in unit.params)
-        units.append(unit._replace(params=params))
+    units = _with_params(found, lambda each: each._replace(param=lowered[each.param]))
     return units, in_fp32._replace(params=frozenset(map(lowered.__getitem__, in_fp32.params)))
+
+
+def _with_params(found: Sequence[FoundUnit], change: Callable[[FoundParam], FoundParam]) -> list[FoundUnit]:
+    return [unit._replace(params=tuple(map(change, unit.params))) for unit in found]

@@ -45,10 +45,9 @@ class Form:
         part: the attribute of the parameter that is its memory; empty: the parameter itself is.
         inner: the attribute of the unsharded parameter that is its memory; empty: the unsharded parameter itself is.
         box: the range that this rank holds of a larger tensor. Other ranks hold the rest. Empty: this rank holds all.
-        is_expert: the ranks with the same experts cut it, not the shard group. Known once it is lowered.
     """
 
-    is_packed = is_expert = False
+    is_packed = False
     part = inner = ""
     box: Box = ()
 

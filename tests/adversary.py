@@ -55,7 +55,8 @@ def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
     engine = engine_of(model)
     replicas = engine.reductions.replicas
     pending: deque[_Late] = deque()
-    all_ranks = [engine.ranks] if replicas is None else [engine.ranks, replicas.ranks]
+    groups = [engine.ranks, *(flat.ranks for unit in engine.units for flat in unit.flat_params)]  # of experts too
+    all_ranks = list(dict.fromkeys(groups if replicas is None else [*groups, replicas.ranks]))
     transports = [AdversarialTransport(ranks, pending) for ranks in all_ranks]
     for ranks, transport in zip(all_ranks, transports, strict=True):
         ranks.transport = transport
@@ -101,7 +102,6 @@ class AdversarialTransport(Transport):
         super().__init__(ranks)
         self.inner = ranks.transport
         self._pending: deque[_Late] = deque() if pending is None else pending
-        self._readers: Work | None = None  # of the all-gather that was started last
 
     def start_gather(
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
@@ -122,7 +122,8 @@ class AdversarialTransport(Transport):
             return work
 
         late = self._start(start)
-        self._readers = None if late is None else _Readers(late, readers)
+        if late is not None:
+            late.readers = readers
         return late
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
@@ -167,7 +168,7 @@ class AdversarialTransport(Transport):
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
-        return (self._readers,)
+        return [_Readers(work, work.readers) for work in works if isinstance(work, _Late)]
 
     def leave(self) -> None:
         """See `Transport.leave`."""
@@ -185,7 +186,7 @@ class AdversarialTransport(Transport):
     def progress(self) -> None:
         """See `Transport.progress`: nothing is early here."""
 
-    def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> Work | None:
+    def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> _Late | None:
         late = _Late(self, start, after)
         if self.streams.has_streams:
             # Waits are events there, of which the host knows nothing: the device has to be slow.
@@ -198,7 +199,13 @@ class AdversarialTransport(Transport):
 
 
 class _Late:
-    """A collective that is done when it is waited for, all earlier ones first."""
+    """A collective that is done when it is waited for, all earlier ones first.
+
+    Attributes:
+        readers: of an all-gather that is done, see `Transport.readers`.
+    """
+
+    readers: list[Work | None]
 
     def __init__(
         self, transport: AdversarialTransport, start: Callable[[], Work | None], after: Callable[[], None] | None

@@ -194,6 +194,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap(" or each.written[place] != written[place]", ""),
             "shared_memory:mixed",
         ),
+        ("ExpertsTransport.readers", Swap("self._model.readers(works)", "works"), "transport:same_experts"),
+        ("ExpertsTransport.start_reduce", Swap("self._among", "self._model._all"), "transport:same_experts"),
     ],
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),
@@ -351,7 +353,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "planning/layout": [
         ("_by_kind", Swap("form_of(param).is_packed", "False"), "packed"),
-        ("_by_kind", Swap("form_of(param).is_expert", "False"), "expert_parallel"),
+        ("_by_kind", Swap("found.is_expert", "False"), "expert_parallel"),
     ],
     "full": [
         ("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process"),

@@ -203,6 +203,7 @@ class SharedMemoryTransport(PairwiseTransport):
         super().__init__(ranks)
         self._buffers = buffers
         self._own = buffers[ranks.rank]
+        self._all = range(ranks.world_size)
         self._timeout_s = timeout_of(ranks.group).total_seconds()
         self._on_stream = self.streams.on(self.stream)
         # By shard and slot, the copies of an all-gather; by grad slot, every rank's chunk. All all-gathers and
@@ -221,11 +222,15 @@ class SharedMemoryTransport(PairwiseTransport):
         """No scratch: chunks are read in place, not received."""
         return 0
 
-    def _everywhere(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """By rank, the tensor at the place of `tensor` in the rank's memory."""
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in memory that other ranks read."""
+        return self._own.holds(tensor)
+
+    def _everywhere(self, tensor: torch.Tensor, among: Sequence[int]) -> list[torch.Tensor]:
+        """The tensor at the place of `tensor` in the memory of each rank of `among`."""
         offset = tensor.data_ptr() - self._own.start
         with torch.inference_mode(False):  # later passes use the views
-            return [each.view(offset, tensor.numel(), tensor.dtype) for each in self._buffers]
+            return [self._buffers[rank].view(offset, tensor.numel(), tensor.dtype) for rank in among]
 
     # -- all-gathers ------------------------------------------------------------------------------------------------
 
@@ -233,27 +238,33 @@ class SharedMemoryTransport(PairwiseTransport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then."""
+        if not is_published or not self._own.holds(shard):  # send it through gloo
+            return super().start_gather(shard, slot, tag, is_published=is_published)
+        return self.gather_among(self._all, shard, slot, tag)
+
+    def gather_among(self, among: Sequence[int], shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather`: an all-gather of the ranks `among`, while others gather among themselves."""
         key = shard.data_ptr(), slot.data_ptr(), shard.numel(), shard.dtype
-        copies = self._copies.get(key)
-        if copies is None or not is_published:
-            if not is_published or not self._own.holds(shard):  # send it through gloo
-                return super().start_gather(shard, slot, tag, is_published=is_published)
-            copies = self._copies[key] = self._plan_copies(shard, slot)
+        if (copies := self._copies.get(key)) is None:
+            copies = self._copies[key] = self._plan_copies(among, shard, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         self._gathers.append(copies)
         self._own.counters[Counter.PUBLISHED] = count = self._own.counters[Counter.PUBLISHED] + 1
         return _Until(functools.partial(self.copy_until, count, for_all=False))
 
-    def _plan_copies(self, shard: torch.Tensor, slot: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The copies (destination, source) of every rank's `shard` into the rank's chunk of `slot`."""
+    def _plan_copies(
+        self, among: Sequence[int], shard: torch.Tensor, slot: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The copies (destination, source) of the `shard` of each rank of `among` into the rank's chunk of `slot`."""
+        own = among.index(self.rank)
         with torch.inference_mode(False):
-            chunks = slot.view(self.world_size, -1).unbind()
+            chunks = slot.view(len(among), -1).unbind()
             # A slot of one unit holds the all-gather input itself: it is the rank's own chunk of its slot.
-            if chunks[self.rank].data_ptr() != shard.data_ptr():
-                return list(zip(chunks, self._everywhere(shard), strict=True))
-            sources = [each.view(self.world_size, -1)[peer] for peer, each in enumerate(self._everywhere(slot))]
+            if chunks[own].data_ptr() != shard.data_ptr():
+                return list(zip(chunks, self._everywhere(shard, among), strict=True))
+            sources = [each.view(len(among), -1)[peer] for peer, each in enumerate(self._everywhere(slot, among))]
             pairs = list(zip(chunks, sources, strict=True))
-            return pairs[: self.rank] + pairs[self.rank + 1 :]
+            return pairs[:own] + pairs[own + 1 :]
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
@@ -276,12 +287,17 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. Sums in all modes in fp32 and in rank order, once all ranks have started it."""
+        return self.reduce_among(self._all, reduction)
+
+    def reduce_among(self, among: Sequence[int], reduction: Reduction) -> Work | None:
+        """See `Transport.start_reduce`: a reduction of the ranks `among`, while others reduce among themselves."""
         slot, out, _, _, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
         key = slot.data_ptr(), slot.numel(), slot.dtype
         chunks = self._chunks.get(key)
         if chunks is None:
-            chunks = [each.view(self.world_size, -1)[self.rank] for each in self._everywhere(slot)]
+            own_chunk = among.index(self.rank)
+            chunks = [each.view(len(among), -1)[own_chunk] for each in self._everywhere(slot, among)]
             self._chunks[key] = chunks
         self._started.append((chunks, out, accumulate, divisor))
         own, number = self._own, self._own.counters[Counter.WRITTEN]
@@ -364,3 +380,48 @@ class SharedMemoryTransport(PairwiseTransport):
 def _leave(gone: memoryview, process: int) -> None:
     if process == os.getpid():  # a forked child has no mapping
         gone[0] = 1
+
+
+class ExpertsTransport(PairwiseTransport):
+    """CPU ranks of one machine with the same experts. They read each other's memory as their model's ranks do.
+
+    All ranks of the model gather and reduce their experts at the same time, each rank among its own. So these have
+    places in the order of `model`, and its counters tell their progress.
+
+    Args:
+        ranks: the ranks with the same experts.
+        model: the transport of the model's shard group.
+        among: the numbers of `ranks` in it.
+    """
+
+    def __init__(self, ranks: RankGroup, model: SharedMemoryTransport, among: Sequence[int]) -> None:
+        super().__init__(ranks)
+        self._among, self._model = among, model
+
+    def start_gather(
+        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+    ) -> Work | None:
+        """See `Transport.start_gather`."""
+        if not is_published or not self._model.holds(shard):
+            return super().start_gather(shard, slot, tag, is_published=is_published)
+        return self._model.gather_among(self._among, shard, slot, tag)
+
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        """See `Transport.start_reduce`."""
+        return self._model.reduce_among(self._among, reduction)
+
+    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Transport.allocate_visible`."""
+        return self._model.allocate_visible(numel, dtype)
+
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+        """No scratch, as in `model`."""
+        return 0
+
+    def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
+        """See `Transport.readers`."""
+        return self._model.readers(works)
+
+    def leave(self) -> None:
+        """See `Transport.leave`."""
+        self._model.leave()

@@ -39,10 +39,17 @@ _LARGE = 0.5  # share of the largest layer that makes a module worth a unit of i
 
 
 class FoundParam(NamedTuple):
-    """One parameter with all the names it is registered under, the first one in ``names[0]``."""
+    """One parameter.
+
+    Attributes:
+        names: all names under which it is registered, the first one first.
+        param: the Parameter.
+        is_expert: this rank's part of stacked experts. Ranks with the same experts cut it, not the shard group.
+    """
 
     names: tuple[str, ...]
     param: nn.Parameter
+    is_expert: bool = False
 
 
 class FoundUnit(NamedTuple):

@@ -171,7 +171,7 @@ class FlatParamKind(NamedTuple):
         grad_dtype: dtype of gradients in grad slots.
         mode: how gradients are reduced.
         is_packed: the bytes are moved as they are, see `streamshard.forms`.
-        is_expert: this rank's part of DTensors of experts. Ranks with the same experts cut it.
+        is_expert: see `FoundParam`.
     """
 
     trains: bool
@@ -333,7 +333,7 @@ def _by_kind(
             kind = FlatParamKind(False, dtype, dtype, dtype, torch.float32, ReductionMode.FP32, is_packed=True)
         else:
             kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
-        kind = kind._replace(is_expert=form_of(param).is_expert)
+        kind = kind._replace(is_expert=found.is_expert)
         parts.setdefault(kind, []).append(found)
     if not parts:
         parts[kind_of(torch.float32, precision, trains=False, in_fp32=False)] = []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from streamshard.build import Accepted, plan_engine
+from streamshard.build import Accepted, plan_engine, plan_layouts
 from streamshard.comm.communicator import PlannedRanks
 from streamshard.comm.streams import Streams
 from streamshard.core.engine import Engine
@@ -137,13 +137,16 @@ def log_summary(engine: Engine, root: nn.Module) -> None:
 @contextlib.contextmanager
 def explaining_out_of_memory(accepted: Accepted) -> Iterator[None]:
     """If the body, which shards the model, is out of memory, log the bytes that the engine would hold."""
+    ranks, experts = accepted.ranks, accepted.experts
+    layouts = plan_layouts(accepted.checked, ranks, experts)  # before `shard_model` changes the parameters
     try:
         yield
     except BaseException as error:
         if _is_out_of_memory(error):
-            ranks = accepted.ranks
-            planned = PlannedRanks(ranks.world_size, "nccl" if ranks.streams.has_streams else "sockets")
-            engine = plan_engine(accepted.checked, planned)
+            transport = "nccl" if ranks.streams.has_streams else "sockets"
+            planned = PlannedRanks(ranks.world_size, transport)
+            beside = None if experts is None else PlannedRanks(experts.world_size, transport)
+            engine = plan_engine(accepted.checked, planned, beside, layouts)
             log.error("%s", explain_out_of_memory(engine, ranks.streams, "would hold"))
         raise
 

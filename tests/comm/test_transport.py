@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.shared_memory import SharedMemoryTransport
+from streamshard.comm.shared_memory import ExpertsTransport, SharedMemoryTransport
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
@@ -42,6 +42,17 @@ def _shared(device: torch.device) -> Communicator:
     ranks = _gloo(device)
     ranks.share_memory(1 << 20, UNITS)
     assert isinstance(ranks.transport, SharedMemoryTransport)
+    return ranks
+
+
+def _experts(device: torch.device) -> Communicator:
+    """Every second rank, beside the others."""
+    model, me = _shared(device), dist.get_rank()
+    group = dist.new_group([*range(me % 2, dist.get_world_size(), 2)], use_local_synchronization=True)
+    assert group is not None
+    ranks = Communicator(group, model.streams, all_ranks=dist.group.WORLD)
+    ranks.share_memory_of(model)
+    assert isinstance(ranks.transport, ExpertsTransport)
     return ranks
 
 
@@ -245,6 +256,17 @@ def test_every_transport_has_every_reduction(context: RankContext, through: str,
     """Through gloo and shared memory in fp32 in rank order, whatever is sent."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
     _check_reductions(ranks, mode, sums=ranks.streams.has_streams)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_ranks_with_the_same_experts_gather_and_reduce_beside_others(context: RankContext, is_late: bool) -> None:
+    """Through the memory of all four."""
+    ranks = (_late(_experts) if is_late else _experts)(torch.device("cpu"))
+    for dtype in DTYPES.values():
+        _check_gathers(ranks, dtype)
+    for mode in ReductionMode:
+        _check_reductions(ranks, mode, sums=False)
 
 
 @pytest.mark.gpu

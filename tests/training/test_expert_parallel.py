@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import runpy
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +27,18 @@ from streamshard import (
     load_safetensors,
     save_checkpoint,
 )
+from tests.adversary import make_adversarial
 from tests.launched import ROOT
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import assert_script_trained_like_plain, difference, full_weights
+from tests.reference import assert_script_trained_like_plain, difference, engine_inside, full_weights
+from tests.scenarios import over_sockets
 from tests.simulated import late, simulated_device
 
 STEPS, CLIP = 4, 0.5
+WAYS: dict[str, Any] = {"shared memory": contextlib.nullcontext, "sockets": over_sockets}
+SHARED = {2: ["SharedMemoryTransport", "ExpertsTransport"], 4: ["SharedMemoryTransport", "AloneTransport"]}
+SOCKETS = {2: ["PairwiseTransport"] * 2, 4: ["PairwiseTransport", "AloneTransport"]}
 
 
 @functools.cache
@@ -95,11 +102,16 @@ def _assert_equal(found: _Course, wanted: _Course) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("slots", [2, "all"])
 @pytest.mark.parametrize("ep", [2, 4])
-def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, ep: int, slots: Any) -> None:
+def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, ep: int, slots: Any, way: str) -> None:
     """Two ranks have the same experts, or each has its own; both functions that clip."""
-    model = _sharded(_made(), ep, weight_slots=slots, grad_slots=slots)
+    with WAYS[way]():
+        model = _sharded(_made(), ep, weight_slots=slots, grad_slots=slots)
+    transports = {flat.ranks.transport for unit in engine_inside(model).units for flat in unit.flat_params}
+    kinds = [kind.__name__ for kind in map(type, transports)]
+    assert sorted(kinds) == sorted({"shared memory": SHARED, "sockets": SOCKETS}[way][ep])
     found = _train(model, context.rank, 4, own_clip=slots == 2)
     _assert_equal(found, _train(_made()))
 
@@ -235,3 +247,23 @@ def test_fences_order_the_collectives_of_both_groups(context: RankContext) -> No
         model = _sharded(_made(), 2)
         with late(model):
             _assert_equal(_train(model, context.rank, 4), wanted)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("slots", [2, "all"])
+def test_waits_order_the_collectives_of_both_groups(context: RankContext, slots: Any, way: str) -> None:
+    """On CPUs: no races, and late collectives change nothing. Ranks of other experts come late."""
+    wanted = _train(_made())
+    with WAYS[way]():
+        model = _sharded(_made(), 2, weight_slots=slots, grad_slots=slots)
+    with detect_races(model) as races:
+        _assert_equal(_train(model, context.rank, 4), wanted)
+    assert races.accesses > 100
+    with WAYS[way]():
+        model = _sharded(_made(), 2, weight_slots=slots, grad_slots=slots)
+    model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.05 * (context.rank % 2)))
+    optimizer = _adam(model)
+    with make_adversarial(model):
+        norms = _steps(model, optimizer, context.rank, 4, steps=STEPS)
+    _assert_equal(_Course(norms, full_weights(model)), wanted)
