@@ -25,7 +25,7 @@ OUTSIDE = {
 project = "StreamShard"
 author = "The StreamShard authors"
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["examples/[!R]*"]
 myst_heading_anchors = 3
 highlight_language = "text"  # of blocks that do not say one: output
@@ -35,6 +35,11 @@ html_title = f"StreamShard {release}"
 html_copy_source = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
+
+copybutton_selector = "div:not(.highlight-diff) > div.highlight pre"
+copybutton_prompt_text = "$ "  # copied are commands, not their output
+copybutton_line_continuation_character = "\\"
 
 default_role = "py:obj"  # docstrings write names in single backticks
 autodoc_member_order = "bysource"
