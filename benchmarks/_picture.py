@@ -89,7 +89,7 @@ def draw_memory(computed: dict[str, dict[str, float]], path: str | os.PathLike[s
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure: Any = Figure((9.0, 3.6), layout="constrained")
+    figure: Any = Figure((9.0, 3.0), layout="constrained")
     title = "Llama 3 8B with AdamW: GiB per rank at the peak of a step, without activations"
     axes = figure.add_subplot(title=title, ylim=(0, 155), yticks=[])
     for place, (system, (words, color)) in enumerate(_SYSTEMS.items()):

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from streamshard import StreamShard, __version__
 
@@ -49,11 +50,12 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
 
-def read_page(app: object, docname: str, source: list[str]) -> None:
+def read_page(app: Any, docname: str, source: list[str]) -> None:
     """Put files from outside of docs/ before the text of their pages, and make links absolute: / is docs/."""
     origin = next((file for file, name in OUTSIDE.items() if name == docname), DOCS / f"{docname}.md")
     if origin in OUTSIDE:
         source[0] = f"{origin.read_text()}\n{source[0]}"
+        app.env.note_dependency(str(origin))
 
     def link(match: re.Match[str]) -> str:
         label, path, anchor = match.groups("")
