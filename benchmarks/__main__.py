@@ -89,6 +89,7 @@ BENCHMARKS = (
     Benchmark("world_size", "", 900, "--ranks 8 16 --rounds 2 --layers 3"),
     Benchmark("timeline", "", 120, "--layers 3 --width 64 --sequence 32 --steps 2"),
     Benchmark("bytes_per_parameter", "", 900, ""),
+    Benchmark("memory_by_ranks", "", 900, "--layers 2 --measured-ranks 2 --ranks 2 4", needs=("transformers",)),
     Benchmark("qlora_memory", "", 3000, "--layers 2 --width 256", needs=("transformers", "bitsandbytes", "peft")),
     Benchmark("optimizers", "", 1800, "--only torch.optim.adamw --ranks 2", "--out"),
     Benchmark("transformers_classes", "", 3600, "--only LlamaForCausalLM", "--out", ("transformers",)),

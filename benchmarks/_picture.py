@@ -1,4 +1,4 @@
-"""Draws a trace: when a rank computes, waits and communicates."""
+"""Draws a trace: when a rank computes, waits and communicates; and memory by the number of ranks."""
 
 from __future__ import annotations
 
@@ -74,3 +74,33 @@ def _lanes(trace: Trace) -> list[tuple[str, list[Span]]]:
             lanes.append(lane := [])
         lane.append(span)
     return [(row, lane) for row, lanes in rows.items() for lane in lanes]
+
+
+_SYSTEMS = {
+    "ddp": ("DDP", "#b8b8b8"),
+    "fsdp2": ("FSDP2", "#74a9cf"),
+    "streamshard": ("StreamShard", "#2b6ca8"),
+}
+_GPU_GIB = 80e9 / 2**30
+
+
+def draw_memory(computed: dict[str, dict[str, float]], path: str | os.PathLike[str]) -> None:
+    """Draw GiB per rank, by number of ranks and system. The suffix of `path` is the format, such as ".svg"."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure((9.0, 3.0), layout="constrained")
+    title = "Llama 3 8B with AdamW: GiB per rank at the peak of a step, without activations"
+    axes = figure.add_subplot(title=title, ylim=(0, 155), yticks=[])
+    for place, (system, (words, color)) in enumerate(_SYSTEMS.items()):
+        heights = [row[system] for row in computed.values()]
+        at = [group + 0.28 * (place - 1) for group in range(len(heights))]
+        bars = axes.bar(at, heights, width=0.26, color=color, label=words)
+        axes.bar_label(bars, [f"{gib:.0f}" if gib >= 10 else f"{gib:.1f}" for gib in heights], fontsize=10, padding=1)
+    axes.axhline(_GPU_GIB, color="#d62728", linestyle="--", linewidth=1, zorder=0, label="a GPU with 80 GB")
+    axes.set_xticks(range(len(computed)), [*computed], fontsize=11)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.tick_params(bottom=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=11)
+    with matplotlib.rc_context({"svg.hashsalt": "streamshard"}):  # the same data give the same file
+        figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)

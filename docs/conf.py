@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from streamshard import StreamShard, __version__
 
@@ -25,7 +26,7 @@ OUTSIDE = {
 project = "StreamShard"
 author = "The StreamShard authors"
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["examples/[!R]*"]
 myst_heading_anchors = 3
 highlight_language = "text"  # of blocks that do not say one: output
@@ -35,6 +36,11 @@ html_title = f"StreamShard {release}"
 html_copy_source = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
+
+copybutton_selector = "div:not(.highlight-diff) > div.highlight pre"
+copybutton_prompt_text = "$ "  # copied are commands, not their output
+copybutton_line_continuation_character = "\\"
 
 default_role = "py:obj"  # docstrings write names in single backticks
 autodoc_member_order = "bysource"
@@ -44,11 +50,12 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
 
-def read_page(app: object, docname: str, source: list[str]) -> None:
+def read_page(app: Any, docname: str, source: list[str]) -> None:
     """Put files from outside of docs/ before the text of their pages, and make links absolute: / is docs/."""
     origin = next((file for file, name in OUTSIDE.items() if name == docname), DOCS / f"{docname}.md")
     if origin in OUTSIDE:
         source[0] = f"{origin.read_text()}\n{source[0]}"
+        app.env.note_dependency(str(origin))
 
     def link(match: re.Match[str]) -> str:
         label, path, anchor = match.groups("")

@@ -12,7 +12,7 @@ import matplotlib
 import pytest
 
 from benchmarks.__main__ import Benchmark, main
-from benchmarks._picture import draw
+from benchmarks._picture import draw, draw_memory
 from benchmarks._report import render
 from streamshard.comm.streams import StreamName
 from streamshard.tools.timeline import FOR_WEIGHTS, Span, Trace
@@ -96,6 +96,22 @@ def test_the_picture_of_a_trace_has_rows_labels_and_a_legend_in_plain_words(tmp_
     for words in ("compute", "all-gather", "computes forward", "waits for weights"):
         assert f">{words}<" in drawn
     assert (drawn.count(">7<"), drawn.count(">8<")) == (2, 1)
+
+
+def test_the_picture_of_memory_has_what_was_computed_and_that_equals_what_was_measured(tmp_path: Path) -> None:
+    """Measured on small models, to 1 %. README.md says some of the numbers, and docs/images/memory.svg all."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "memory_by_ranks-cpu.json").read_text())
+    assert len(result["measured"]) == 6
+    for each in result["measured"].values():
+        assert each["measured_bytes"] == pytest.approx(each["computed_bytes"], rel=0.01)
+    computed = result["llama_3_8b_gib"]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw_memory(computed, tmp_path / "memory.svg")
+    drawn = (tmp_path / "memory.svg").read_text()
+    for words in ("DDP", "FSDP2", "StreamShard", "8 ranks", f"{computed['8 ranks']['fsdp2']:.0f}"):
+        assert f">{words}<" in drawn
+    eight, readme = computed["8 ranks"], (ROOT / "README.md").read_text()
+    assert f"{eight['streamshard']:.1f} GiB on 8 ranks, FSDP2 {eight['fsdp2']:.1f}, DDP {eight['ddp']:.1f}" in readme
 
 
 def test_a_run_on_a_gpu_is_one_table_and_one_picture(tmp_path: Path) -> None:
