@@ -206,6 +206,8 @@ _ON_A_DEVICE = ("docs/guide/host_memory.md",)
 _LEFT_OUT = {
     ("docs/guide/quick_start.md", "_model"): "the scripts themselves are run below",
     ("docs/guide/lightning.md", "lightning"): "Lightning is not among the tests' packages; test_lightning.py",
+    ("docs/guide/nanochat.md", "orig_model"): "nanochat is no package; tests/integrations/test_nanochat.py",
+    ("docs/guide/ray.md", "TorchTrainer"): "Ray is not among the tests' packages; tests/integrations/test_ray.py",
     ("docs/guide/transformers.md", "trl"): "TRL is not among the tests' packages; tests/integrations/test_trl.py",
 }
 

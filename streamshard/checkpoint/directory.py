@@ -269,7 +269,7 @@ def write_together(
     Args:
         ranks: the ranks.
         doing: the action, for messages.
-        root: the directory in which the partial directory is made.
+        root: the directory in which the partial directory is made; that of the first rank counts.
         name, alone: see `create_partial`.
         write: called on every rank with the partial directory.
         publish: called on the first rank with the partial directory, and the results of `write` by rank.
@@ -284,10 +284,10 @@ def write_together(
 
     def start() -> str:
         mine.append(create_partial(root, name, alone=alone))
-        return mine[0].path.name
+        return str(mine[0].path)
 
     try:
-        path = root / run_on_first(ranks, doing, start)
+        path = Path(run_on_first(ranks, doing, start))
         written = ranks.gather_results(doing, lambda: write(path))
         return run_on_first(ranks, doing, lambda: publish(mine[0], written))
     except BaseException:

@@ -98,7 +98,7 @@ def local_state(
     owners = owners_of(optimizer)
     for param in params_in(optimizer.param_groups):
         place, values = sharded.get(param), take_apart(optimizer.state.get(param, {}))
-        if place is not None and not steps_here(owners.get(id(param)), *place):
+        if not (ranks.is_first if place is None else steps_here(owners.get(id(param)), *place)):
             continue
         cut = place[1] if place is not None and id(param) not in owners else None
         moments = {} if cut is None else _moments_in(values, cut)
@@ -110,7 +110,7 @@ def local_state(
             own = _own_pieces(tensors, cut, {f"{path}.{key}" for key in moments})
         if place is not None:
             pieces += of_replica(own, place[0])
-        elif ranks.is_first:
+        else:
             pieces += own
     return {**saved, "state": state}, pieces
 

@@ -156,7 +156,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As in Trainer, but into a partial directory. The complete ``checkpoint-8`` is moved from there."""
-        root = Path(self._get_output_dir(trial))
+        ranks = engine_of(self.model).ranks
+        root = Path(ranks.of_first(self._get_output_dir(trial)))  # scripts name it by the second in which they start
         path = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         save = super()._save_checkpoint
 
@@ -177,7 +178,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 
-        ranks, doing = engine_of(self.model).ranks, f"save {path}"
+        doing = f"save {path}"
         run_on_first(ranks, doing, lambda: _recover(root))
         write_together(ranks, doing, root, "model", write=write, publish=publish)
         if self.args.push_to_hub:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import full_optimizer_state_dict, load_optimizer_state_dict, save_checkpoint
+from streamshard import full_optimizer_state_dict, load_checkpoint, load_optimizer_state_dict, save_checkpoint
 from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.optim import WholeParameterOptimizer
 from tests.ranks import RankContext, on_ranks
@@ -86,6 +86,32 @@ def test_a_first_step_that_one_rank_leaves_out_is_named(context: RankContext, tm
     with pytest.raises(RankMismatchError, match=r"'has stepped' of layers\.\S+ is True on rank 0 and False on"):
         full_optimizer_state_dict(model, optimizer)
     assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("used_by", [0, 1])
+def test_of_a_parameter_that_is_not_sharded_the_state_of_rank_0_counts(
+    context: RankContext, tmp_path: Path, used_by: int
+) -> None:
+    """As of the weights of a loss that only one rank has used."""
+    model, head = sharded_model(), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), head.weight], lr=0.01)
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    if context.rank == used_by:
+        head.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    state = full_optimizer_state_dict(model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, {"head": head})
+    for load in (
+        lambda: load_optimizer_state_dict(model, optimizer, state),
+        lambda: load_checkpoint(tmp_path, model, optimizer, {"head": head}),
+    ):
+        optimizer.state[head.weight] = {}
+        load()
+        found = optimizer.state[head.weight]
+        assert (float(found["step"]) if found else None) == (1.0 if used_by == 0 else None)
+        if found:
+            torch.testing.assert_close(found["exp_avg"], torch.full((2, 2), 0.1))
 
 
 @on_ranks(4)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from streamshard import CheckpointError, StreamShard
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_texts, make_tokenizer
-from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, train
+from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, train, whole_weights
 from tests.ranks import RankContext
 from tests.reference import FP32
 
@@ -105,6 +105,83 @@ def test_losses_equal_ddp(context: RankContext, case: str, optim: str, tmp_path:
     theirs, ours = runs
     assert isinstance(ours.trainer.model, StreamShard)
     assert_equal(ours, theirs)
+
+
+def _saved_bert(directory: Path, name: str) -> str:
+    """A tiny BERT with a head, and its tokenizer, in a directory."""
+    import transformers
+
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 24}
+    where = directory / name
+    if dist.get_rank() == 0 and not where.exists():
+        torch.manual_seed(0)
+        getattr(transformers, name)(transformers.BertConfig(**sizes, **off)).save_pretrained(where)
+        tokenizer = make_tokenizer()
+        tokenizer.add_special_tokens({"cls_token": "<s>", "sep_token": "</s>", "mask_token": "w56"})
+        tokenizer.save_pretrained(where)
+    dist.barrier()
+    return str(where)
+
+
+def _cross_encoder(directory: Path) -> tuple[Any, Any, Any]:
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+
+    model = st.CrossEncoder(_saved_bert(directory, "BertForSequenceClassification"), num_labels=1, device="cpu")
+    return model, BinaryCrossEntropyLoss(model), _data([number / 16 for number in range(16)])
+
+
+def _sparse_encoder(directory: Path) -> tuple[Any, Any, Any]:
+    from sentence_transformers.sparse_encoder import losses as sparse
+
+    model = st.SparseEncoder(_saved_bert(directory, "BertForMaskedLM"), device="cpu")
+    ranking = sparse.SparseMultipleNegativesRankingLoss(model)
+    return model, sparse.SpladeLoss(model, ranking, 3e-3, 5e-3), _data()
+
+
+def _several_tasks(directory: Path) -> tuple[Any, Any, Any]:
+    """Batches of one step are of another task on each rank. So a rank does not use the weights of the other's loss."""
+    model = _sentences(directory)
+    torch.manual_seed(3)
+    classes, scores = losses.SoftmaxLoss(model, 16, 3), losses.CosineSimilarityLoss(model)
+    data = {"classes": _data(_CLASSES), "scores": _data([number / 16 for number in range(16)])}
+    return model, {"classes": classes, "scores": scores}, data
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("build", [_cross_encoder, _sparse_encoder, _several_tasks])
+def test_what_its_scripts_do_equals_ddp(context: RankContext, build: Any, tmp_path: Path) -> None:
+    """Train, save on the way and at the end, load the saved directory."""
+    kinds = {_cross_encoder: st.CrossEncoderTrainer, _sparse_encoder: st.SparseEncoderTrainer}
+    settings = {
+        _cross_encoder: st.CrossEncoderTrainingArguments,
+        _sparse_encoder: st.SparseEncoderTrainingArguments,
+        _several_tasks: st.SentenceTransformerTrainingArguments,
+    }
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "arguments_class": settings[build]}
+    if build is _several_tasks:
+        options["multi_dataset_batch_sampler"] = "round_robin"
+    if build is _cross_encoder:
+        options["ddp_find_unused_parameters"] = False  # DistributedDataParallel raises otherwise
+    runs, found = [], []
+    with launched(context), _quiet():
+        for each in and_sharded(kinds.get(build, st.SentenceTransformerTrainer)):
+            model, loss, data = build(tmp_path)
+            out = tmp_path / each.__name__
+            runs.append(train(each, model, out, data, given={"loss": loss}, **options))
+            if isinstance(model, StreamShard) or context.rank == 0:
+                model.save_pretrained(str(out / "final"), create_model_card=False)
+            dist.barrier()
+            found.append(whole_weights(type(model)(str(out / "final"), device="cpu")))
+    theirs, ours = runs
+    assert isinstance(ours.trainer.model, StreamShard)
+    assert_equal(ours, theirs)
+    assert found[0].keys() == found[1].keys()
+    for name, weight in found[0].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=2e-6, msg=name)
+    for name in ("checkpoint-2", "final"):
+        one, other = ({path.name for path in Path(run.trainer.args.output_dir, name).iterdir()} for run in runs)
+        assert one == other
 
 
 @on_ranks(2)

@@ -166,6 +166,27 @@ def test_the_best_model_is_loaded_at_the_end(context: RankContext, tmp_path: Pat
 
 
 @on_ranks(2)
+def test_directories_that_differ_between_ranks_are_those_of_rank_0(context: RankContext, tmp_path: Path) -> None:
+    """Scripts name them by the time, and ranks may start in different seconds."""
+    data, own = make_rows("llama"), tmp_path / f"of rank {context.rank}"
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    with launched(context):
+        run = train(
+            _trainers()[1], make_model("llama"), own, data, given={"eval_dataset": data}, **_SAVING, **evaluating
+        )
+        run.trainer.save_model(str(own / "final"))
+        dist.barrier()
+    first = tmp_path / "of rank 0"
+    assert {path.name for path in tmp_path.iterdir()} == {first.name}
+    assert Path(run.trainer.state.best_model_checkpoint).parent == first
+    assert {path.name for path in first.iterdir()} == {"checkpoint-2", "checkpoint-4", "final"}
+    assert {path.name for path in first.glob("*/rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    fresh = StreamShard(make_model("llama"), precision="fp32")
+    load_safetensors(fresh, first / "final")
+    assert_same(whole_weights(fresh), run.weights, "what is saved at the end")
+
+
+@on_ranks(2)
 def test_evaluation_without_training_equals_ddp(context: RankContext, tmp_path: Path) -> None:
     """Loss, predictions and counted samples, of examples that are no multiple of the batches."""
     from transformers import TrainingArguments
