@@ -132,7 +132,7 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
         if engine.host is not None:
             engine.host.begin(engine.units)
         for param in engine.params:
-            for tensor in param.form.beside(param.param).values():
+            for tensor in param.form.beside(param.sharded).values():
                 ranks.broadcast(tensor)
         _place_buffers(module, engine.streams.device)
         engine.buffers.start(module)
@@ -145,7 +145,7 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     attach(base, module, checked.found, engine, checked.in_fp32)
     conventions().replace_methods(module)
     watch_optimizers()
-    without_elements = {shard.name for shard in engine.params if not shard.piece.full.numel()}
+    without_elements = {param.name for param in engine.params if not param.piece.full.numel()}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
     return engine

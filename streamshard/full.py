@@ -42,12 +42,12 @@ def gather_full(
     full: dict[Param, torch.Tensor] = {}
     failure: Exception | None = None
     for unit in engine.units:
-        pieces = [shard.main if wanted is None or shard.param in wanted else None for shard in unit.params]
+        pieces = [param.main if wanted is None or param.sharded in wanted else None for param in unit.params]
         gathered = gather_whole(unit, pieces)
         try:
-            for shard, piece, whole in zip(unit.params, pieces, gathered, strict=True):
+            for param, piece, whole in zip(unit.params, pieces, gathered, strict=True):
                 if take is not None and piece is not None and whole is not None:
-                    full[shard] = take(shard, whole)
+                    full[param] = take(param, whole)
         except Exception as error:
             take, failure = None, error
     return full, failure
@@ -98,17 +98,17 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
     full_params: dict[Param, nn.Parameter] = {}
     engine.is_summoned = True
     try:
-        for shard, tensor in full.items():
-            full_param = nn.Parameter(shard.form.around(tensor), shard.param.requires_grad)
-            exchange(shard.param, full_param, shard.form.part)
-            full_params[shard] = full_param
-            be_whole(shard.param)
+        for param, tensor in full.items():
+            full_param = nn.Parameter(param.form.around(tensor), param.sharded.requires_grad)
+            exchange(param.sharded, full_param, param.form.part)
+            full_params[param] = full_param
+            be_whole(param.sharded)
         yield full_params
     finally:
-        for shard, param in full_params.items():
-            exchange(shard.param, param, shard.form.part)
-            be_piece(shard.param, shard.piece)
-            shard.param.requires_grad_(param.requires_grad)
+        for param, full_param in full_params.items():
+            exchange(param.sharded, full_param, param.form.part)
+            be_piece(param.sharded, param.piece)
+            param.sharded.requires_grad_(full_param.requires_grad)
         engine.is_summoned = False
 
 
@@ -123,7 +123,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
     """
     full, _ = gather_full(engine, lambda _, tensor: tensor)
     before = None if writeback else _sums_of_bits(full.values())
-    steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {shard.param for shard in full}))
+    steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {param.sharded for param in full}))
     edited: dict[Param, torch.Tensor] = {}
     failure: Exception | None = None
     try:
@@ -137,9 +137,9 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
             _refuse_different(engine, edited, failure)
         raise_if(failure)
         with torch.no_grad():
-            for shard, tensor in edited.items():
-                local = shard.piece.cut(tensor).view(-1)
-                data_of(shard.form.memory(shard.param)).as_subclass(torch.Tensor).view(-1).copy_(local)
+            for param, tensor in edited.items():
+                local = param.piece.cut(tensor).view(-1)
+                data_of(param.form.memory(param.sharded)).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
         engine.expire_weights()  # the next pass casts the weights again, in no_sync() too
@@ -164,19 +164,19 @@ def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int
         ShardingError: a parameter was replaced, has a gradient, holds a tensor of another shape, or has changed.
     """
     engine.check_structure()
-    memory = {shard: shard.form.memory(shard.param) for shard in full}
-    for shard, tensor in full.items():
-        what, shape = f"parameter {shard.name!r} got", tuple(memory[shard].shape)
-        if shard.param.grad is not None:
+    memory = {param: param.form.memory(param.sharded) for param in full}
+    for param, tensor in full.items():
+        what, shape = f"parameter {param.name!r} got", tuple(memory[param].shape)
+        if param.sharded.grad is not None:
             raise ShardingError(f"{what} a gradient inside summon_full_params(): compute the loss outside")
         if shape != tensor.shape:
-            raise ShardingError(f"{what} other data inside summon_full_params(): {shape}, wanted {shard.piece.shape}")
-    edited = {shard: memory[shard].detach().to(tensor) for shard, tensor in full.items()}
+            raise ShardingError(f"{what} other data inside summon_full_params(): {shape}, wanted {param.piece.shape}")
+    edited = {param: memory[param].detach().to(tensor) for param, tensor in full.items()}
     if before is None:
         return edited
-    for shard, was, now in zip(edited, before, _sums_of_bits(edited.values()), strict=True):
+    for param, was, now in zip(edited, before, _sums_of_bits(edited.values()), strict=True):
         if was != now:
-            what = f"parameter {shard.name!r} was changed inside summon_full_params(writeback=False)"
+            what = f"parameter {param.name!r} was changed inside summon_full_params(writeback=False)"
             raise ShardingError(f"{what}, and the change is lost: leave writeback out to keep it")
     return {}
 
@@ -200,11 +200,11 @@ def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], fail
     except StreamShardError:
         raise_if(failure)
         raise
-    for shard, *found in zip(edited, *gathered, strict=True):
+    for param, *found in zip(edited, *gathered, strict=True):
         if len(set(found)) > 1:
             rank = next(rank for rank, each in enumerate(found) if each != found[0])
             raise RankMismatchError(
-                f"parameter {shard.name!r} has other values on rank {rank} than on rank 0 at the end of "
+                f"parameter {param.name!r} has other values on rank {rank} than on rank 0 at the end of "
                 "summon_full_params(): make the same change on all ranks, with the same seed for random numbers"
             )
 

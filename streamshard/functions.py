@@ -150,7 +150,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
 def _engine_of_all(optimizer: Optimizer, model: nn.Module) -> Engine:
     """The engine of `model`. Raises if `optimizer` has none of its parameters, or a piece of another model's."""
     engine = engine_of_both(optimizer, model)
-    ours = {shard.param for shard in engine.params}
+    ours = {param.sharded for param in engine.params}
     for piece in (piece_of(param) for param in params_in(optimizer.param_groups) if param not in ours):
         if piece is not None:
             raise ConfigError(

@@ -44,8 +44,8 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
     try:
         compute_buffers(engine, model, init, seed)
         for number, unit in enumerate(engine.units):
-            if shards := [shard for shard in unit.params if shard.name in before]:
-                _draw(engine, model, init, shards, seed + number)
+            if params := [param for param in unit.params if param.name in before]:
+                _draw(engine, model, init, params, seed + number)
         _refuse_left(list(engine.empty), model, "buffer")
     except Exception:
         engine.set_empty(before)  # the next call draws all weights again: weights of two calls must not be mixed
@@ -78,19 +78,19 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
     engine.fill(run_on_all_ranks(engine.ranks, _DOING, run, ShardingError))
 
 
-def _draw(engine: Engine, model: nn.Module, init: Init | None, shards: Sequence[Param], seed: int) -> None:
-    """Let the first rank draw `shards`, the empty parameters of one unit. Every rank takes its pieces."""
-    ranks, names = engine.ranks, {shard.name for shard in shards}
+def _draw(engine: Engine, model: nn.Module, init: Init | None, params: Sequence[Param], seed: int) -> None:
+    """Let the first rank draw `params`, the empty parameters of one unit. Every rank takes its pieces."""
+    ranks, names = engine.ranks, {param.name for param in params}
     drawn = run_on_all_ranks(
         ranks, _DOING, lambda: _run(engine, model, init, names, seed) if ranks.is_first else {}, ShardingError
     )
-    for shard in shards:
-        tensor = drawn.pop(shard.name, None)
+    for param in params:
+        tensor = drawn.pop(param.name, None)
         if tensor is None:
-            tensor = torch.empty(shard.piece.shape, dtype=shard.dtype, device=engine.streams.device)
+            tensor = torch.empty(param.piece.shape, dtype=param.dtype, device=engine.streams.device)
         ranks.broadcast(tensor)
-        shard.main.copy_(shard.piece.cut(tensor).view(-1))
-    engine.fill([shard.name for shard in shards])
+        param.main.copy_(param.piece.cut(tensor).view(-1))
+    engine.fill([param.name for param in params])
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -109,17 +109,17 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
         By name, the full parameters in their dtype before sharding, on the device.
     """
     device = engine.streams.device
-    shards = [shard for shard in engine.params if shard.name in empty]
+    params = [param for param in engine.params if param.name in empty]
     unsharded = {}
-    for shard in engine.params:
-        where = device if shard.name in empty else "meta"
-        unsharded[shard] = torch.full(shard.piece.shape, math.nan, dtype=shard.dtype, device=where)
+    for param in engine.params:
+        where = device if param.name in empty else "meta"
+        unsharded[param] = torch.full(param.piece.shape, math.nan, dtype=param.dtype, device=where)
     with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), under_params(engine, unsharded) as full:
         try:
             if init is not None:
                 model.apply(init)  # it may write to weights of any module, such as children of its argument
             else:
-                _initialise(model, "", empty, draws=bool(shards))
+                _initialise(model, "", empty, draws=bool(params))
         except (RuntimeError, NotImplementedError) as error:
             if "meta" not in str(error):
                 raise
@@ -128,10 +128,10 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
                 f"on the meta device. Read shapes only, or load these weights by load_state_dict: {error}"
             ) from error
     engine.check_structure()
-    drawn = {shard: full[shard] for shard in shards}
+    drawn = {param: full[param] for param in params}
     left = [each.name for each, new in drawn.items() if bool(new.isnan().any()) or new.shape != each.piece.shape]
     _refuse_left(left, model, "parameter")
-    return {shard.name: tensor.detach().to(device, shard.dtype).contiguous() for shard, tensor in drawn.items()}
+    return {param.name: tensor.detach().to(device, param.dtype).contiguous() for param, tensor in drawn.items()}
 
 
 def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: bool) -> None:

@@ -147,7 +147,7 @@ def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
     if isinstance(model, StreamShard):
         found: dict[str, Tensor | None] = {}
         for unit in engine_inside(model).units:
-            own = [shard.param.grad for shard in unit.params]
+            own = [shard.sharded.grad for shard in unit.params]
             pieces = [None if grad is None else grad.clone().as_subclass(Tensor).view(-1) for grad in own]
             for shard, grad, full in zip(unit.params, own, gather_whole(unit, pieces), strict=True):
                 for name in (shard.name, *shard.aliases):

@@ -78,18 +78,18 @@ class Span(NamedTuple):
     box: Box = ()
 
 
-def span_of(name: str, shard: Param, shape: tuple[int, ...], *, is_local: bool = False) -> Span:
+def span_of(name: str, param: Param, shape: tuple[int, ...], *, is_local: bool = False) -> Span:
     """This rank's part of a tensor of state, which has a number for each element or for each block.
 
     Args:
         name: of the tensor.
-        shard: the parameter.
+        param: the parameter.
         shape: of the tensor for all elements of the parameter, or with `is_local` for this rank's.
 
     Raises:
         ShardingError: on all ranks alike; a block is cut between ranks.
     """
-    piece = shard.piece
+    piece = param.piece
     start, stop, last = piece.start, piece.stop, math.prod(piece.shape)
     numel = stop - start if is_local else last
     if is_part(name) and name.rpartition(".")[2].startswith("qmap"):
@@ -98,9 +98,9 @@ def span_of(name: str, shard: Param, shape: tuple[int, ...], *, is_local: bool =
     if block == 1:
         return Span(piece.shape, start, piece.local_shape, piece.box)
     if piece.box:
-        raise ShardingError(f"{name!r} has blocks of {block} elements, and {shard.name!r} is a DTensor: {_NO_BLOCKS}")
+        raise ShardingError(f"{name!r} has blocks of {block} elements, and {param.name!r} is a DTensor: {_NO_BLOCKS}")
     if any(piece.range_of(rank).start % block for rank in range(piece.ranks.world_size)):
         advice = f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
-        raise ShardingError(f"{name!r} has blocks of {block} elements, and {shard.name!r} is cut inside one: {advice}")
+        raise ShardingError(f"{name!r} has blocks of {block} elements, and {param.name!r} is cut inside one: {advice}")
     start, stop, last = (-(-each // block) for each in (start, stop, last))
     return Span((last,), start, (stop - start,))

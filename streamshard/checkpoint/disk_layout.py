@@ -222,7 +222,7 @@ def saved_names(model: nn.Module, engine: Engine) -> dict[str, str]:
     Raises:
         CheckpointError: a parameter has no shard.
     """
-    source_of = {name: shard.name for shard in engine.params for name in (shard.name, *shard.aliases)}
+    source_of = {name: param.name for param in engine.params for name in (param.name, *param.aliases)}
     names: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -349,7 +349,7 @@ def _whole_tensors(
 ) -> dict[str, torch.Tensor]:
     """Full meta tensors for `names`, in their order; floating-point tensors are in `dtype`, unless it is None."""
     found = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    found.update((shard.name, (shard.piece.shape, shard.dtype)) for shard in engine.params)
+    found.update((param.name, (param.piece.shape, param.dtype)) for param in engine.params)
     tensors = {}
     for name, source in names.items():
         shape, own = found[source]

@@ -103,7 +103,7 @@ def export_shards(
         here = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
         pieces = {name: piece for name, piece in here.items() if not piece.is_copy}
         stored, runs_of = plan_export(model, engine, wanted)
-        if packed := next((each.name for each in engine.params if each.form.beside(each.param)), None):
+        if packed := next((each.name for each in engine.params if each.form.beside(each.sharded)), None):
             raise CheckpointError(f"{packed!r} is quantized; only unquantized weights can be exported")
         held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
         floating = (tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
@@ -119,7 +119,7 @@ def export_shards(
             raise CheckpointError(f"ranks did not write every byte of {root} once")
         named = _name(root, partial.path, files, names)
         written = [file.name for file in named]
-        index = encode_index(named, sum(shard.piece.full.numel() for shard in engine.params))
+        index = encode_index(named, sum(param.piece.full.numel() for param in engine.params))
         _publish(partial, root, names, written, index)
         return [*written, names.index] if len(written) > 1 else written
 

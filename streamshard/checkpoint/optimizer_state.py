@@ -38,9 +38,9 @@ def owners_of(optimizer: Optimizer) -> Mapping[int, int]:
     return {} if ask is None else ask()
 
 
-def steps_here(owner: int | None, engine: Engine, shard: Param) -> bool:
+def steps_here(owner: int | None, engine: Engine, param: Param) -> bool:
     """Whether this rank has state of a parameter: it is the `owner`, or without an owner its piece has elements."""
-    return owner == engine.ranks.rank if owner is not None else shard.local.numel > 0 or not shard.layout.numel
+    return owner == engine.ranks.rank if owner is not None else param.local.numel > 0 or not param.layout.numel
 
 
 def settle(optimizer: Optimizer, ranks: Communicator) -> None:
@@ -49,13 +49,13 @@ def settle(optimizer: Optimizer, ranks: Communicator) -> None:
         act(ranks)
 
 
-def _moments_in(values: Mapping[str, Any], shard: Param) -> dict[str, torch.Tensor]:
+def _moments_in(values: Mapping[str, Any], param: Param) -> dict[str, torch.Tensor]:
     """By key, state with the shape of this rank's piece, as plain tensors, [n] 1-D."""
     return {
         key: value.as_subclass(torch.Tensor).detach().reshape(-1)
         for key, value in values.items()
         if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
-        if value.as_subclass(torch.Tensor).shape == shard.piece.local_shape
+        if value.as_subclass(torch.Tensor).shape == param.piece.local_shape
     }
 
 
@@ -115,15 +115,15 @@ def local_state(
     return {**saved, "state": state}, pieces
 
 
-def _own_pieces(tensors: Mapping[str, torch.Tensor], shard: Param, moments: Collection[str]) -> list[TensorPiece]:
+def _own_pieces(tensors: Mapping[str, torch.Tensor], param: Param, moments: Collection[str]) -> list[TensorPiece]:
     """This rank's pieces of a parameter's state. The tensors named in `moments` have a number for each element."""
     own, others = [], []
     for name, data in tensors.items():
-        span = span_of(name, shard, data.shape, is_local=True)
+        span = span_of(name, param, data.shape, is_local=True)
         if name not in moments and not (is_part(name) and math.prod(span.local_shape) == data.numel()):
             others.append(name)
-        elif not shard.local.start or span.shape != span.local_shape:  # the first rank saves a tensor that all have
-            place = span.start, data.reshape(-1), span.box, not shard.piece.counts
+        elif not param.local.start or span.shape != span.local_shape:  # the first rank saves a tensor that all have
+            place = span.start, data.reshape(-1), span.box, not param.piece.counts
             own.append(TensorPiece(name, span.shape, *place))
     if others:
         raise ShardingError(
@@ -201,7 +201,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     ranks, device = engine.ranks, engine.streams.device
     settle(optimizer, ranks)
     names = {param: str(number) for number, param in enumerate(params_in(optimizer.param_groups))}
-    sharded = {shard.param: (engine, shard) for shard in engine.params if shard.param in names}
+    sharded = {shard.sharded: (engine, shard) for shard in engine.params if shard.sharded in names}
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
     mine: list[TensorPiece] = []
 
@@ -243,7 +243,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     """See `streamshard.load_optimizer_state_dict`."""
     engine.recover()
     ranks, params, device = engine.ranks, params_in(optimizer.param_groups), engine.streams.device
-    shards = {shard.param: shard for shard in engine.params}
+    known = {param.sharded: param for param in engine.params}
     given: Any = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}
     tensors: dict[Any, dict[str, torch.Tensor]] = {}  # the first rank's, by number
 
@@ -271,12 +271,12 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
             if ranks.is_first:
                 got[name].copy_(tensors[key][name])
             ranks.broadcast(got[name])
-        shard = shards.get(params[key]) if isinstance(key, int) else None
-        owner = None if shard is None else owners.get(id(shard.param))
+        param = known.get(params[key]) if isinstance(key, int) else None
+        owner = None if param is None else owners.get(id(param.sharded))
         if owner not in (None, ranks.rank):
             continue
-        cut = shard if owner is None else None
-        own = decode(values, partial(_part_of, got, cut), device if cut is None else cut.param.device)
+        cut = param if owner is None else None
+        own = decode(values, partial(_part_of, got, cut), device if cut is None else cut.sharded.device)
         if cut is not None and not steps_here(None, engine, cut):
             continue
         if isinstance(key, int):
@@ -285,15 +285,15 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     optimizer.load_state_dict({**others, "state": state})
 
 
-def _part_of(full: Mapping[str, torch.Tensor], shard: Param | None, name: str, where: torch.device) -> torch.Tensor:
-    """The tensor `name` of `full`, or with `shard` this rank's part of it."""
+def _part_of(full: Mapping[str, torch.Tensor], param: Param | None, name: str, where: torch.device) -> torch.Tensor:
+    """The tensor `name` of `full`, or with `param` this rank's part of it."""
     whole = full[name]
-    if shard is None:
+    if param is None:
         return whole.to(where)
-    span = span_of(name, shard, whole.shape)
+    span = span_of(name, param, whole.shape)
     if whole.shape != span.shape:
         advice = "load state of an optimizer of the same parameters"
-        shapes = f"has shape {tuple(whole.shape)}, {shard.name!r} has {shard.piece.shape}"
+        shapes = f"has shape {tuple(whole.shape)}, {param.name!r} has {param.piece.shape}"
         raise ShardingError(f"optimizer state {name!r} {shapes}: {advice}")
     part = part_of(whole, span.box).reshape(-1)[span.start :][: math.prod(span.local_shape)]
     return part.view(span.local_shape).to(where, copy=True)

@@ -206,7 +206,7 @@ class LoadPlan:
         found = self._tensors[tensor]
         span = span_of(saved, shard, found.shape)
         shape = span.local_shape if found.shape == span.shape else (0,)  # else `_read` notes the mismatch
-        piece = torch.empty(shape, dtype=found.dtype, device=shard.param.device)
+        piece = torch.empty(shape, dtype=found.dtype, device=shard.sharded.device)
         self._read(f"{name}: {saved!r}", TensorPiece(tensor, span.shape, span.start, piece.view(-1), span.box))
         return piece
 
@@ -219,7 +219,7 @@ class LoadPlan:
             self._wrong.append(f"{what}: {tensor!r} is cut as parameter {of!r} of shape {list(found.shape)}")
             return torch.empty(0)
         piece = param.piece
-        local = torch.empty(piece.local_shape, dtype=found.dtype, device=param.param.device)
+        local = torch.empty(piece.local_shape, dtype=found.dtype, device=param.sharded.device)
         for each in self._files.find(tensor, piece.start, local.view(-1), piece.box):
             copy_range(*each)
         return ShardedTensor.wrap(local, piece)

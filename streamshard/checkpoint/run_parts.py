@@ -92,7 +92,7 @@ class Parts(NamedTuple):
         sharded: dict[nn.Parameter, tuple[Engine, Param]] = {}
         for key, (_, engine) in self.models.items():
             for shard in engine.params:
-                names[shard.param], sharded[shard.param] = f"{key}/{shard.name}", (engine, shard)
+                names[shard.sharded], sharded[shard.sharded] = f"{key}/{shard.name}", (engine, shard)
         for key, each in self.trees.items():
             if isinstance(each, nn.Module):
                 names.update((param, f"{key}/{name}") for name, param in params_of(each).items())
@@ -136,9 +136,9 @@ def facts_of(model: nn.Module, engine: Engine) -> dict[str, Any]:
         "class"; "names": see `saved_names`; "quantization": a digest of the scales and settings that belong to packed
         weights, None without packed weights. The bytes of packed weights mean nothing with other scales.
     """
-    packed = [shard for shard in engine.params if shard.form.is_packed]
-    scales = {f"{each.name} {name}": scale for each in packed for name, scale in each.form.beside(each.param).items()}
-    settings = [f"{each.name} {each.form.facts(each.param)}" for each in packed]
+    packed = [param for param in engine.params if param.form.is_packed]
+    scales = {f"{each.name} {name}": scale for each in packed for name, scale in each.form.beside(each.sharded).items()}
+    settings = [f"{each.name} {each.form.facts(each.sharded)}" for each in packed]
     quantization = digest_of(settings, scales) if packed else None
     return {"class": class_name(model), "names": saved_names(model, engine), "quantization": quantization}
 

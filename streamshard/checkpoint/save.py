@@ -120,7 +120,7 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
 def _say_what_is_lost(parts: Parts) -> None:
     """Warn if unreduced gradients wait inside ``no_sync()``. Other gradients may be left over from the last step."""
     for name, (_, engine) in parts.models.items():
-        params = [shard.param for shard in engine.params if shard.param.grad is not None]
+        params = [param.sharded for param in engine.params if param.sharded.grad is not None]
         if params and (not engine.is_synced or any(map(is_unreduced, params))):
             warn_user(
                 f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "

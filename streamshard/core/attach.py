@@ -44,14 +44,14 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     edits = ModuleEdits()
     engine.edits_of = weakref.ref(edits)
     owner = owners_of(found)
-    shards = {param.param: param for param in engine.params}
+    shards = {param.sharded: param for param in engine.params}
     layers = {module: unit for unit, here in zip(engine.units[1:], found[1:], strict=True) for module in here.modules}
     places: dict[nn.Parameter, tuple[int, int]] = {}
     for unit in engine.units:
         for index, param in enumerate(unit.params):
-            places[param.param] = unit.index, index
+            places[param.sharded] = unit.index, index
             if not param.form.inner:
-                param.unsharded.__dict__ = param.param.__dict__  # an attribute that the user sets on one is on both
+                param.unsharded.__dict__ = param.sharded.__dict__  # an attribute that the user sets on one is on both
         if unit is not engine.root_unit:
             layer = type(found[unit.index].modules[0]).__name__
             unit.guard.ask = ask_for(weakref.ref(engine), unit.index, layer)

@@ -177,7 +177,7 @@ class Engine:
     @property
     def params(self) -> list[Param]:
         """This rank's part of every parameter, root unit first."""
-        return [shard for unit in self.units for shard in unit.params]
+        return [param for unit in self.units for param in unit.params]
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Engine:
         """
         if self.empty:
             first = next(iter(self.empty))
-            kind = "parameter" if any(first == shard.name for shard in self.params) else "buffer"
+            kind = "parameter" if any(first == param.name for param in self.params) else "buffer"
             more = f", and {len(self.empty) - 1} more," if len(self.empty) > 1 else ""
             raise ShardingError(
                 f"{what}, but {kind} {first!r}{more} is empty: it was on the meta device, and nothing has given it "

@@ -132,8 +132,8 @@ class HostState:
             norms = iter(self._norms[unit.index])
             for flat in unit.flat_params:
                 for param in flat.params:
-                    self._places[param.param] = weakref.ref(unit), flat, param
-                    give_life(param.param, self._life)
+                    self._places[param.sharded] = weakref.ref(unit), flat, param
+                    give_life(param.sharded, self._life)
                     self.grads.add(param, next(norms) if flat.kind.trains else None)
 
     def __del__(self) -> None:

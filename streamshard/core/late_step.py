@@ -102,9 +102,9 @@ class LateStep:
         self.makes_state = False
         for unit, flat, param, group in params:
             if param.local.numel:
-                self.makes_state = self.makes_state or param.param not in optimizer.state
-                state = optimizer.state.setdefault(param.param, {})
-                facts = flat, param, group, own_attributes(param.param), state
+                self.makes_state = self.makes_state or param.sharded not in optimizer.state
+                state = optimizer.state.setdefault(param.sharded, {})
+                facts = flat, param, group, own_attributes(param.sharded), state
                 self._entries[unit].append(_Entry(*facts, counts_there[group], host.grads.factors_of(param)))
 
     @property

@@ -81,7 +81,7 @@ class Param:
     Args:
         piece: describes the piece, also for tensors that outlive the model.
         aliases: further names of the same (tied) parameter.
-        param: the user's Parameter.
+        sharded: the user's Parameter.
 
     Attributes:
         name: fully qualified name in the root model.
@@ -108,7 +108,7 @@ class Param:
 
     def __init__(self, piece: Piece, aliases: tuple[str, ...], param: nn.Parameter) -> None:
         self.name, self.layout, self.aliases = piece.name, piece.place, aliases
-        self.piece, self.param = piece, param
+        self.piece, self.sharded = piece, param
         self.local = piece.range_of(piece.ranks.rank)
         self.form, self.whole_class = take_form(param), type(param)
         self.dtype = self.form.memory(param).dtype
@@ -123,7 +123,7 @@ class Param:
         """[local.numel]: this rank's main weights, wherever the user has put them since. To read or write at once."""
         self.piece.settle()
         with AsTensors():
-            return self.form.memory(self.param).detach().view(-1)
+            return self.form.memory(self.sharded).detach().view(-1)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's range of `flat` [shard_numel], a view in the sharded parameter's shape."""
@@ -139,13 +139,13 @@ class Param:
         Returns:
             Whether ``.grad`` was `given`, still in the main grads' memory (``grad.data = x`` gives it other memory).
         """
-        grad = get_grad(self.param)
+        grad = get_grad(self.sharded)
         self.is_kept = grad is not None
         if grad is None:
             return self.given is None
         if not (is_same := self.is_given(grad)):
             self._adopt(grad)
-        put_grad(self.param, None)
+        put_grad(self.sharded, None)
         return is_same
 
     def is_given(self, grad: torch.Tensor) -> bool:
@@ -155,7 +155,7 @@ class Param:
 
     def adopt_grad(self) -> None:
         """Copy ``.grad``, if the user has replaced it, into the main grads. Inside `AsTensors`."""
-        grad = get_grad(self.param)
+        grad = get_grad(self.sharded)
         if grad is not None and not self.is_given(grad):
             self._adopt(grad)
 
@@ -170,10 +170,10 @@ class Param:
         """
         if self.given is None:
             self.given = ShardedTensor.wrap(self.main_grad.detach(), self._grad_piece, life)
-        if (own := get_grad(self.param)) is not None:
+        if (own := get_grad(self.sharded)) is not None:
             self.piece.settle()
             self.given.add_(own)
-        set_grad(self.param, self.given)
+        set_grad(self.sharded, self.given)
 
     def spill(self) -> None:
         """Copy the gradient out of the slot."""
@@ -203,8 +203,8 @@ class Param:
         self.state = GradState.NONE  # whatever it was
         self.is_used = self.is_kept = False
         self.spilled = None
-        if self.has_room and self.param.grad is self.given:
-            self.param.grad = None
+        if self.has_room and self.sharded.grad is self.given:
+            self.sharded.grad = None
 
 
 def write_all(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:
@@ -372,7 +372,7 @@ class FlatParam:
         param.unsharded = cast(UnshardedParameter, whole)
         # A tensor around another one has a version counter of its own.
         aliases = (alias, whole.detach()) if form.inner and not self.kind.is_packed else (alias,)
-        guard.watch(param.unsharded, classes, aliases, param.param, param.name)
+        guard.watch(param.unsharded, classes, aliases, param.sharded, param.name)
         if self.kind.trains:
             self.place_grad(param)
 

@@ -69,7 +69,7 @@ class Reductions:
         def check() -> float:
             if not isinstance(factor, int | float) or not 0.0 < factor < math.inf:
                 raise ConfigError(f"factor={factor!r}: wanted a positive, finite number, such as 1.0 for sums")
-            held = [param.name for unit in self._units for param in unit.params if param.param.grad is not None]
+            held = [param.name for unit in self._units for param in unit.params if param.sharded.grad is not None]
             if held and factor / n_replicas != ranks.grad_divisor:
                 raise ConfigError(
                     f"parameter {held[0]!r} has a gradient, which was divided by another factor: call it before "

@@ -124,7 +124,7 @@ class Unit:
                     self._with_room.append(param)
                     param.is_small = small_bytes + param.unsharded.nbytes <= _COLLECTED_BYTES
                     small_bytes += param.unsharded.nbytes * param.is_small
-        self._sharded = [param.param for param in self.params]
+        self._sharded = [param.sharded for param in self.params]
         self._trains = [not param.form.is_packed for param in self.params]
         if not self.params:  # nothing will ever be gathered
             self.is_cast = True
@@ -152,7 +152,7 @@ class Unit:
         """A late step of `params` is due. It writes the all-gather input too, so no cast is due, if none was before."""
         was_cast = self.is_cast and self.cast_versions == self.versions()
         with AsTensors():
-            torch.autograd.graph.increment_version([param.param for param in params])
+            torch.autograd.graph.increment_version([param.sharded for param in params])
         self.expire(trusts_versions=True)
         if was_cast:
             self.is_cast, self.cast_versions = True, self.versions()
@@ -389,7 +389,7 @@ class Unit:
                     param.give_grad(self._life)
                     given.append(param)
                     if is_new:
-                        new.append(param.param)
+                        new.append(param.sharded)
                 elif param.state is GradState.REDUCED:  # frozen in backward
                     move_all((param,), GradState.NONE)
         move_all(given, GradState.GIVEN)
@@ -426,7 +426,7 @@ class Unit:
             elif not (param.is_kept or trains or param.state is not GradState.NONE):
                 continue  # frozen
             move_all((param,), GradState.UNREDUCED)  # in main grads without one here too: other ranks may have one
-            keep_unreduced(param.param)
+            keep_unreduced(param.sharded)
         if self.is_open:
             self.grad_slot.move(SlotState.HELD, self.index)
 
@@ -438,7 +438,7 @@ class Unit:
             self.grad_slot.move(SlotState.OPEN, self.index)
         for param in self._with_room:
             if param.state is GradState.UNREDUCED:
-                if drop_unreduced(param.param):
+                if drop_unreduced(param.sharded):
                     move_all((param,), GradState.IN_SLOT if self.is_open else GradState.REDUCED)
                 else:
                     param.forget_grad()

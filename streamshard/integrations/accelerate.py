@@ -172,7 +172,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         self.unscale_gradients()
         for model in filter(None, map(_sharded_in, self._models)):
             engine = engine_of(model)
-            if {shard.param for shard in engine.params}.issuperset(params):
+            if {shard.sharded for shard in engine.params}.issuperset(params):
                 return clip_grads(engine, params, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 

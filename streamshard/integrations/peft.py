@@ -98,8 +98,8 @@ def save_on_first(
         CheckpointError: on every rank; names the rank that failed.
     """
 
-    def take(shard: Param, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("cpu", shard.dtype, copy=True)
+    def take(param: Param, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cpu", param.dtype, copy=True)
 
     engine = engine_of(model)
     full, failure = gather_full(engine, take if engine.ranks.is_first else None, wanted)

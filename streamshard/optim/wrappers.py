@@ -230,7 +230,7 @@ class LocalSGD(WrappedOptimizer):
         """By unit, the pieces to average: of parameters with a gradient, as PeriodicModelAverager does."""
         ours = {param for group in self.param_groups for param in group["params"] if param.grad is not None}
         for unit in self.engine.units:
-            yield [shard.main for shard in unit.params if shard.param in ours]
+            yield [param.main for param in unit.params if param.sharded in ours]
 
 
 def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
@@ -243,7 +243,7 @@ def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
     engine = engine_of(model)
-    ours = {shard.param for shard in engine.params}
+    ours = {param.sharded for param in engine.params}
     if ours.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(f"{type(optimizer).__name__} has no parameter of this model: make it of model.parameters()")
     return engine

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from streamshard import StreamShard, export_safetensors
-from streamshard.checkpoint import safetensors_file, save
+from streamshard.checkpoint import directory, safetensors_file, save
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.export import export_shards
 from streamshard.core.engine import Engine
@@ -92,11 +92,15 @@ def test_failure_on_one_rank_is_raised_on_all(context: RankContext, rank: int, c
 @on_ranks(2)
 def test_directory_that_other_ranks_do_not_see_is_named(context: RankContext, tmp_path: Path) -> None:
     """Each host has a disk of its own: the message says that the directory must be shared."""
-    own = tmp_path / f"host{context.rank}"
-    own.mkdir()
-    with pytest.raises(CheckpointError, match="rank 1: .*must be on storage all ranks share"):
-        export_safetensors(sharded(filled(Plain)), own)
-    assert names_in(tmp_path / "host0") == []
+    (tmp_path / "of rank 0").mkdir(exist_ok=True)
+
+    def seen(path: str) -> Path:
+        return Path(path.replace("of rank 0", f"of rank {context.rank}"))
+
+    refused = pytest.raises(CheckpointError, match="rank 1: .*must be on storage all ranks share")
+    with mock.patch.object(directory, "Path", seen), refused:
+        export_safetensors(sharded(filled(Plain)), tmp_path / "of rank 0")
+    assert names_in(tmp_path / "of rank 0") == []
 
 
 @on_ranks(1)
@@ -119,7 +123,7 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused(
     (shard,) = engine.params
     piece = nn.Parameter(torch.ones(stop - start))
     wrong = copy_of(shard)
-    wrong.local, wrong.param = LocalRange(start, stop, start), piece
+    wrong.local, wrong.sharded = LocalRange(start, stop, start), piece
     with (
         mock.patch.object(Engine, "params", [wrong]),
         pytest.raises(CheckpointError, match="ranks did not write every byte"),
