@@ -1,6 +1,6 @@
 """Memory per rank of QLoRA under DDP, FSDP2 and StreamShard: what tensors hold between steps, and at a step's peak.
 
-    python benchmarks/qlora_memory.py                    # two ranks on the CPU; prints the table of docs/guide/qlora.md
+    python benchmarks/qlora_memory.py               # two ranks on the CPU; prints the table of benchmarks/README.md
 
 A Llama whose layers bitsandbytes has quantized to 4 bits (nf4, double quantization), LoRA of PEFT on all linear layers,
 layers checkpointed, AdamW. Each system runs in processes of its own, and takes the same two steps. Held bytes are
@@ -8,7 +8,7 @@ counted after the first step and ``zero_grad()``, the peak during the second one
 StreamShard's ranks share counts for the rank that owns it. "resident" is what the process's anonymous memory has grown
 by, with shared memory; bytes that are freed and not given back to the system count there.
 
-"wanted" are the bytes of the formula in docs/guide/qlora.md, from the sizes of the model before it is sharded. For
+"wanted" are the bytes of the formula in benchmarks/README.md, from the sizes of the model before it is sharded. For
 StreamShard they are those of `streamshard.plan`.
 """
 

@@ -40,6 +40,7 @@ html_js_files = ["tables.js"]
 
 copybutton_selector = "div:not(.highlight-diff) > div.highlight pre"
 copybutton_prompt_text = "$ "  # copied are commands, not their output
+copybutton_copy_empty_lines = False
 copybutton_line_continuation_character = "\\"
 
 default_role = "py:obj"  # docstrings write names in single backticks
