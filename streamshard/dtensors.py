@@ -42,7 +42,7 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
     mesh = mine = error = None
     try:
         check()
-        mesh = _mesh_of_dtensors(module)
+        mesh = mesh_of_dtensors(module)
         mine = None if mesh is None else _place_in(mesh)
     except Exception as raised:
         error = raised
@@ -73,8 +73,12 @@ def _dtensors_of(module: object) -> dict[str, tuple[nn.Parameter, DTensorForm]]:
     return {name: (param, form) for name, (param, form) in forms.items() if isinstance(form, DTensorForm)}
 
 
-def _mesh_of_dtensors(module: object) -> DeviceMesh | None:
-    """The mesh of the DTensors among the parameters; None: there are none."""
+def mesh_of_dtensors(module: object) -> DeviceMesh | None:
+    """The mesh of the DTensors among the parameters; None: there are none.
+
+    Raises:
+        ShardingError: they are on several meshes, or on one of several axes; PEFT's adapters are of this rank's part.
+    """
     found = {name: form.mesh for name, (_, form) in _dtensors_of(module).items()}
     if found:
         _refuse_local_adapters(module)
