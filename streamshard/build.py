@@ -201,23 +201,20 @@ def make_engine(
 
 
 def plan_engine(
-    checked: Checked,
-    ranks: Communicator,
-    experts: Communicator | None = None,
-    layouts: Sequence[UnitLayout] | None = None,
+    checked: Checked, ranks: Communicator, experts: Communicator | None = None, layouts: Sequence[UnitLayout] = ()
 ) -> Engine:
     """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device.
 
     Args:
         checked, ranks, experts: see `make_engine`.
-        layouts: None: of a model that is not sharded.
+        layouts: see `plan_layouts`; empty: the model is not sharded.
 
     Raises:
         ConfigError: `offload` with experts.
     """
     if experts is not None and checked.settings.offload is not None:
         raise ConfigError(_EXPERTS_STAY)
-    layouts = plan_layouts(checked, ranks, experts) if layouts is None else layouts
+    layouts = layouts or plan_layouts(checked, ranks, experts)
     return make_engine(checked, layouts, ranks, None, lambda layout, flat_params: None, experts)
 
 

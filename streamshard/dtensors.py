@@ -47,7 +47,7 @@ class Axis(NamedTuple):
         return len(set(self.ranks).intersection(shard)) > 1
 
 
-class _Axes(NamedTuple):
+class Axes(NamedTuple):
     """The axes of a model's DTensors; None: there are no such DTensors."""
 
     across: Axis | None = None
@@ -69,14 +69,14 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
         ShardingError: on all ranks of `who`: a rank's model was changed by another library, or has DTensors on a mesh
             of several axes, or on several axes of one kind.
     """
-    error, axes = None, _Axes()
+    error, axes = None, Axes()
     try:
         check()
-        axes = _axes_of(module, who)
+        axes = axes_of(module, None if who is None else _ranks_of(who.shard))
     except Exception as raised:
         error = raised
     base = dist.group.WORLD if who is None else who.all_ranks
-    told: list[_Axes] = [] if base is None else refuse_together(base, error, axes)
+    told: list[Axes] = [] if base is None else refuse_together(base, error, axes)
     raise_if(error)
     if base is not None:
         _refuse_different_models(_ranks_of(base), told)
@@ -92,7 +92,7 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
     return who
 
 
-def _refuse_different_models(ranks: Sequence[int], told: Sequence[_Axes]) -> None:
+def _refuse_different_models(ranks: Sequence[int], told: Sequence[Axes]) -> None:
     """Raise if some ranks have DTensors of a kind that others do not have."""
     for kind, axes in zip(("", " of experts"), zip(*told, strict=True), strict=True):
         if None in axes and any(axes):
@@ -110,8 +110,17 @@ def _dtensors_of(module: object) -> dict[str, tuple[nn.Parameter, DTensorForm]]:
     return {name: (param, form) for name, (param, form) in forms.items() if isinstance(form, DTensorForm)}
 
 
-def _axes_of(module: nn.Module, who: Groups | None) -> _Axes:
-    """The axes of the DTensors among the parameters."""
+def axes_of(module: nn.Module, shard: Sequence[int] | None) -> Axes:
+    """The axes of the DTensors among the parameters.
+
+    Args:
+        module: the model.
+        shard: the ranks that shard it; None: not known, and none of the DTensors may be experts.
+
+    Raises:
+        ConfigError: `shard` is None, and a DTensor may be of experts.
+        ShardingError: see `groups_with_dtensors`.
+    """
     found = _dtensors_of(module)
     if found:
         _refuse_local_adapters(module)
@@ -120,17 +129,17 @@ def _axes_of(module: nn.Module, who: Groups | None) -> _Axes:
         if form.mesh.ndim > 1:
             axes = f"{name!r} is a DTensor on a mesh of axes {form.mesh.mesh_dim_names}: wanted one axis, across the "
             raise ShardingError(axes + 'ranks that shard it (torchtitan: parallelism.spmd_backend="partial_dtensor")')
-        if who is None and param.ndim > 2 and form.cut_along == 0:
+        if shard is None and param.ndim > 2 and form.cut_along == 0:
             raise ConfigError(
                 f'{name!r} is a DTensor and may be of experts: give mesh=, such as mesh["dp"] for tensor parallelism, '
                 "or all ranks, mesh=torch.distributed.group.WORLD, for experts"
             )
         axis = Axis.of(form)
-        others = names[who is not None and axis.is_inside(_ranks_of(who.shard))]
+        others = names[axis.is_inside(shard or ())]
         for other in others.keys() - {axis}:
             raise ShardingError(f"{others[other]!r} and {name!r} are DTensors on different meshes: wanted one mesh")
         others.setdefault(axis, name)
-    return _Axes(*(next(iter(each), None) for each in names))
+    return Axes(*(next(iter(each), None) for each in names))
 
 
 def _with_tensor_parallel(who: Groups | None, axis: Axis, beside: dict[int, Axis]) -> Groups:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -91,6 +92,9 @@ active_ddp: Callable[[], object] = functools.partial(
 # The saved-tensor hooks that are active now. torch.autograd.graph can set hooks, but not read them.
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+# Waits for the result of a functional collective, such as those of DTensors. The public functions return such results.
+wait_tensor: OpOverload = torch.ops._c10d_functional.wait_tensor.default
+
 # The sequence number of the next graph node that this thread makes. Nodes have no public number.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -153,3 +157,18 @@ def count_collectives() -> int:
         world: Any = dist.group.WORLD
         return int(world._get_sequence_number_for_group())
     return 0
+
+
+@contextlib.contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `count` ranks. The others do not exist: collectives return at once.
+
+    torch has no public name for such a process group; its own tests use this one. There must be no other.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    store = dist.HashStore()  # type: ignore[attr-defined]  # not re-exported in stubs
+    dist.init_process_group("fake", store=store, rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

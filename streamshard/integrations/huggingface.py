@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard.conventions import Conventions, ForLoading, Tensors
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
@@ -29,11 +30,12 @@ _MODELS = {  # by library: the module and the name of the class of its models
 }
 
 
-def builder_of_config(path: Path) -> Callable[[], nn.Module]:
-    """A function that builds the model of a ``config.json``, without weights.
+def builder_of_config(path: Path) -> Callable[..., nn.Module]:
+    """A function that builds the model of a ``config.json``, without weights; on a mesh with transformers' own plan.
 
     Raises:
-        ConfigError: transformers is not installed, cannot read the file, or does not know the architecture.
+        ConfigError: transformers is not installed, cannot read the file, or does not know the architecture. The
+            function: transformers has no plan for the model.
     """
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -43,7 +45,29 @@ def builder_of_config(path: Path) -> Callable[[], nn.Module]:
     except Exception as error:  # transformers raises many classes
         what = str(error).partition("\n")[0]
         raise ConfigError(f"{path} is read by transformers (pip install transformers): {what}") from error
-    return lambda: cast(nn.Module, kind(copy.deepcopy(config)))
+
+    def build(mesh: DeviceMesh | None = None) -> nn.Module:
+        model = kind(copy.deepcopy(config))
+        if mesh is not None:
+            _cut_by_own_plan(model, mesh)
+        return cast(nn.Module, model)
+
+    return build
+
+
+def _cut_by_own_plan(model: Any, mesh: DeviceMesh) -> None:
+    """Tensor parallelism with the plan that transformers has for `model`."""
+    try:
+        module: Any = importlib.import_module("transformers.distributed.tensor_parallel")
+        cut, plan = module.apply_tensor_parallelism, model._expand_parallel_plan(model.tp_plan)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"this version of transformers cannot cut models: {error}") from error
+    if not plan:
+        raise ConfigError(
+            f"transformers has no tensor parallel plan for {type(model).__name__}: give a function that builds the "
+            "model on a mesh"
+        )
+    cut(model, mesh, plan)
 
 
 def is_model_of(module: nn.Module, *libraries: str) -> bool:

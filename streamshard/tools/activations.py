@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -27,13 +28,22 @@ from streamshard.errors import ConfigError, describe
 from streamshard.nested import cast, tensors_in
 from streamshard.planning.discovery import FoundUnit
 from streamshard.planning.structure import list_of, modules_inside, modules_of, params_of
-from streamshard.torch_private import FakeTensorMode, TorchDispatchMode
+from streamshard.torch_private import FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass, wait_tensor
 
 _T = TypeVar("_T")
 _fakes_log = logging.getLogger(FakeTensorMode.__module__)
 
 Build = Callable[[], nn.Module]
 """A function that makes a model."""
+
+
+def takes(build: Callable[..., nn.Module], *arguments: object) -> bool:
+    """Whether the function `build` can be called with `arguments`."""
+    try:
+        inspect.signature(build).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 class Activations(NamedTuple):
@@ -48,7 +58,22 @@ class Activations(NamedTuple):
     checkpointed: int
 
 
-class LiveBytes(TorchDispatchMode):
+class _OnPlainTensors(TorchDispatchMode):
+    """While active, sees the operations on plain tensors, also on those that DTensors and the like consist of."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the class calls operations on its parts
+        return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class LiveBytes(_OnPlainTensors):
     """While active, follows the storages that operations make. Storages that exist before do not count.
 
     Attributes:
@@ -57,14 +82,16 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self.now = self.peak = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
+            if is_traceable_wrapper_subclass(tensor):
+                continue  # its storage has no memory
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._alive:
                 self._alive[storage._cdata] = weakref.ref(
@@ -80,7 +107,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 def estimate_activations(
-    model: nn.Module, found: Sequence[FoundUnit], dtype: torch.dtype | None, batch: int, seq: int, *, on_gpus: bool
+    model: nn.Module,
+    found: Sequence[FoundUnit],
+    dtype: torch.dtype | None,
+    batch: int,
+    seq: int,
+    *,
+    on_gpus: bool,
+    build: Build | None = None,
 ) -> Activations:
     """Run a forward and a backward on copies of `model` without memory. For inputs, see `run_without_memory`.
 
@@ -92,6 +126,7 @@ def estimate_activations(
         dtype: the dtype in which layers compute; None: the parameters' own.
         batch, seq: shape of the tokens.
         on_gpus: attention with dropout does not keep its weights.
+        build: makes `model`. Called for each copy if there are DTensors, whose hooks and forwards stay with a model.
 
     Raises:
         ConfigError: the model cannot run without memory.
@@ -101,10 +136,16 @@ def estimate_activations(
     layers = [names[module] for unit in units for module in unit.modules]
 
     attention = _FusedAttention if on_gpus else contextlib.nullcontext
+    make, runs = partial(copy_without_memory, model, dtype), 1
+    if any(isinstance(param, DTensor) for param in params_of(model).values()):
+        if build is None:
+            raise ConfigError("a model with DTensors cannot be copied: give a function that builds it")
+        # The first time, torch makes whole tensors to find out how DTensors are cut.
+        make, runs = partial(_build_without_memory, build, dtype), 2
 
     def peak(inputs: Inputs, checkpointed: Sequence[str]) -> int:
         with attention():
-            return _peak(copy_without_memory(model, dtype), dtype, inputs, checkpointed, attention)
+            return [_peak(make(), dtype, inputs, checkpointed, attention) for _ in range(runs)][-1]
 
     return run_without_memory(model, batch, seq, lambda inputs: Activations(peak(inputs, []), peak(inputs, layers)))
 
@@ -224,19 +265,31 @@ def copy_without_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Modul
     return copy.deepcopy(model, fakes)
 
 
-class _Kernels(TorchDispatchMode):
-    """Lets fake tensors through operations that refuse them, although real tensors pass."""
+def _build_without_memory(build: Build, dtype: torch.dtype | None) -> nn.Module:
+    """A new model on fake tensors, with parameters of `dtype`. Call it in `run_without_memory`."""
+    model = build()
+    cast_params: dict[nn.Parameter, nn.Parameter] = {}
+    for module in modules_inside(model):
+        for name, param in module._parameters.items():
+            if param is not None and param.is_floating_point() and dtype is not None:
+                if param not in cast_params:
+                    cast_params[param] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
+                module._parameters[name] = cast_params[param]
+    return model
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+class _Kernels(_OnPlainTensors):
+    """Lets fake tensors through operations that refuse them, or copy them, although real tensors pass."""
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return True  # models ask: are all values of a mask true? does a sequence fill its row?
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            return func(*cast(args, torch.bfloat16), **(kwargs or {})).to(args[0].dtype)
-        return func(*args, **(kwargs or {}))
+            return func(*cast(args, torch.bfloat16), **kwargs).to(args[0].dtype)
+        if func is wait_tensor:
+            return args[0]
+        return func(*args, **kwargs)
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -67,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     about = "a transformers config.json, its directory, or a function that builds a model: package.module:function"
     plan.add_argument("model", metavar="MODEL", help=about)
     plan.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model")
+    about = "cut matrices over K of them: by transformers' own plan, or a function builds MODEL on the mesh it is given"
+    plan.add_argument("--tp", type=int, default=1, metavar="K", help=about)
+    about = "spread experts over K of them: a function builds MODEL on the mesh it is given"
+    plan.add_argument("--ep", type=int, default=1, metavar="K", help=about)
     plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80G or 80GiB: says what fits")
     plan.add_argument("--slots", type=int, metavar="K", dest="weight_slots", help="plan K weight slots too")
     about = "what connects the ranks: %(choices)s (%(default)s)"
@@ -129,10 +133,12 @@ def _plan(arguments: argparse.Namespace) -> None:
     build, ranks = builder_of(arguments.model), arguments.ranks
     names = "units resident min_unit_size precision batch seq offload device_budget"
     both = {name: getattr(arguments, name) for name in names.split()}
-    given = {name: getattr(arguments, name) for name in ("transport", "weight_slots", "budget")}
+    given = {name: getattr(arguments, name) for name in ("tp", "ep", "transport", "weight_slots", "budget")}
+    if (machine := _machine(arguments)) is not None and arguments.tp * arguments.ep != 1:
+        raise ConfigError("the time of a step is not predicted with --tp and --ep, whose exchanges no plan knows")
     planned = plan(build, ranks, **both, **given)
     text, told, stage = str(planned), dataclasses.asdict(planned), planned.stages[-1]
-    if (machine := _machine(arguments)) is not None:
+    if machine is not None:
         given = {name: getattr(arguments, name) for name in ("micro_batches", "is_checkpointed", "active")}
         step = plan_step(build, ranks, machine, weight_slots=stage.weight_slots, **both, **given)
         text, told["step"] = f"{text}\n\n{stage.name}, {step}", dataclasses.asdict(step)

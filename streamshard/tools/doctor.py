@@ -27,8 +27,17 @@ from streamshard.comm.streams import Streams
 from streamshard.config import Precision, ReductionMode, SlotCount
 from streamshard.device import module_of, training_device
 from streamshard.errors import ConfigError, HostMemoryError, StreamShardError
-from streamshard.tools.activations import Build
-from streamshard.tools.speed import CollectiveSpeed, Layer, LayerSpeed, host_gb_s, link_gb_s, matmul_tflops, measure
+from streamshard.tools.activations import Build, takes
+from streamshard.tools.speed import (
+    NO_DTENSORS,
+    CollectiveSpeed,
+    Layer,
+    LayerSpeed,
+    host_gb_s,
+    link_gb_s,
+    matmul_tflops,
+    measure,
+)
 
 _UNIT_NUMELS = tuple(mib << 19 for mib in (1, 16, 128))  # elements of units of so many MiB in bf16
 _HIDDEN = 0.1  # communication hides if it makes compute longer by at most this share
@@ -90,12 +99,14 @@ def examine(build: Build | None, precision: Precision, batch: int | None, seq: i
         The report; None on all ranks but the first. If a rank fails, its error is a finding.
 
     Raises:
-        ConfigError: a model needs several ranks, `batch` and `seq`.
+        ConfigError: a model needs several ranks, `batch` and `seq`, and its function no mesh.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if build is not None and (world_size == 1 or batch is None or seq is None):
         how = "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S"
         raise ConfigError(f"a model's layer is measured between ranks: {how}")
+    if build is not None and not takes(build):
+        raise ConfigError(NO_DTENSORS)
     device = training_device(torch.device("cpu"), None, None)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if device.type == "cpu":

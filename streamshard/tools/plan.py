@@ -6,29 +6,39 @@ the bytes of ``model.memory_report()``. `streamshard.tools.fit` compares these, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard.build import Checked, check_model, plan_engine
 from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import Offload, SlotCount, parse_bytes
+from streamshard.core.engine import Engine
 from streamshard.core.unit import Unit
+from streamshard.dtensors import axes_of, mark_experts
 from streamshard.errors import ConfigError
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
-from streamshard.tools.activations import Activations, Build, estimate_activations
+from streamshard.tools.activations import Activations, Build, estimate_activations, takes
 from streamshard.tools.fit import Fit, Room, Stage, choose, fewer_tokens, fewest_ranks, most_slots
 from streamshard.tools.memory import report_memory
 from streamshard.tools.plan_step import still_gathered
+from streamshard.torch_private import fake_ranks
+
+BuildOnMesh = Callable[[DeviceMesh], nn.Module]
+"""A function that makes a model with DTensors on the mesh."""
 
 _CHECKPOINTED = ", layers checkpointed"
 
@@ -60,6 +70,7 @@ class Plan:
         model: the name of the model's class.
         numel: elements of all parameters.
         world_size: the number of ranks.
+        tp, ep: over how many of them matrices, or experts, are cut.
         transport: the transport between the ranks.
         units: the units, root unit first.
         stages: from ZeRO-3 to ZeRO-1; with ``offload``, without "all" slots.
@@ -71,6 +82,8 @@ class Plan:
     model: str
     numel: int
     world_size: int
+    tp: int
+    ep: int
     transport: str
     units: Sequence[PlannedUnit]
     stages: Sequence[Stage]
@@ -88,6 +101,7 @@ class Plan:
             return f"{name:<24}" + "".join(f"{cell:>12}" for cell in cells)
 
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        ranks += f" (tensor parallel over {self.tp})" * (self.tp > 1) + f" (experts over {self.ep})" * (self.ep > 1)
         lines = [f"{self.model}: {self.numel:,} parameters on {ranks}, over {self.transport}", ""]
         lines.append(f"{'unit':<32}{'parameters':>16}{'weights':>14}")
         for unit in self.units:
@@ -101,7 +115,7 @@ class Plan:
                 if max(sizes) != "0.00":
                     lines.append(row(f"  {name}", sizes))
         lines += [
-            "\nsent by a rank in a step",
+            "\nsent by a rank in a step" + ", activations aside" * (self.tp * self.ep > 1),
             row("  all-gathers", (stage.all_gathers for stage in self.stages)),
             row("  reductions", (stage.reductions for stage in self.stages)),
             row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
@@ -135,12 +149,32 @@ class Plan:
         return {"per rank": here, **({"of host memory": on_host} if self.stages[0].host_bytes else {})}
 
 
+class _Ranks(NamedTuple):
+    """The ranks of a plan, which do not exist.
+
+    Attributes:
+        world_size, tp, ep, transport: see `plan`.
+    """
+
+    world_size: int
+    tp: int
+    ep: int
+    transport: str
+
+    def engine(self, checked: Checked) -> Engine:
+        """The engine of rank 0."""
+        experts = PlannedRanks(self.world_size // self.ep, self.transport) if self.ep > 1 else None
+        return plan_engine(checked, PlannedRanks(self.world_size // self.tp, self.transport), experts)
+
+
 def plan(
-    model: nn.Module | Build,
+    model: nn.Module | Build | BuildOnMesh,
     world_size: int,
     units: UnitsArgument = None,
     *,
     resident: ResidentArgument = (),
+    tp: int = 1,
+    ep: int = 1,
     transport: str = "nccl",
     weight_slots: int | None = None,
     budget: int | str | None = None,
@@ -152,8 +186,10 @@ def plan(
 
     Args:
         model: not sharded, on any device; or a function that builds the model, which is called on the meta device.
-        world_size: the number of ranks that share the model.
+        world_size: the number of ranks that share the model, those of tensor parallelism too.
         units, resident: as for `StreamShard`.
+        tp, ep: over how many ranks DTensors of tensor parallelism, or of experts, are cut. A function that builds the
+            model gets their mesh as its argument. Sizes are of the mesh's first rank, whose parts are the largest.
         transport: "nccl" (GPUs), "sockets" (CPUs of several machines) or "shared-memory" (CPUs of one machine).
         weight_slots: add a stage with this number of weight slots. None: with a budget that ZeRO-3 fits and ZeRO-2 does
             not, the largest number that fits.
@@ -170,17 +206,86 @@ def plan(
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
     if (batch is None) != (seq is None) or any(number is not None and number < 1 for number in (batch, seq)):
         raise ConfigError(f"batch={batch}, seq={seq}: wanted two positive numbers, or neither")
-    with torch.device("meta"):
-        built = model if isinstance(model, nn.Module) else model()
-    checked = check_model(built, units, resident, given)
-    stage = partial(_plan_stage, checked, PlannedRanks(world_size, transport), checked.settings.offload)
+    tokens = None if batch is None or seq is None else (batch, seq)
+    ranks = _Ranks(world_size, tp, ep, transport)
+    with _building(model, ranks) as build:
+        with torch.device("meta"):
+            built = build()
+        cut_over = _check_parts(built, ranks)
+        checked = check_model(built, units, resident, given)
+        if ep > 1:
+            checked = checked._replace(found=mark_experts(built, checked.found, cut_over))
+        dtype, on_gpus = checked.settings.precision.param_dtype, transport == "nccl"
+        again = None if built is model else build
+        measure = partial(estimate_activations, built, checked.found, dtype, on_gpus=on_gpus, build=again)
+        return _plan(type(built).__name__, checked, ranks, measure, weight_slots, budget_bytes, tokens)
+
+
+@contextlib.contextmanager
+def _building(model: nn.Module | Build | BuildOnMesh, ranks: _Ranks) -> Iterator[Build]:
+    """Inside, the function that is yielded builds the model: on the mesh of its DTensors, if it has any.
+
+    Raises:
+        ConfigError: `ranks` do not divide evenly, the function takes no mesh, or this process has a process group.
+    """
+    name, size = max(("tp", ranks.tp), ("ep", ranks.ep), key=operator.itemgetter(1))
+    for given, number in (("tp", ranks.tp), ("ep", ranks.ep)):
+        if number != 1 and (number < 1 or ranks.world_size % number):
+            raise ConfigError(f"{given}={number}: wanted a number that divides {ranks.world_size} ranks")
+    if min(ranks.tp, ranks.ep) > 1:
+        raise ConfigError(f"tp={ranks.tp}, ep={ranks.ep}: a plan is of one of the two")
+    if isinstance(model, nn.Module):
+        yield lambda: model
+        return
+    if not takes(model, *[None] * (size > 1)):
+        what = f"{name}={size}: the function has to take" if size > 1 else "neither tp nor ep: the function takes"
+        raise ConfigError(f"{what} the mesh of its DTensors, its only argument")
+    if size == 1:
+        yield cast(Build, model)
+        return
+    if dist.is_initialized():
+        raise ConfigError(
+            f"{name}={size}: this process has a process group: plan in a process without one, or give the model with "
+            "its DTensors"
+        )
+    with fake_ranks(size):
+        # torch keeps what it has learned of a mesh, with its group, for meshes of the same ranks and names.
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(f"{name} of a plan",))
+        yield partial(cast(BuildOnMesh, model), mesh)
+
+
+def _check_parts(model: nn.Module, ranks: _Ranks) -> Sequence[int]:
+    """The ranks over which the DTensors are cut. Raises if they are not those of `ranks`."""
+    axis, size = axes_of(model, ()).across, max(ranks.tp, ranks.ep)
+    found = 1 if axis is None else len(axis.ranks)
+    if found != size:
+        what = "no DTensors" if axis is None else f"DTensors over {found} ranks"
+        wanted = f"tp={found}, or ep={found} if they are experts" if found > 1 else "neither of the two"
+        raise ConfigError(f"tp={ranks.tp}, ep={ranks.ep}: the model has {what}: wanted {wanted}")
+    return () if axis is None else axis.ranks
+
+
+def _plan(
+    name: str,
+    checked: Checked,
+    ranks: _Ranks,
+    measure: Callable[[int, int], Activations],
+    weight_slots: int | None,
+    budget_bytes: int | None,
+    tokens: tuple[int, int] | None,
+) -> Plan:
+    """Plan a model that has been checked. For the other arguments see `plan`.
+
+    Args:
+        name: of the model.
+        measure: its activations, of a batch and a sequence.
+    """
+    stage = partial(_plan_stage, checked, ranks, checked.settings.offload)
     stages = [stage("ZeRO-3", 2)]
     if checked.settings.offload is None:
         stages += stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")
-    on_gpus, dtype = transport == "nccl", checked.settings.precision.param_dtype
-    measure = partial(estimate_activations, built, checked.found, dtype, on_gpus=on_gpus)
-    activations, unknown = (None, "") if batch is None or seq is None else _try(measure, batch, seq)
-    room = None if budget_bytes is None else Room.of(budget_bytes, activations, on_gpus=on_gpus)
+    activations, unknown = (None, "") if tokens is None else _try(measure, *tokens)
+    room = None if budget_bytes is None else Room.of(budget_bytes, activations, on_gpus=ranks.transport == "nccl")
     if weight_slots is None and room is not None:
         streamed = sum(not unit.is_resident for unit in checked.found)
         weight_slots = most_slots(streamed, stages, lambda count: stage("", count).total_bytes, room)
@@ -189,12 +294,12 @@ def plan(
     fit = None if room is None else choose(stages, room)
     if room is not None and fit is not None and fit.choice is None:
         smallest = min(stages, key=lambda stage: stage.total_bytes)
-        fit = _with_ways(fit, checked, transport, world_size, smallest, room)
-        if batch and seq and (shape := fewer_tokens(batch, seq, room, smallest.total_bytes, measure)):
+        fit = _with_ways(fit, checked, ranks, smallest, room)
+        if tokens is not None and (shape := fewer_tokens(*tokens, room, smallest.total_bytes, measure)):
             fit = dataclasses.replace(fit, ways=[*fit.ways, "with --batch {} --seq {}".format(*shape) + _CHECKPOINTED])
-    found = _units_of(checked, PlannedRanks(world_size, transport))
+    found = _units_of(checked, ranks)
     numel = sum(unit.count * unit.numel for unit in found)
-    return Plan(type(built).__name__, numel, world_size, transport, found, stages, activations, unknown, fit)
+    return Plan(name, numel, *ranks, found, stages, activations, unknown, fit)
 
 
 def _try(measure: Callable[[int, int], Activations], batch: int, seq: int) -> tuple[Activations | None, str]:
@@ -205,51 +310,49 @@ def _try(measure: Callable[[int, int], Activations], batch: int, seq: int) -> tu
         return None, str(error)
 
 
-def _with_ways(fit: Fit, checked: Checked, transport: str, world_size: int, smallest: Stage, room: Room) -> Fit:
+def _with_ways(fit: Fit, checked: Checked, ranks: _Ranks, smallest: Stage, room: Room) -> Fit:
     """`fit` with the smallest number of ranks on which ZeRO-3 fits, and changes with which `smallest` does."""
-    offload = checked.settings.offload
+    offload, size = checked.settings.offload, max(ranks.tp, ranks.ep)
 
     def on_ranks(count: int) -> int:
-        return _plan_stage(checked, PlannedRanks(count, transport), offload, "", 2).total_bytes
+        return _plan_stage(checked, ranks._replace(world_size=count * size), offload, "", 2).total_bytes
 
     ways = list[tuple[str, int]]()  # and bytes of the engine and the optimizer
-    count = fewest_ranks(world_size, lambda count: room.fits(on_ranks(count)))
+    count = fewest_ranks(ranks.world_size // size, lambda count: room.fits(on_ranks(count)))
     if count is not None:
-        ways.append((f"on {count} ranks", on_ranks(count)))
+        ways.append((f"on {count * size} ranks", on_ranks(count)))
     ways.append(("with 8-bit Adam", smallest.total_bytes - smallest.adam_bytes * 3 // 4))
-    if offload is None and transport == "nccl":
-        offloaded = _plan_stage(checked, PlannedRanks(world_size, transport), "state", "", 2)
+    if offload is None and ranks.transport == "nccl" and ranks.ep == 1:
+        offloaded = _plan_stage(checked, ranks, "state", "", 2)
         host = f"{offloaded.host_total_bytes / 2**30:.2f} GiB of host memory per rank"
         ways.append((f"with --offload state, which takes {host}", offloaded.total_bytes))
     words = [way + _CHECKPOINTED * room.needs_checkpointing(total) for way, total in ways if room.fits(total)]
-    return dataclasses.replace(fit, ranks=count, ways=words)
+    return dataclasses.replace(fit, ranks=count and count * size, ways=words)
 
 
 def _plan_stage(
-    checked: Checked, ranks: PlannedRanks, offload: Offload, name: str, weights: SlotCount, grads: SlotCount = 2
+    checked: Checked, ranks: _Ranks, offload: Offload, name: str, weights: SlotCount, grads: SlotCount = 2
 ) -> Stage:
     settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads, offload=offload)
-    engine = plan_engine(checked._replace(settings=settings), ranks)
-    report, units = report_memory(engine), [unit.layout.flat_params for unit in engine.units]
+    engine = ranks.engine(checked._replace(settings=settings))
+    report, units = report_memory(engine), [unit.flat_params for unit in engine.units]
     present = [*still_gathered(engine)], engine.plan.left_by(range(len(units)))  # as forward and backward begin
     passes = [unit for there in present for number, unit in enumerate(units) if number not in there]
-    gathered = [flat for unit in passes for flat in unit if flat.layout.params]
-    reduced = [flat for unit in units for flat in unit if flat.kind.trains]
-    if ranks.world_size == 1:
-        gathered = reduced = []
-    shards = sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in gathered)
-    shards += sum(flat.layout.shard_numel * flat.kind.grad_dtype.itemsize for flat in reduced)
-    others = ranks.world_size - 1  # each receives this rank's shards, and chunks of this rank's gradients
+    gathered = [flat for unit in passes for flat in unit if flat.layout.params and flat.ranks.world_size > 1]
+    reduced = [flat for unit in units for flat in unit if flat.kind.trains and flat.ranks.world_size > 1]
+    sent = [(flat, flat.kind.wire_dtype) for flat in gathered] + [(flat, flat.kind.grad_dtype) for flat in reduced]
+    # Each other rank receives this rank's shards, and chunks of this rank's gradients.
+    sent_bytes = sum((flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize for flat, dtype in sent)
     moments, chunks, on_host = report.adam_bytes, report.chunk_bytes, report.host_adam_bytes
     memory = report.held_bytes, moments, report.host_bytes, on_host, chunks
     totals = report.total_bytes + moments + chunks, report.host_total_bytes + on_host
-    return Stage(name, weights, grads, *memory, *totals, len(gathered), len(reduced), others * shards)
+    return Stage(name, weights, grads, *memory, *totals, len(gathered), len(reduced), sent_bytes)
 
 
-def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
+def _units_of(checked: Checked, ranks: _Ranks) -> list[PlannedUnit]:
     """The units, root unit first. Equal streamed units of a class, or equal resident units of a list, are one entry."""
     alike: dict[tuple[str, int, bool], list[Unit]] = {}
-    for unit, found in zip(plan_engine(checked, ranks).units, checked.found, strict=True):
+    for unit, found in zip(ranks.engine(checked).units, checked.found, strict=True):
         name = type(found.modules[0]).__name__ if unit.is_streamed else list_of(unit.name)
         alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
     planned = []
@@ -259,12 +362,13 @@ def _units_of(checked: Checked, ranks: PlannedRanks) -> list[PlannedUnit]:
     return planned
 
 
-def builder_of(source: str) -> Build:
+def builder_of(source: str) -> Callable[..., nn.Module]:
     """A function that builds a model.
 
     Args:
-        source: path of a transformers ``config.json``, or of its directory; or the name of a function without
-            arguments: ``package.module:function``. The current directory is searched for the module too.
+        source: path of a transformers ``config.json``, or of its directory; or the name of a function whose only
+            argument, if it has one, is the mesh of its DTensors: ``package.module:function``. The current directory is
+            searched for the module too.
 
     Raises:
         ConfigError: there is no such file or function, or transformers does not know the architecture.
@@ -282,4 +386,4 @@ def builder_of(source: str) -> Build:
         build = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{source!r}: {error}") from error
-    return cast(Build, build)
+    return cast(Callable[..., nn.Module], build)

@@ -26,6 +26,7 @@ from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.comm.transport import Reduction
 from streamshard.config import Precision
 from streamshard.device import has_streams, module_of
+from streamshard.dtensors import axes_of
 from streamshard.errors import ConfigError
 from streamshard.nested import cast, map_tensors, tensors_in
 from streamshard.pinned import PinnedMemory
@@ -36,6 +37,11 @@ from streamshard.tools.activations import Build, Inputs, copy_without_memory, ru
 _SECONDS = 1.0  # for each measurement, if one repeat does not take longer
 _MOST_REPEATS = 30
 _COPIED_BYTES = 1 << 27  # more than the caches of a CPU
+
+NO_DTENSORS = (
+    "a layer with DTensors is not measured: give a model as large as a rank's part (heads and widths divided by the "
+    "ranks of the mesh), and start only the ranks that shard it"
+)
 
 
 @dataclass(frozen=True)
@@ -161,13 +167,15 @@ class Layer:
         size: for `measure`: elements to all-gather, and to reduce.
 
     Raises:
-        ConfigError: the model has no layers, or its forward cannot run with fake tensors.
+        ConfigError: the model has no layers, or DTensors, or its forward cannot run with fake tensors.
     """
 
     def __init__(self, build: Build, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # plan warns
             model = build()
+            if axes_of(model, ()).across is not None:
+                raise ConfigError(NO_DTENSORS)
             units = [unit for unit in find_units(model, None) if not unit.is_resident]
         if not units:
             raise ConfigError(f"{type(model).__name__} has no layers")

@@ -1,0 +1,299 @@
+"""The tools on models with DTensors: a plan has what the live engine reports and sends, and what a step takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import ConfigError, ShardingError, StreamShard, plan
+from streamshard.comm.streams import Collective, Observer
+from streamshard.tools.activations import LiveBytes
+from streamshard.tools.command import main
+from streamshard.tools.fit import Stage
+from streamshard.tools.plan import builder_of
+from streamshard.tools.speed import Layer
+from streamshard.torch_private import fake_ranks
+from tests.launched import ROOT
+from tests.models import TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import adamw, engine_inside
+from tests.scenarios import over_sockets
+from tests.simulated import simulated_device
+from tests.tools.test_plan import SLOTS, _assert_equal, _config
+from tests.training import test_expert_parallel as experts
+from tests.training import test_tensor_parallel as tensors
+
+BATCH, SEQ = 4, 128
+WAYS: dict[str, Callable[[], Any]] = {
+    "shared-memory": nullcontext,
+    "sockets": over_sockets,
+    "nccl": simulated_device,
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:While redistributing:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*lru_cache:UserWarning"),
+]
+
+
+def build_parts(mesh: DeviceMesh) -> nn.Module:
+    """Sequence parallel, with a vocabulary of 33 words: the first of two ranks has 17."""
+    model: nn.Module = tensors._made()
+    tensors._parallelize(model, mesh, sequence=True)
+    return model
+
+
+def build_experts(mesh: DeviceMesh) -> nn.Module:
+    """Eight experts in each layer."""
+    model = experts._made()
+    for layer in model.layers:
+        layer.experts.place_on(mesh)
+    return model  # type: ignore[no-any-return]
+
+
+def _built(parallel: str, size: int) -> tuple[nn.Module, Any]:
+    """On this rank, and the mesh for `StreamShard`."""
+    if parallel == "tp":
+        world = tensors._mesh(dist.get_world_size() // size, size)
+        return build_parts(world.tp), world.shard
+    shape, names = (dist.get_world_size() // size, size), (f"beside {size}", f"experts over {size}")
+    return build_experts(init_device_mesh("cpu", shape, mesh_dim_names=names)[names[1]]), dist.group.WORLD
+
+
+def _compare(
+    context: RankContext, parallel: str, size: int, transport: str, precision: str, first: list[Stage]
+) -> None:
+    given: dict[str, Any] = {"transport": transport, "precision": precision, "weight_slots": 3, parallel: size}
+    planned = plan(_built(parallel, size)[0], context.world_size, **given)
+    with WAYS[transport]():
+        for stage, slots in zip(planned.stages, SLOTS, strict=True):
+            model, mesh = _built(parallel, size)
+            live: Any = StreamShard(model, mesh=mesh, precision=precision, **slots)
+            _assert_equal(stage, live)
+            assert planned.numel == live.memory_report().numel
+    if context.rank == 0:
+        assert planned.stages == first
+    is_larger = planned.stages[0].held_bytes["weight slots"] < first[0].held_bytes["weight slots"]
+    assert is_larger == (parallel == "tp" and context.rank % size == 1)  # 16 of 33 words
+
+
+@pytest.mark.parametrize("transport", WAYS)
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "size", "precision"),
+    [("tp", 4, 2, "bf16"), ("tp", 4, 2, "fp32"), ("tp", 2, 2, "bf16"), ("ep", 4, 2, "bf16"), ("ep", 4, 4, "bf16")],
+)
+def test_a_plan_equals_the_live_memory_report(
+    ranks: Any, parallel: str, world_size: int, size: int, precision: str, transport: str
+) -> None:
+    """In each category, byte for byte, on each rank; a function on no ranks makes the plan of rank 0."""
+    build = build_parts if parallel == "tp" else build_experts
+    given: dict[str, Any] = {"transport": transport, "precision": precision, "weight_slots": 3, parallel: size}
+    first = plan(build, world_size, **given).stages
+    ranks(world_size).run(_compare, parallel, size, transport, precision, first)
+
+
+@on_ranks(4)
+def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext) -> None:
+    """With tensor parallelism. Experts are refused, as by StreamShard."""
+    planned = plan(_built("tp", 2)[0], 4, tp=2, offload="state")
+    with simulated_device():
+        model, mesh = _built("tp", 2)
+        _assert_equal(planned.stages[0], StreamShard(model, mesh=mesh, offload="state"))
+    with pytest.raises(ConfigError, match="the model has DTensors of experts, whose state stays on the device"):
+        plan(_built("ep", 2)[0], 4, ep=2, offload="state")
+
+
+class _Sent(Observer):
+    """Counts the collectives of flat parameters that several ranks cut, and the bytes that this rank sends."""
+
+    def __init__(self, model: Any) -> None:
+        flats = [flat for unit in engine_inside(model).units for flat in unit.flat_params]
+        self._others = {flat.tag: flat.ranks.world_size - 1 for flat in flats}
+        self.count = self.sent_bytes = 0
+
+    def on_collective(self, stream: Any, collective: Collective, tag: Any, reads: Any, writes: Any) -> None:
+        """See `Observer.on_collective`."""
+        if others := self._others.get(tag, 0):
+            self.count += 1
+            shares = 1 if collective is Collective.ALL_GATHER else others + 1
+            self.sent_bytes += reads[0].nbytes // shares * others
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("parallel", "size"), [("tp", 2), ("ep", 2), ("ep", 4)])
+def test_a_step_sends_what_the_plan_says(context: RankContext, parallel: str, size: int) -> None:
+    """Experts over all ranks are not sent at all."""
+    planned = plan(_built(parallel, size)[0], 4, precision="fp32", **{parallel: size})  # type: ignore[arg-type]
+    for number, slots in enumerate((SLOTS[0], SLOTS[2], SLOTS[3])):
+        model, mesh = _built(parallel, size)
+        live: Any = StreamShard(model, mesh=mesh, precision="fp32", **slots)
+        sent, stage = _Sent(live), planned.stages[number]
+        with engine_inside(live).streams.observed_by(sent):
+            live(torch.arange(2 * 8).view(2, 8)).square().mean().backward()
+        assert (sent.count, sent.sent_bytes) == (stage.all_gathers + stage.reductions, stage.sent_bytes)
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def _true_peak(context: RankContext, config: str | None, *, is_checkpointed: bool) -> int:
+    """Bytes of tensors that a step of one rank of two makes, at most, with transformers' own plan or torch's."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model: Any = build_parts(mesh) if config is None else builder_of(config)(mesh)
+    if config is not None and is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.layers if config is None and is_checkpointed else ():
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    model = StreamShard(model, precision="bf16", weight_slots=2, grad_slots=2)
+    optimizer = adamw(model)
+
+    def step() -> None:
+        tokens = torch.randint(0, tensors.WORDS, (BATCH, SEQ))
+        output = model(tokens) if config is None else model(input_ids=tokens, labels=tokens, use_cache=False)
+        loss = -output.log_softmax(-1)[..., 0].mean() if config is None else output.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # makes the optimizer's state, and torch's rules for DTensors
+    with LiveBytes() as live:
+        step()
+    return live.peak
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT"])
+def test_activations_equal_the_true_peak_of_a_step(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """With transformers' own plan, and with sequence parallelism; without checkpointing and with it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 1024}
+    config = str(_config(tmp_path, **sizes, num_attention_heads=4, num_key_value_heads=2)) if kind == "Llama" else None
+    given: dict[str, Any] = {"precision": "bf16", "batch": BATCH, "seq": SEQ, "transport": "sockets"}
+    planned = plan(build_parts if config is None else builder_of(config), 2, tp=2, **given).activation_bytes
+    assert planned is not None
+    for is_checkpointed in (False, True):
+        measured = ranks(2).run(partial(_true_peak, is_checkpointed=is_checkpointed), config)[0]
+        assert planned[is_checkpointed] == pytest.approx(measured, abs=256), is_checkpointed
+
+
+# -- what is printed, and what is refused -----------------------------------------------------------------------------
+
+
+def test_the_command_plans_transformers_own_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/guide/parallelism.md: Llama 3 8B on 8 ranks, cut over 2. If nothing fits, the proposed ranks are even."""
+    config = str(_config(tmp_path))
+    assert main(["plan", config, "--ranks", "8", "--tp", "2"]) == 0
+    text = capsys.readouterr().out
+    guide = (ROOT / "docs/guide/parallelism.md").read_text()
+    assert text[: text.index("\n") + 1] in guide
+    assert text[text.index("GiB per rank") : text.index("\n\narguments of")] in guide
+    assert main(["plan", config, "--ranks", "8", "--tp", "2", "--budget", "18GiB", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["tp"], told["ep"], told["world_size"], told["fit"]["ranks"]) == (2, 1, 8, 12)
+    fits = [plan(builder_of(config), count, tp=2, budget="18GiB").fit for count in (10, 12)]
+    assert [fit is not None and fit.choice is None for fit in fits] == [True, False]
+
+
+def test_the_command_plans_a_function_of_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of experts. Their exchange depends on the tokens, so their activations are not known."""
+    command = ["plan", f"{__name__}:build_experts", "--ranks", "4", "--ep", "2", "--batch", "2", "--seq", "8"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("MixtureLM: 106,616 parameters on 4 ranks (experts over 2), over nccl\n")
+    assert "\nactivations: unknown, because the model does not run on 2 x 8 tokens without memory: " in text
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        ("build_parts", "--ranks 4", "neither tp nor ep: the function takes the mesh of its DTensors"),
+        (
+            "without_a_mesh",
+            "--ranks 4 --tp 2",
+            "tp=2: the function has to take the mesh of its DTensors, its only argument",
+        ),
+        ("without_a_plan", "--ranks 4 --tp 2", "tp=2, ep=1: the model has no DTensors: wanted neither of the two"),
+        ("build_parts", "--ranks 4 --tp 3", "tp=3: wanted a number that divides 4 ranks"),
+        ("build_parts", "--ranks 4 --ep 0", "ep=0: wanted a number that divides 4 ranks"),
+        ("build_parts", "--ranks 4 --tp 2 --ep 2", "tp=2, ep=2: a plan is of one of the two"),
+        ("build_parts", "--ranks 4 --tp 2 --offload state --machine pcie5", "is not predicted with --tp and --ep"),
+        ("gpt2", "--ranks 4 --tp 2", "transformers has no tensor parallel plan for GPT2LMHeadModel: give a function"),
+    ],
+)
+def test_bad_input_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, options: str, told: str
+) -> None:
+    """One line on standard error, and exit code 2."""
+    name = f"{__name__}:{model}"
+    if model == "gpt2":
+        name = str(tmp_path)
+        pytest.importorskip("transformers").GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(name)
+    assert main(["plan", name, *options.split()]) == 2
+    said = capsys.readouterr().err
+    assert told in said and said.startswith("streamshard plan: ") and said.count("\n") == 1
+    assert not dist.is_initialized()
+
+
+def without_a_mesh() -> nn.Module:
+    """No function of a model in parts."""
+    return TinyLM()
+
+
+def without_a_plan(mesh: DeviceMesh) -> nn.Module:
+    """Forgets its mesh."""
+    return TinyLM()
+
+
+def test_a_plan_of_experts_refuses_what_streamshard_refuses() -> None:
+    """Tensor parallelism where experts are told."""
+    with pytest.raises(ShardingError, match="is a copy .Replicate. on the mesh of the experts"):
+        plan(build_parts, 4, ep=2)
+
+
+@on_ranks(2)
+def test_a_process_with_a_group_plans_models_and_no_functions(context: RankContext) -> None:
+    """The model knows over how many ranks it is cut. It cannot be copied, so its activations are not known."""
+    model, _ = _built("tp", 2)
+    for given, told in (({}, "has DTensors over 2 ranks: wanted tp=2, or ep=2"), ({"tp": 4}, "DTensors over 2 ranks")):
+        with pytest.raises(ConfigError, match=told):
+            plan(model, 4, **given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tp=2: this process has a process group"):
+        plan(build_parts, 4, tp=2)
+    assert "cannot be copied: give a function" in plan(model, 4, tp=2, batch=2, seq=8).activations_unknown
+
+
+def test_meshes_after_a_plan_are_not_taken_for_its_mesh() -> None:
+    """Else torch would let DTensors of a later run use the ranks of the plan, which do not exist."""
+    given: list[DeviceMesh] = []
+
+    def build(mesh: DeviceMesh) -> nn.Module:
+        given.append(mesh)
+        return build_parts(mesh)
+
+    plan(build, 2, tp=2)
+    with fake_ranks(2):
+        for names in (None, ("tp",), ("ep",)):
+            assert init_device_mesh("cpu", (2,), mesh_dim_names=names) != given[0]
+
+
+# -- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_refuses_dtensors_and_says_which_model_it_measures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the function wants a mesh, as for plan, or makes its own."""
+    told = "a layer with DTensors is not measured: give a model as large as a rank's part"
+    with fake_ranks(2), pytest.raises(ConfigError, match=told):
+        Layer(lambda: build_parts(init_device_mesh("cpu", (2,))), torch.bfloat16, (2, 4), torch.device("cpu"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["doctor", f"{__name__}:build_parts", "--batch", "1", "--seq", "4"]) == 2
+    assert told in capsys.readouterr().err
