@@ -126,11 +126,14 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             return self.model_wrapped
         return wrapped
 
-    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
-        """As in TRL. TRL's constructors call this before training, so the model is sharded here."""
-        if model is self.model:
-            model = self._wrap_model(model, training=False)
-        return super().compute_ref_log_probs(model, inputs)
+    def compute_ref_log_probs(self, *args: Any) -> Any:
+        """As in TRL. TRL's constructors call this with the model before training, so the model is sharded here.
+
+        TRL before 1.0 passes the inputs alone, during training.
+        """
+        if args[0] is self.model:
+            args = (self._wrap_model(args[0], training=False), *args[1:])
+        return super().compute_ref_log_probs(*args)
 
     def get_optimizer_cls_and_kwargs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """As in Trainer. A class that is not elementwise runs in a `WholeParameterOptimizer`.
