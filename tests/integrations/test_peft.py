@@ -117,6 +117,22 @@ def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankConte
         model.base_model.update_and_allocate(1)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["CPT", "OSF"])
+def test_methods_with_hooks_on_parameters_are_refused(context: RankContext, name: str) -> None:
+    """Their hooks would never run. The error names the parameter and comes in the first forward."""
+    marks = {"cpt_token_ids": [1, 2, 3, 4], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 3, 4]}
+    configs: dict[str, Callable[[], Any]] = {
+        "CPT": lambda: peft.CPTConfig(task_type="CAUSAL_LM", **marks),
+        "OSF": lambda: peft.OSFConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    }
+    torch.manual_seed(3)
+    model: Any = StreamShard(peft.get_peft_model(_base(), configs[name]()), precision=FP32)
+    hooked = {"CPT": r"delta_embedding\.weight", "OSF": r"osf_svd_params\.default\.U_low"}[name]
+    with pytest.raises(ShardingError, match=rf"a hook on parameter '\S+{hooked}' would never run"):
+        _step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
 # ---------------------------------------------------------------------------------------------- classes
 
 

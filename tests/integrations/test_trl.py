@@ -242,6 +242,29 @@ def test_distillation_is_refused_because_it_reads_the_teachers_head(context: Ran
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("own_share", [0.0, 1.0])
+def test_gkd_distils_as_with_ddp(context: RankContext, own_share: float, tmp_path: Path) -> None:
+    """From the teacher's logits: for texts of the data, and for texts that the student writes."""
+    gkd: Any = pytest.importorskip("trl.experimental.gkd", reason="needs TRL's GKDTrainer")
+    from datasets import Dataset
+
+    texts = zip(make_texts(16, (4, 8), 0), make_texts(16, (4, 8), 1), strict=True)
+    rows = [[{"role": "w1", "content": one}, {"role": "w2", "content": other}] for one, other in texts]
+    data, runs = Dataset.from_dict({"messages": rows}), []
+    with launched(context):
+        for each in and_sharded(gkd.GKDTrainer):
+            teacher = make_model("llama", num_hidden_layers=2)
+            given = {"teacher_model": teacher, "processing_class": make_tokenizer()}
+            options = {"lmbda": own_share, "max_new_tokens": 6, "max_length": 32, _checkpointing(): False}
+            arguments: Any = {"arguments_class": gkd.GKDConfig, "bf16": False, **options}
+            runs.append(train(each, _llama(), tmp_path / each.__name__, data, given=given, **arguments))
+    theirs, ours = runs
+    assert isinstance(teacher, StreamShard)
+    assert ours.history[0]["loss"] > 0.0
+    assert_equal(ours, theirs)
+
+
+@on_ranks(2)
 def test_the_example_gives_what_it_gives_with_ddp(context: RankContext, tmp_path: Path) -> None:
     from trl import DPOTrainer
 
