@@ -118,3 +118,25 @@ def test_an_ema_model_made_after_prepare_works_as_in_one_process(context: RankCo
         for name, tensor in whole.state_dict().items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
         average.restore(model.parameters())
+
+
+@on_ranks(2)
+def test_adapters_are_saved_from_full_weights_that_all_ranks_have_gathered(context: RankContext) -> None:
+    """As diffusers' LoRA scripts save them, on rank 0 alone. Without the full weights PEFT's function raises there."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    sizes = {"block_out_channels": (16,), "norm_num_groups": 8, "layers_per_block": 1, "cross_attention_dim": 8}
+    plain = diffusers.UNet2DConditionModel(8, **blocks, **sizes, attention_head_dim=4)
+    plain.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    wanted = {name: each.clone() for name, each in peft.get_peft_model_state_dict(plain).items()}
+    with launched(context):
+        accelerator = StreamShardAccelerator(precision="fp32")
+        model = accelerator.prepare(plain)
+        weights = accelerator.get_state_dict(model)
+        if context.rank == 0:
+            with pytest.raises(ShardingError, match="Call on all ranks instead.*full_state_dict"):
+                torch.save(peft.get_peft_model_state_dict(model), "unused")
+            found = peft.get_peft_model_state_dict(model, state_dict=weights)
+            assert wanted and list(found) == list(wanted)
+            assert all(torch.equal(found[name], each) for name, each in wanted.items())

@@ -265,8 +265,12 @@ class LoadsOnCpu(BasePlugin):  # on several ranks axolotl itself wants GPUs
 """
 
 
+_LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+_LORA |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)  # which need CUDA
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("adapter", [{}, {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}])
+@pytest.mark.parametrize("adapter", [{}, _LORA])
 def test_axolotl_logs_what_it_logs_with_ddp(adapter: dict[str, Any], tmp_path: Path) -> None:
     _need("axolotl", "0.19.0")
     _make_run(tmp_path)
