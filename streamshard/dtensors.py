@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from streamshard.comm.groups import Experts, Groups, Parts, group_of_ranks
 from streamshard.comm.ranks import raise_if, refuse_together
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
 from streamshard.forms import DTensorForm, form_of, lower
 from streamshard.planning.discovery import FoundParam, FoundUnit
 from streamshard.planning.structure import InFp32, join_names, modules_inside, modules_of, params_of
@@ -86,6 +86,7 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
             rank: each.across for rank, each in zip(_ranks_of(base), told, strict=True) if each.across is not None
         }
         who = _with_tensor_parallel(who, axes.across, beside)
+        _warn_of_experts(module, axes)
     if axes.inside is not None:
         assert who is not None
         who = _with_experts(who, axes.inside)
@@ -101,6 +102,18 @@ def _refuse_different_models(ranks: Sequence[int], told: Sequence[Axes]) -> None
                 f"ranks have different models: rank {full} has DTensors{kind}, and rank {ranks[axes.index(None)]} has "
                 "none: parallelize the model on all ranks, with one plan"
             )
+
+
+def _warn_of_experts(module: nn.Module, axes: Axes) -> None:
+    """Warn if experts are the only DTensors across the shard group: FSDP2 has them so, on ranks with other batches."""
+    forms = {name: form for name, (param, form) in _dtensors_of(module).items() if form.box and param.ndim > 2}
+    are_experts = all(form.cut_along == 0 for form in forms.values()) and len(forms) == len(_dtensors_of(module))
+    if forms and are_experts and axes.across is not None:
+        warn_user(
+            f"{next(iter(forms))!r} and all other DTensors are stacked experts on ranks {list(axes.across.ranks)}, and "
+            "other ranks shard the model: these ranks have to get the same batches. If they get batches of their own, "
+            "give mesh= with all of these ranks"
+        )
 
 
 def _dtensors_of(module: object) -> dict[str, tuple[nn.Parameter, DTensorForm]]:

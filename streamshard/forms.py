@@ -321,6 +321,8 @@ def lower(name: str, param: nn.Parameter) -> nn.Parameter:
     if not isinstance(form, DTensorForm):
         return param
     plain = nn.Parameter(form.memory(param.detach()), param.requires_grad)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the first pass refuses the former
+        setattr(plain, hooks, getattr(param, hooks))
     plain.__dict__.update({**vars(param), _FORM: form})
     plain.__dict__.pop("_is_param")
     old: Any = param

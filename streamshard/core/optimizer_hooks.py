@@ -196,11 +196,14 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
     """Raise unless every element's update is known to depend on that element alone, or on its block."""
     kind, name = type(optimizer), full_name(type(optimizer))
     run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
-    has_pieces = any(map(piece_of, params_in(optimizer.param_groups)))  # one rank has whole parameters
-    if has_pieces and not is_elementwise_class(kind):
+    pieces = [*filter(None, map(piece_of, params_in(optimizer.param_groups)))]  # one rank has whole parameters
+    how = f"To step whole parameters, each on one rank, write optimizer = {run}"
+    if any(piece.box for piece in pieces):
+        how = "No rank can step whole DTensors: take another optimizer, such as torch.optim.AdamW"
+    if pieces and not is_elementwise_class(kind):
         raise ShardingError(
-            f"{name} is not known to work element by element, and each rank has pieces of parameters. To step whole "
-            f"parameters, each on one rank, write optimizer = {run}. If the update of each element depends on that "
+            f"{name} is not known to work element by element, and each rank has pieces of parameters. "
+            f"{how}. If the update of each element depends on that "
             f"element's gradient, weight and state alone, declare it: streamshard.optim.elementwise({kind.__name__}). "
             "An optimizer that shards its state, such as ZeroRedundancyOptimizer, is not needed: use its inner class"
         )

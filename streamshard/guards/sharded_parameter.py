@@ -43,6 +43,12 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         """An ordinary Parameter, for code that calls ``type(param)(data)``."""
         return nn.Parameter(data, requires_grad)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Advice for code that expects a DTensor."""
+        advice = " (no parameter of StreamShard is a DTensor: see summon_full_params() and full_state_dict())"
+        advice *= name in ("full_tensor", "to_local")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
+
     @property
     @skip
     def data(self) -> torch.Tensor:

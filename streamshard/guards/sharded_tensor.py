@@ -365,15 +365,16 @@ CALL_BACKWARD = (
 
 _RIGHT = (
     "Elementwise operations with numbers and pieces work, and norms, sum, mean, any, all of all elements; max and min "
-    "of a tensor without gradient. Along a dimension operations need full rows or columns, and this rank may have parts"
+    "of a tensor without gradient. Operations along a dimension need full rows or columns"
 )
 _MADE = "p.detach().clone() and torch.zeros_like(p) are pieces"
+_CUT = "Tensor and expert parallelism come first: parallelize the model before StreamShard(model)"
 _NO_GRAPH = f"Layers use all-gathered copies, so no graph has a sharded parameter: {CALL_BACKWARD}"
 
 
 def _refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> NoReturn:
     name, piece = name_of(func).strip("_"), tensor.piece
-    why = why or (_NO_GRAPH if name in ("backward", "grad") else _RIGHT)
+    why = why or {"backward": _NO_GRAPH, "grad": _NO_GRAPH, "chunk": _CUT}.get(name, _RIGHT)
     instead = "Call the model instead, or compute inside `with model.summon_full_params():`, where tensors are full"
     raise ShardingError(
         f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why}"
@@ -408,15 +409,14 @@ def _backward(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs
 # a name stands for the in-place operation and the operator too.
 _ELEMENTWISE = names(
     """
-    abs absolute add addcdiv addcmul alias and bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil
-    clamp clamp_max clamp_min clip clone constant contiguous copy cos cpu cuda data detach div divide double
-    empty_like eq erf erfinv exp expand_as expm1 fill float floor floor_divide floordiv full_like ge grad
-    greater greater_equal gt half iadd iand idiv imul int invert ior ipow isclose isfinite isinf isnan isub
-    itruediv ixor le lerp less less_equal log log1p log2 logical_and logical_not logical_or logical_xor long lt
-    masked_fill maximum minimum mul multiply nan_to_num ne neg negative not_equal ones ones_like or pos positive
-    pow radd rdiv real reciprocal relu remainder requires_grad rfloordiv rmul round rpow rsqrt rsub rtruediv sgn
-    sigmoid sign sin sqrt square sub subtract tanh to true_divide truediv trunc type view_as where xor zero
-    zeros zeros_like
+    abs absolute add addcdiv addcmul alias and bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp
+    clamp_max clamp_min clip clone constant contiguous copy cos cpu cuda data detach div divide double empty_like eq erf
+    erfinv exp expand_as expm1 fill float floor floor_divide floordiv full_like ge grad greater greater_equal gt half
+    iadd iand idiv imul int invert ior ipow isclose isfinite isinf isnan isub itruediv ixor le lerp less less_equal log
+    log1p log2 logical_and logical_not logical_or logical_xor long lt masked_fill maximum minimum mul multiply
+    nan_to_num ne neg negative not_equal ones ones_like or pos positive pow radd rdiv real reciprocal relu remainder
+    requires_grad rfloordiv rmul round rpow rsqrt rsub rtruediv sgn sigmoid sign sin sqrt square sub subtract tanh to
+    true_divide truediv trunc type view_as where xor zero zeros zeros_like
     """
 )
 _ANSWERS: Mapping[str, _Answer] = {

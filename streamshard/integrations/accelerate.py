@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import SeedableRandomSampler
-from accelerate.utils import DynamoBackend, is_compiled_module
+from accelerate.utils import DynamoBackend, is_compiled_module, recursively_apply
 from torch import nn
 
 from streamshard.api import StreamShard
@@ -86,6 +86,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """Check the launch, and set this class's own state, after accelerate's constructor."""
         _check_launch(self)
         self._options = options
+        self._takes_rows = False  # inside `gather_for_metrics`
         if parallelism is not None:
             self.state.parallelism_config = parallelism
         if self.parallelism_config is not None:
@@ -165,6 +166,46 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return given
 
     # -- a step -------------------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """As in accelerate: from all processes."""
+        gathered = super().gather(tensor)
+        if not self._takes_rows:
+            return gathered
+        ranks = self._ranks_of_rows()
+
+        def take(rows: torch.Tensor) -> torch.Tensor:
+            taken: torch.Tensor = rows.unflatten(0, (self.num_processes, -1))[ranks].flatten(0, 1)
+            return taken
+
+        return recursively_apply(take, gathered)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As in accelerate: each row once, although ranks along the axes "tp" and "cp" have the same rows."""
+        rows = self._ranks_of_rows()
+        if len(rows) == self.num_processes:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if not use_gather_object:
+            try:
+                recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+            except TypeError:  # accelerate gathers objects then
+                use_gather_object = True
+        if use_gather_object and self.process_index not in rows:
+            input_data = []  # lists of objects are joined
+        self._takes_rows = not use_gather_object
+        try:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        finally:
+            self._takes_rows = False
+
+    def _ranks_of_rows(self) -> list[int]:
+        """The first rank of those with the same batches, for each batch."""
+        mesh = None if self.parallelism_config is None else self.parallelism_config.device_mesh
+        if mesh is None:
+            return list(range(self.num_processes))
+        shared = tuple(0 if name in ("tp", "cp") else slice(None) for name in mesh.mesh_dim_names)
+        ranks: list[int] = mesh.mesh[shared].flatten().tolist()
+        return ranks
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Like accelerate's. Clips a sharded model's gradients as `StreamShard.clip_grad_norm_` does."""

@@ -12,6 +12,7 @@ is moved beside the others.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import warnings
@@ -113,6 +114,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
                 parallelism = parallelism or ParallelismConfig(tp_size=size)
         options = self._sharding_options
         self.accelerator = StreamShardAccelerator.take_over(self.accelerator, parallelism, **options)
+        objects = self.args.eval_use_gather_object
+        self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: sharding moves the model unit by unit, so it need not fit on a device."""

@@ -236,6 +236,23 @@ def test_an_accelerator_with_a_parallelism_config_trains_what_one_process_trains
         assert len(loader) == STEPS
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)], ids=str)
+def test_metrics_get_each_row_once(context: RankContext, sizes: tuple[int, int]) -> None:
+    """Of seven rows, as tensors and as objects, although the ranks of a tensor parallel group have the same rows."""
+    with launched(context):
+        config = ParallelismConfig(dp_shard_size=sizes[0], tp_size=sizes[1])
+        accelerator = StreamShardAccelerator(parallelism_config=config)
+        model = _parallel("llama", accelerator.torch_device_mesh["tp"])
+        _, loader = accelerator.prepare(model, DataLoader(torch.arange(7), batch_size=2))  # type: ignore[arg-type]
+        rows, texts = [], []
+        for own in loader:
+            assert len(accelerator.gather(own)) == 4 * len(own)
+            texts += accelerator.gather_for_metrics([f"row {row}" for row in own])
+            rows += accelerator.gather_for_metrics({"row": own})["row"].tolist()
+        assert rows == list(range(7)) and texts == [f"row {row}" for row in range(7)]
+
+
 @on_ranks(2)
 def test_a_reference_model_with_dtensors_is_prepared_for_evaluation(context: RankContext) -> None:
     """Its parameters require gradients afterwards, as before."""
@@ -316,6 +333,25 @@ def test_trainer_with_a_parallelism_config_trains_what_one_process_trains(contex
     wanted_norms, wanted = _train(_made())
     assert norms == pytest.approx(wanted_norms, rel=1e-4)
     assert difference(weights, wanted) < 1e-5
+
+
+@on_ranks(4)
+def test_trainer_predicts_each_row_once(context: RankContext, tmp_path: Path) -> None:
+    """Of seven rows on 2 x 2 ranks; the loss is their mean."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp of rows", "tp of rows"))
+    rows = torch.cat(_rows())[:7]
+    given: Any = {"per_device_eval_batch_size": 1, "report_to": "none", "use_cpu": True}
+    with launched(context):
+        config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+        arguments = TrainingArguments(str(tmp_path), parallelism_config=config, **given)
+        model, options = _parallel("llama", world["tp of rows"]), {"precision": "fp32"}
+        dataset = [{"input_ids": row, "labels": row} for row in rows]
+        found: Any = StreamShardTrainer(model, arguments, streamshard=options).predict(dataset)  # type: ignore[arg-type]
+    assert torch.equal(torch.as_tensor(found.label_ids), rows)
+    with torch.no_grad():
+        wanted = _made()(input_ids=rows, labels=rows)
+    assert torch.allclose(torch.as_tensor(found.predictions), wanted.logits, atol=1e-5)
+    assert found.metrics["test_loss"] == pytest.approx(float(wanted.loss), rel=1e-5)
 
 
 @on_ranks(2)

@@ -222,6 +222,17 @@ def test_experts_without_a_mesh_and_uneven_experts_are_refused(context: RankCont
             StreamShard(model, mesh=given)
 
 
+@on_ranks(4)
+def test_a_mesh_beside_the_experts_is_warned_of(context: RankContext) -> None:
+    """FSDP2 takes this mesh for experts. Here the ranks of the experts would be copies, with the same batches."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("beside experts", "of experts"))
+    model = _made()
+    for layer in model.layers:
+        layer.experts.place_on(world["of experts"])
+    with pytest.warns(UserWarning, match=r"stacked experts on ranks \[\d, \d\], .* have to get the same batches"):
+        StreamShard(model, mesh=world["beside experts"])
+
+
 @on_ranks(2)
 def test_copies_on_the_mesh_of_experts_are_refused(context: RankContext) -> None:
     """Such as a router that torch has replicated: it is a parameter of all ranks."""

@@ -709,6 +709,35 @@ def test_adapters_of_a_part_are_refused(context: RankContext) -> None:
         StreamShard(model)
 
 
+@on_ranks(2)
+def test_hooks_of_dtensors_stay_or_are_refused(context: RankContext) -> None:
+    """One that gets the sharded gradient is called; one on the whole gradient raises at the first pass."""
+    world, calls = _mesh(1, 2), list[torch.Size]()
+    for register in ("register_post_accumulate_grad_hook", "register_hook"):
+        model = _made()
+        _parallelize(model, world.tp, sequence=False)
+        getattr(model.layers[0].up.weight, register)(lambda param: calls.append(param.grad.shape))
+        sharded = StreamShard(model, mesh=world.dp, precision="fp32")
+        refused = pytest.raises(ShardingError, match=r"a hook on parameter 'layers.0.up.weight' would never run")
+        with refused if register == "register_hook" else contextlib.nullcontext():
+            sharded(torch.zeros(1, TOKENS, dtype=torch.long)).sum().backward()
+    assert calls == [sharded.layers[0].up.weight.shape]
+
+
+@on_ranks(2)
+def test_code_for_dtensors_gets_advice(context: RankContext) -> None:
+    """A plan after sharding, an optimizer of matrices, and attributes of DTensors."""
+    world = _mesh(1, 2)
+    sharded = _sharded(_made(), world)
+    with pytest.raises(ShardingError, match="parallelize the model before StreamShard"):
+        _parallelize(StreamShard(_made()), world.tp, sequence=False)
+    with pytest.raises(ShardingError, match="No rank can step whole DTensors: take another optimizer"):
+        torch.optim.Adafactor(sharded.parameters()).step()
+    for name in ("full_tensor", "to_local"):
+        with pytest.raises(AttributeError, match=f"{name}' .*no parameter of StreamShard is a DTensor"):
+            getattr(sharded.layers[0].up.weight, name)
+
+
 @on_ranks(4)
 def test_optimizers_of_whole_parameters_refuse_parts(context: RankContext) -> None:
     """A rank of the shard group would step its part of a matrix as if it were the matrix."""
