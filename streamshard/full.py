@@ -17,6 +17,7 @@ from streamshard.core.engine import Engine
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
+from streamshard.forms import DTensorForm, form_of
 from streamshard.guards.global_ops import global_norm
 from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, exchange, grad_of, refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
@@ -231,6 +232,8 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
             state: dict[str, Any] = model.state_dict()
             for name, value in state.items():  # HQQ's modules give Parameters, which are pieces again afterwards
                 if isinstance(value, torch.Tensor):
+                    if isinstance(form := form_of(value), DTensorForm):  # a buffer of which each rank has a copy
+                        value = form.memory(value)
                     is_new = is_traceable_wrapper_subclass(value)  # a packed parameter, around a tensor in new memory
                     is_new = is_new or value.layout is torch.strided and value.untyped_storage().data_ptr() in new
                     state[name] = value.detach() if is_new else value.detach().to("cpu", copy=True)

@@ -26,7 +26,7 @@ from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError
-from streamshard.forms import Box
+from streamshard.forms import Box, form_of
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.planning.structure import join_names
 from streamshard.torch_private import TorchDispatchMode
@@ -325,15 +325,16 @@ def local_pieces(model: nn.Module, engine: Engine, *, buffers: bool) -> dict[str
             buffer = model.get_buffer(name)
             if buffer.is_meta:
                 raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
-            pieces[source] = TensorPiece.whole(source, buffer.detach())
+            pieces[source] = TensorPiece.whole(source, form_of(buffer).memory(buffer.detach()))
     return pieces
 
 
 def fill_buffers(model: nn.Module, pieces: Mapping[str, TensorPiece]) -> None:
     """Copy loaded values from `pieces` into buffers that are not contiguous."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in pieces and not buffer.is_contiguous():
-            buffer.copy_(pieces[name].data.view(buffer.shape))
+        memory = form_of(buffer).memory(buffer)
+        if name in pieces and not memory.is_contiguous():
+            memory.copy_(pieces[name].data.view(memory.shape))
 
 
 def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator[tuple[int, torch.Tensor]]:

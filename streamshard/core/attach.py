@@ -170,3 +170,5 @@ def _before_loading(
         value = None if key in module._non_persistent_buffers_set else state_dict.get(prefix + key)
         if buffer is not None and isinstance(value, torch.Tensor) and value.shape == buffer.shape:
             engine.fill([join_names(path, key)])
+            if isinstance(form := form_of(buffer), DTensorForm) and not isinstance(value, form.kind):
+                state_dict[prefix + key] = form.kind.from_local(value, form.mesh, form.placements, run_check=False)

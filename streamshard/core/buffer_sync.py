@@ -119,11 +119,10 @@ def check_buffers(root: nn.Module) -> None:
 
     Raises:
         ShardingError: a buffer is sparse, quantized, expanded, or a tensor subclass made of other tensors, except a
-            DTensor whose values all ranks have and nobody saves.
+            DTensor whose values all ranks have.
     """
     for name, buffer in root.named_buffers():
         if isinstance(form := form_of(buffer), DTensorForm) and not form.box:
-            _refuse_saved(root, name)
             continue
         is_dense = buffer.layout is torch.strided and not buffer.is_quantized
         is_dense = is_dense and not is_traceable_wrapper_subclass(buffer)
@@ -134,9 +133,3 @@ def check_buffers(root: nn.Module) -> None:
                 "Register a clone() of an expanded one, the dense parts of any other (a sparse one's indices and "
                 "values), or keep it as a plain attribute"
             )
-
-
-def _refuse_saved(root: nn.Module, name: str) -> None:
-    path, _, key = name.rpartition(".")
-    if key not in root.get_submodule(path)._non_persistent_buffers_set:
-        raise ShardingError(f"buffer {name!r} is a DTensor and would be saved: register it with persistent=False")

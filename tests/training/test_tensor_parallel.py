@@ -573,6 +573,36 @@ def test_buffers_that_are_dtensors_keep_their_values(context: RankContext, devic
 
 
 @on_ranks(4)
+def test_buffers_that_are_dtensors_are_saved_whole(context: RankContext, tmp_path: Path) -> None:
+    """As torchtitan's routers have them: in checkpoints, exports and state dicts they are plain tensors."""
+    world = _mesh(2, 2)
+
+    def made(value: float, *, cut: bool = True) -> Any:
+        model, bias = _made(), torch.full((4,), value)
+        if cut:
+            _parallelize(model, world.tp, sequence=False)
+            bias = distribute_tensor(bias, world.tp, [Replicate()])
+        model.register_buffer("bias", bias)
+        return StreamShard(model, mesh=world.dp if cut else None, precision="fp32")
+
+    first, second, whole = made(1.0), made(2.0), made(3.0, cut=False)
+    save_checkpoint(tmp_path / "run", first)
+    export_safetensors(first, tmp_path / "export")
+    state = first.full_state_dict(rank0_only=False)
+    assert type(state["bias"]) is Tensor and torch.equal(state["bias"], torch.ones(4))
+    for load in (
+        lambda model: load_checkpoint(tmp_path / "run", model),
+        lambda model: load_safetensors(model, tmp_path / "export"),
+        lambda model: model.load_state_dict(state),
+    ):
+        for model in (second, whole):
+            load(model)
+            bias = model.bias.to_local() if isinstance(model.bias, DTensor) else model.bias
+            assert torch.equal(bias, torch.ones(4))
+            bias.zero_()
+
+
+@on_ranks(4)
 def test_summoned_parameters_are_full_tensors(context: RankContext) -> None:
     """Changes inside are cut into parts and pieces again."""
     sharded = _sharded(_made(), _mesh(2, 2))
@@ -668,9 +698,6 @@ def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> No
     with pytest.raises(ShardingError, match=r"'0.weight' is a DTensor on a mesh of axes \('dp', 'tp'\): wanted one"):
         StreamShard(with_weights((both, [Replicate(), Shard(0)])), mesh=world.dp)
     model = with_weights((world.tp, cut))
-    model.register_buffer("table", distribute_tensor(torch.ones(4), world.tp, [Replicate()]))
-    with pytest.raises(ShardingError, match=r"buffer 'table' is a DTensor and would be saved: .* persistent=False"):
-        StreamShard(model, mesh=world.dp)
     model.register_buffer("table", distribute_tensor(torch.ones(4), world.tp, cut), persistent=False)
     with pytest.raises(ShardingError, match=r"buffer 'table' is not dense \(DTensor"):
         StreamShard(model, mesh=world.dp)
