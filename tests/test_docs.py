@@ -6,6 +6,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import io
 import itertools
 import os
 import re
@@ -91,6 +92,11 @@ _SET_UP = {
         ulysses = runpy.run_path(str(root / "docs/examples/context_parallel.py"))["ulysses"]
         tokens = labels = batch["input_ids"]
         position_ids = torch.arange(tokens.shape[1]).expand_as(tokens)
+    """,
+    "docs/guide/quick_start.md": """
+        llama = type(model)
+        def GPT():
+            return llama(config)
     """,
     "docs/guide/parallelism.md": """
         import runpy
@@ -276,6 +282,17 @@ def test_messages_name_no_file_that_an_installed_package_lacks() -> None:
 
 
 _GPT = ROOT / "docs/examples/nanogpt"
+
+
+@on_ranks(2)
+def test_the_first_script_prints_what_the_quick_start_shows(context: RankContext) -> None:
+    """On CPUs. On GPUs other random numbers are drawn."""
+    text = _TEXTS["docs/guide/quick_start.md"]
+    script, output = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text"))
+    assert script is not None and output is not None
+    with launched(context), contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(script[1], {})
+    assert printed.getvalue() == (output[1] if context.rank == 0 else "")
 
 
 @pytest.mark.parametrize("before", ["train_ddp.py", "train_fsdp2.py"])

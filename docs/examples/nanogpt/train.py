@@ -1,6 +1,6 @@
-"""Trains a GPT as nanoGPT's train.py does, with StreamShard. Compare train_ddp.py.
+"""Trains a GPT as nanoGPT's train.py does. Compare the scripts beside this one.
 
-torchrun --nproc-per-node 2 docs/examples/nanogpt/train.py
+Start it by torchrun --nproc-per-node 2.
 """
 
 from __future__ import annotations

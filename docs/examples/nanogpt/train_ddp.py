@@ -1,6 +1,6 @@
-"""Trains a GPT as nanoGPT's train.py does, with DistributedDataParallel. Compare train.py.
+"""Trains a GPT as nanoGPT's train.py does. Compare the scripts beside this one.
 
-torchrun --nproc-per-node 2 docs/examples/nanogpt/train_ddp.py
+Start it by torchrun --nproc-per-node 2.
 """
 
 from __future__ import annotations
@@ -65,5 +65,5 @@ def main(out: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["runs/nanogpt_ddp"])
+    main(*sys.argv[1:] or ["runs/nanogpt"])
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Trains a GPT as nanoGPT's train.py does, with FSDP2. Compare train.py.
+"""Trains a GPT as nanoGPT's train.py does. Compare the scripts beside this one.
 
-torchrun --nproc-per-node 2 docs/examples/nanogpt/train_fsdp2.py
+Start it by torchrun --nproc-per-node 2.
 """
 
 from __future__ import annotations
@@ -72,5 +72,5 @@ def main(out: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["runs/nanogpt_fsdp2"])
+    main(*sys.argv[1:] or ["runs/nanogpt"])
     dist.destroy_process_group()
