@@ -185,13 +185,18 @@ def _with_experts(who: Groups, axis: Axis) -> Groups:
     Raises:
         ConfigError: on all ranks: see `_refuse_to_divide`.
     """
-    model = who.shard if who.tensor_parallel is None else who.tensor_parallel.model
+    across = who.tensor_parallel
+    model = who.shard if across is None else across.model
     numbers = refuse_together(who.all_ranks, None, axis.number)
     same = [rank for rank, number in zip(_ranks_of(who.all_ranks), numbers, strict=True) if number == axis.number]
-    own = [rank for rank in same if rank in _ranks_of(model)]
-    if len(own) * len(axis.ranks) != model.size() or not set(axis.ranks).issubset(_ranks_of(model)):
+    # If ranks with other parts of matrices are not on the axis, they have copies of this rank's experts.
+    has_copies = across is not None and set(axis.ranks).issubset(_ranks_of(who.shard))
+    cut_by = who.shard if has_copies else model
+    own = [rank for rank in same if rank in _ranks_of(cut_by)]
+    if len(own) * len(axis.ranks) != cut_by.size() or not set(axis.ranks).issubset(_ranks_of(model)):
         _refuse_to_divide(who, axis)
-    parts = Parts(len(axis.ranks), axis.number, model, group_of_ranks(same))
+    counts = across is None or not has_copies or across.number == 0
+    parts = Parts(len(axis.ranks), axis.number, model, group_of_ranks(same), counts)
     return who._replace(experts=Experts(group_of_ranks(own), parts))
 
 

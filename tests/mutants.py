@@ -261,7 +261,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("adds or param.state is GradState.IN_SLOT", "False"),
             "passes loops",
         ),
-        ("FlatParam.add", Swap("bool(form.box) or ranks.counts_copies", "True"), "tensor_parallel:norms"),
+        (
+            "FlatParam.add",
+            Swap("ranks.counts_parts if form.box else ranks.counts_copies", "True"),
+            "tensor_parallel:norms",
+        ),
         ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changes"),
     ],
     "core/reductions": [

@@ -1,8 +1,10 @@
 """Expert parallelism inside data parallelism: each rank has some of the experts, and tokens travel to them.
 
     torchrun --nproc-per-node 4 docs/examples/expert_parallel.py --ep 2
+    torchrun --nproc-per-node 4 docs/examples/expert_parallel.py --ep 2 --tp 2    # with tensor parallelism
 
-The model is a small mixture of experts made here; each token goes to two of eight experts.
+The model is a small mixture of experts made here; each token goes to two of eight experts. Ranks along "tp" have copies
+of the experts, and the same tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 from streamshard import StreamShard
@@ -116,21 +119,24 @@ def whole_batch(step: int) -> torch.Tensor:
     return (starts + torch.arange(LENGTH + 1)) % VOCAB
 
 
-def main(steps: int, ep: int) -> tuple[Any, list[float]]:
+def main(steps: int, ep: int, tp: int = 1) -> tuple[Any, list[float]]:
     """Returns the model, and the gradient norm of each step."""
     if not dist.is_initialized():
         dist.init_process_group()
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(device_type, (ranks // ep, ep), mesh_dim_names=("beside", "ep"))
+    mesh = init_device_mesh(device_type, (ranks // ep // tp, ep, tp), mesh_dim_names=("beside", "ep", "tp"))
     model: Any = make_model()
     for layer in model.layers:
         layer.experts.place_on(mesh["ep"])
-    model = StreamShard(model, mesh=dist.group.WORLD, precision="fp32")  # all ranks: "ep" lies inside
+        if tp > 1:
+            parallelize_module(layer, mesh["tp"], {"mix": ColwiseParallel(output_layouts=Replicate())})
+    data = mesh["beside", "ep"]._flatten("dp")  # ranks with batches of their own: "ep" lies inside
+    model = StreamShard(model, mesh=data, precision="fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     norms = []
     for step in range(steps):
-        tokens = whole_batch(step).chunk(ranks)[rank].to(device_type)  # each rank has its own
+        tokens = whole_batch(step).chunk(data.size())[data.get_local_rank()].to(device_type)
         loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         norms.append(model.clip_grad_norm_(1.0).item())
@@ -145,6 +151,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="how many to take")
     parser.add_argument("--ep", type=int, default=2, help="over how many ranks the experts are spread")
+    parser.add_argument("--tp", type=int, default=1, help="over how many ranks a matrix is cut")
     args = parser.parse_args()
-    main(args.steps, args.ep)
+    main(args.steps, args.ep, args.tp)
     dist.destroy_process_group()

@@ -31,16 +31,18 @@ class Communicator(RankGroup):
 
     Attributes:
         n_parts: the number of parts of each DTensor.
+        counts_parts: sums and norms count this rank's part.
         counts_copies: of a tensor that the ranks of all parts have, sums and norms count this rank's copy.
         transport: moves bytes between the ranks; chosen by the device of `streams`. Tests replace it.
-        grad_divisor: sums of gradients over the shard group are divided by it; N for the mean.
+        grad_divisor: of the shard group: its sums of gradients are divided by it; N for the mean. Of experts: sums in a
+            loss are divided by it and by `n_parts`.
 
     Raises:
         ConfigError: the group has no backend for the device.
     """
 
     transport: Transport
-    counts_copies = True
+    counts_copies = counts_parts = True
     n_parts = 1
 
     def __init__(
@@ -65,10 +67,10 @@ class Communicator(RankGroup):
         super().__init__(all_ranks or group, shard_group=shard_group, replica=replica, streams=streams, stream=stream)
         self._model_group_of, self._same_group_of = self.group_of, weak(self.all_ranks)
         if parts is not None:
-            self.n_parts, self.counts_copies = parts.size, parts.number == 0
+            self.n_parts, self.counts_copies, self.counts_parts = parts.size, parts.number == 0, parts.counts
             self._model_group_of, self._same_group_of = map(weak, others)
         self.transport = _make_transport(self, "nccl" if streams.has_streams else "sockets")
-        self.grad_divisor = float(self.world_size)
+        self.grad_divisor = float(self.world_size if parts is None else parts.model.size() // parts.size)
         if self.world_size > 1:
             with self.waiting("the first meeting of a process group's ranks"):
                 self.transport.meet()

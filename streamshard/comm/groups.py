@@ -53,12 +53,14 @@ class Parts(NamedTuple):
         number: of this rank's part.
         model: ranks that share one replica of the model.
         same: ranks with the same part, in all replicas.
+        counts: sums and norms count this rank's part; another rank outside of its group of shards may have a copy.
     """
 
     size: int
     number: int
     model: dist.ProcessGroup
     same: dist.ProcessGroup
+    counts: bool = True
 
 
 class Experts(NamedTuple):

@@ -349,7 +349,7 @@ class FlatParam:
         places = (local.start, local.stop, tuple(main_weights.shape))
         form, ranks = form_of(param), self.ranks
         facts = layout.name, form.shape(param), *places, ranks, self.layout, layout, self._ledger_of
-        counts = bool(form.box) or ranks.counts_copies
+        counts = ranks.counts_parts if form.box else ranks.counts_copies
         piece = Piece(*facts, is_on_host=self.is_on_host, box=form.box, counts=counts)
         added = Param(piece, aliases, param)
         param.grad = None

@@ -162,6 +162,35 @@ def test_tensor_parallelism_with_experts_trains_what_one_process_trains(
 
 
 @on_ranks(4)
+def test_experts_over_data_ranks_are_copies_along_tensor_parallelism(context: RankContext, tmp_path: Path) -> None:
+    """Ranks along "tp" exchange the same tokens, each with the data ranks of its own number. Penalties too."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("all of copies", "one of copies"))["one of copies"]
+    model, weights = _made("qwen3 moe"), _made("qwen3 moe").state_dict()
+    tp_plan = {key: style for key, style in model.tp_plan.items() if "experts" not in key}
+    apply_tensor_parallelism(model, world["tp"], model._expand_parallel_plan(tp_plan))
+    ep_plan = model._expand_parallel_plan(model.ep_plan)
+    apply_expert_parallelism(model, world["data"], alone, ep_plan, "all_to_all")
+    _copy_into_parts(model, weights)
+    place, wanted_model = world["data"].get_local_rank(), _made("qwen3 moe")
+    model = StreamShard(model, mesh=world["data"], precision="fp32")
+    norms, found = _train(model, place, 2)
+    wanted_norms, wanted = _train(wanted_model)
+    assert norms == pytest.approx(wanted_norms, rel=1e-5)
+    assert difference(found, wanted) < 1e-5
+    save_checkpoint(tmp_path / "run", model)
+    whole = StreamShard(_made("qwen3 moe"), precision="fp32")
+    load_checkpoint(tmp_path / "run", whole)
+    assert difference(full_weights(whole), found) == 0.0
+    norms = []
+    for trained, rows in ((model, _rows()[0].chunk(2)[place]), (wanted_model, _rows()[0])):
+        loss = trained(input_ids=rows, labels=rows).loss
+        (loss + sum(param.square().sum() for param in trained.parameters())).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(trained.parameters(), CLIP)))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@on_ranks(4)
 def test_penalties_on_experts_beside_tensor_parallelism_have_the_gradients_of_one_process(context: RankContext) -> None:
     """Gradients are summed, not averaged, over two data-parallel ranks."""
     model, place = _with_experts(2, 4)

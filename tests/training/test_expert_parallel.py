@@ -117,9 +117,10 @@ def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, e
 
 
 @on_ranks(4)
-def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
-    """As a user starts it, on two by two ranks."""
-    model, norms = _example()["main"](STEPS, 2)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_example_trains_what_one_process_trains(context: RankContext, tp: int) -> None:
+    """As a user starts it, on two by two ranks; also with tensor parallelism."""
+    model, norms = _example()["main"](STEPS, 2, tp)
     assert_script_trained_like_plain(_example(), model, norms)
 
 
