@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import operator
 import os
 import sys
@@ -41,6 +42,7 @@ BuildOnMesh = Callable[[DeviceMesh], nn.Module]
 """A function that makes a model with DTensors on the mesh."""
 
 _CHECKPOINTED = ", layers checkpointed"
+_numbers = itertools.count(1)  # of plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +252,7 @@ def _building(model: nn.Module | Build | BuildOnMesh, ranks: _Ranks) -> Iterator
         )
     with fake_ranks(size):
         # torch keeps what it has learned of a mesh, with its group, for meshes of the same ranks and names.
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(f"{name} of a plan",))
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(f"{name} of plan {next(_numbers)}",))
         yield partial(cast(BuildOnMesh, model), mesh)
 
 

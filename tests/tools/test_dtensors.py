@@ -284,6 +284,14 @@ def test_meshes_after_a_plan_are_not_taken_for_its_mesh() -> None:
             assert init_device_mesh("cpu", (2,), mesh_dim_names=names) != given[0]
 
 
+def test_a_plan_does_not_use_the_groups_of_an_earlier_plan() -> None:
+    """The groups of the first plan had other names, because earlier groups of the process had taken these."""
+    world: Any = dist.distributed_c10d._world
+    world.group_count += 2
+    first, second = (plan(build_parts, 2, tp=2).stages for _ in range(2))
+    assert first == second
+
+
 # -- doctor -----------------------------------------------------------------------------------------------------------
 
 
