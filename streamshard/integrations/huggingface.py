@@ -67,7 +67,9 @@ def _cut_by_own_plan(model: Any, mesh: DeviceMesh) -> None:
             f"transformers has no tensor parallel plan for {type(model).__name__}: give a function that builds the "
             "model on a mesh"
         )
-    cut(model, mesh, plan)
+    names = {*dict(model.named_parameters()), *dict(model.named_modules())}  # a tied head has no weight of its own
+    cut(model, mesh, {name: style for name, style in plan.items() if name in names})
+    model.tie_weights()
 
 
 def is_model_of(module: nn.Module, *libraries: str) -> bool:

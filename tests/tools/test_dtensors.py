@@ -102,6 +102,20 @@ def test_a_plan_equals_the_live_memory_report(
     ranks(world_size).run(_compare, parallel, size, transport, precision, first)
 
 
+@on_ranks(2)
+def test_a_plan_of_tied_weights_equals_the_live_memory_report(context: RankContext, tmp_path: Path) -> None:
+    """By transformers' own plan, which has the head too."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    build = builder_of(
+        str(_config(tmp_path, **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
+    )
+    world = tensors._mesh(1, 2)
+    model: Any = build(world.tp)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    planned = plan(build(world.tp), 2, tp=2, transport="shared-memory").stages[0]
+    _assert_equal(planned, StreamShard(model, mesh=world.shard, weight_slots=2, grad_slots=2))
+
+
 @on_ranks(4)
 def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext) -> None:
     """With tensor parallelism. Experts are refused, as by StreamShard."""
