@@ -235,18 +235,26 @@ class SharedMemoryTransport(PairwiseTransport):
     # -- all-gathers ------------------------------------------------------------------------------------------------
 
     def start_gather(
-        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+        self,
+        shard: torch.Tensor,
+        slot: torch.Tensor,
+        tag: int,
+        *,
+        is_published: bool = True,
+        among: Sequence[int] = (),
     ) -> Work | None:
-        """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then."""
-        if not is_published or not self._own.holds(shard):  # send it through gloo
-            return super().start_gather(shard, slot, tag, is_published=is_published)
-        return self.gather_among(self._all, shard, slot, tag)
+        """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then.
 
-    def gather_among(self, among: Sequence[int], shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_gather`: an all-gather of the ranks `among`, while others gather among themselves."""
+        Args:
+            shard, slot, tag, is_published: see there.
+            among: the ranks that gather, while others gather among themselves; empty: all.
+        """
         key = shard.data_ptr(), slot.data_ptr(), shard.numel(), shard.dtype
-        if (copies := self._copies.get(key)) is None:
-            copies = self._copies[key] = self._plan_copies(among, shard, slot)
+        copies = self._copies.get(key)
+        if copies is None or not is_published:
+            if not is_published or not self._own.holds(shard):  # send it through gloo
+                return super().start_gather(shard, slot, tag, is_published=is_published)
+            copies = self._copies[key] = self._plan_copies(among or self._all, shard, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         self._gathers.append(copies)
         self._own.counters[Counter.PUBLISHED] = count = self._own.counters[Counter.PUBLISHED] + 1
@@ -285,17 +293,19 @@ class SharedMemoryTransport(PairwiseTransport):
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
-    def start_reduce(self, reduction: Reduction) -> Work | None:
-        """See `Transport.start_reduce`. Sums in all modes in fp32 and in rank order, once all ranks have started it."""
-        return self.reduce_among(self._all, reduction)
+    def start_reduce(self, reduction: Reduction, among: Sequence[int] = ()) -> Work | None:
+        """See `Transport.start_reduce`. Sums in all modes in fp32 and in rank order, once all ranks have started it.
 
-    def reduce_among(self, among: Sequence[int], reduction: Reduction) -> Work | None:
-        """See `Transport.start_reduce`: a reduction of the ranks `among`, while others reduce among themselves."""
+        Args:
+            reduction: see there.
+            among: as in `start_gather`.
+        """
         slot, out, _, _, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
         key = slot.data_ptr(), slot.numel(), slot.dtype
         chunks = self._chunks.get(key)
         if chunks is None:
+            among = among or self._all
             own_chunk = among.index(self.rank)
             chunks = [each.view(len(among), -1)[own_chunk] for each in self._everywhere(slot, among)]
             self._chunks[key] = chunks
@@ -404,11 +414,11 @@ class ExpertsTransport(PairwiseTransport):
         """See `Transport.start_gather`."""
         if not is_published or not self._model.holds(shard):
             return super().start_gather(shard, slot, tag, is_published=is_published)
-        return self._model.gather_among(self._among, shard, slot, tag)
+        return self._model.start_gather(shard, slot, tag, among=self._among)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`."""
-        return self._model.reduce_among(self._among, reduction)
+        return self._model.start_reduce(reduction, self._among)
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
