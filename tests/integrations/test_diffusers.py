@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_adapters_are_saved_from_full_weights_that_all_ranks_have_gathered(conte
         weights = accelerator.get_state_dict(model)
         if context.rank == 0:
             with pytest.raises(ShardingError, match="Call on all ranks instead.*full_state_dict"):
-                torch.save(peft.get_peft_model_state_dict(model), "unused")
+                torch.save(peft.get_peft_model_state_dict(model), io.BytesIO())
             found = peft.get_peft_model_state_dict(model, state_dict=weights)
             assert wanted and list(found) == list(wanted)
             assert all(torch.equal(found[name], each) for name, each in wanted.items())
