@@ -106,11 +106,11 @@ def _refuse_different_models(ranks: Sequence[int], told: Sequence[Axes]) -> None
 
 def _warn_of_experts(module: nn.Module, axes: Axes) -> None:
     """Warn if experts are the only DTensors across the shard group: FSDP2 has them so, on ranks with other batches."""
-    forms = {name: form for name, (param, form) in _dtensors_of(module).items() if form.box and param.ndim > 2}
-    are_experts = all(form.cut_along == 0 for form in forms.values()) and len(forms) == len(_dtensors_of(module))
-    if forms and are_experts and axes.across is not None:
+    found = _dtensors_of(module)
+    are_experts = all(form.box and form.cut_along == 0 and param.ndim > 2 for param, form in found.values())
+    if are_experts and axes.across is not None:
         warn_user(
-            f"{next(iter(forms))!r} and all other DTensors are stacked experts on ranks {list(axes.across.ranks)}, and "
+            f"{next(iter(found))!r} and all other DTensors are stacked experts on ranks {list(axes.across.ranks)}, and "
             "other ranks shard the model: these ranks have to get the same batches. If they get batches of their own, "
             "give mesh= with all of these ranks"
         )

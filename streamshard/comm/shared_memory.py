@@ -203,7 +203,6 @@ class SharedMemoryTransport(PairwiseTransport):
         super().__init__(ranks)
         self._buffers = buffers
         self._own = buffers[ranks.rank]
-        self._all = range(ranks.world_size)
         self._timeout_s = timeout_of(ranks.group).total_seconds()
         self._on_stream = self.streams.on(self.stream)
         # By shard and slot, the copies of an all-gather; by grad slot, every rank's chunk. All all-gathers and
@@ -254,7 +253,7 @@ class SharedMemoryTransport(PairwiseTransport):
         if copies is None or not is_published:
             if not is_published or not self._own.holds(shard):  # send it through gloo
                 return super().start_gather(shard, slot, tag, is_published=is_published)
-            copies = self._copies[key] = self._plan_copies(among or self._all, shard, slot)
+            copies = self._copies[key] = self._plan_copies(among or range(self.world_size), shard, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         self._gathers.append(copies)
         self._own.counters[Counter.PUBLISHED] = count = self._own.counters[Counter.PUBLISHED] + 1
@@ -305,7 +304,7 @@ class SharedMemoryTransport(PairwiseTransport):
         key = slot.data_ptr(), slot.numel(), slot.dtype
         chunks = self._chunks.get(key)
         if chunks is None:
-            among = among or self._all
+            among = among or range(self.world_size)
             own_chunk = among.index(self.rank)
             chunks = [each.view(len(among), -1)[own_chunk] for each in self._everywhere(slot, among)]
             self._chunks[key] = chunks
