@@ -181,7 +181,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return recursively_apply(take, gathered)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As in accelerate: each row once, although ranks along the axes "tp" and "cp" have the same rows."""
+        """As in accelerate: each row once, although ranks along the axis "tp" have the same rows."""
         rows = self._ranks_of_rows()
         if len(rows) == self.num_processes:
             return super().gather_for_metrics(input_data, use_gather_object)
@@ -199,12 +199,12 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             self._takes_rows = False
 
     def _ranks_of_rows(self) -> list[int]:
-        """The first rank of those with the same batches, for each batch."""
+        """The first rank along "tp", of each tensor parallel group. Ranks along "cp" compute other parts of rows."""
         mesh = None if self.parallelism_config is None else self.parallelism_config.device_mesh
         if mesh is None:
             return list(range(self.num_processes))
-        shared = tuple(0 if name in ("tp", "cp") else slice(None) for name in mesh.mesh_dim_names)
-        ranks: list[int] = mesh.mesh[shared].flatten().tolist()
+        first = tuple(0 if name == "tp" else slice(None) for name in mesh.mesh_dim_names)
+        ranks: list[int] = mesh.mesh[first].flatten().tolist()
         return ranks
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
