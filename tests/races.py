@@ -277,7 +277,7 @@ def _describe(engine: Engine) -> dict[int, str]:
         names.setdefault(slot.scratch.buffer.data_ptr(), f"scratch of {slot.drained.what}")
         for flat in unit.flat_params:
             kept_as = Category.MAIN_WEIGHTS if flat.kind.trains else Category.FROZEN_WEIGHTS
-            own = {kept_as: flat.main, Category.ALL_GATHER_INPUTS: flat.gather_input}
+            own = {kept_as: flat.main, Category.ALL_GATHER_INPUTS: flat.host_input}
             for category, tensor in {Category.MAIN_GRADS: flat.main_grads, **own}.items():
                 names.setdefault(tensor.data_ptr(), f"{category.value} of {_quoted(unit.name)}")
     return names

@@ -258,7 +258,7 @@ class StreamChecker(TorchDispatchMode, Observer):
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         """Collectives that `model` declares inside have to be on the streams that it says."""
-        self._streams = engine_inside(model).streams
+        self._streams, self._is_alone = engine_inside(model).streams, engine_inside(model).ranks.world_size == 1
         with self._streams.observed_by(self):
             yield
 
@@ -266,10 +266,11 @@ class StreamChecker(TorchDispatchMode, Observer):
         self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
     ) -> None:
         """See `Observer`. What the host launches comes after what it has done before."""
-        self._declared = self._streams.device_stream(stream)
-        event = SimulatedEvent()
+        issued_on, event = self._streams.device_stream(stream), SimulatedEvent()
         event.record(self._device.host)
-        self._declared.learn(event)
+        issued_on.learn(event)
+        if stream is not StreamName.COMM or not self._is_alone:  # else no operator of c10d follows
+            self._declared = issued_on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard
@@ -12,7 +13,7 @@ from tests.models import Stack, vector_batch
 from tests.races import Race, RaceDetector, RaceError, detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, engine_inside
-from tests.scenarios import BF16, dropping, sharded, train
+from tests.scenarios import BF16, RoutedStack, dropping, sharded, train
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
@@ -21,18 +22,14 @@ COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
 # -- the engine with a wait taken away ----------------------------------------------------------------------------
 
 
-_TAKEN_AWAY = {
-    **{rule: [("plain", "fp32"), ("no_sync", "bf16")] for rule in Rule if rule is not Rule.HOST_COPIED},
-    # Where every gather is waited for before the next cast, the wait for readers has nothing to order.
-    Rule.SHARDS_READ: [("evaluation between steps", "bf16")],
-}
+_ELSEWHERE = (Rule.SHARDS_READ, Rule.HOST_COPIED)  # their waits have tests of their own
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("rule", list(_TAKEN_AWAY), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule not in _ELSEWHERE], ids=lambda rule: rule.name)
 def test_the_detector_names_each_missing_rule(context: RankContext, rule: Rule) -> None:
     """It finds races of exactly that rule, on a buffer that the rule protects."""
-    for scenario, precision in _TAKEN_AWAY[rule]:
+    for scenario, precision in (("plain", "fp32"), ("no_sync", "bf16")):
         model = sharded(scenario, PRECISIONS[precision])
         missing = f"missing: rule {rule.value} "
         with dropping(model, rule), pytest.raises(RaceError, match=missing), detect_races(model) as races:
@@ -41,13 +38,31 @@ def test_the_detector_names_each_missing_rule(context: RankContext, rule: Rule) 
         assert {race.category for race in races.found} <= _PROTECTED[rule]
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_the_detector_names_a_missing_wait_for_readers(context: RankContext, precision: str) -> None:
+    """The user changes weights after a forward that has skipped layers, which were all-gathered all the same."""
+    model = StreamShard(RoutedStack(5), precision=PRECISIONS[precision])
+    with (
+        dropping(model, Rule.SHARDS_READ),
+        pytest.raises(RaceError, match="missing: rule 6 "),
+        detect_races(model) as races,
+        torch.no_grad(),
+    ):
+        for route in (range(5), [0], [0]):
+            model.route = route  # type: ignore[assignment]  # a RoutedStack
+            model(vector_batch(0, context.rank))
+            for param in model.parameters():
+                param.mul_(0.5)
+    assert {(race.rule, race.category) for race in races.found} == {(Rule.SHARDS_READ, Category.MAIN_WEIGHTS)}
+
+
 _PROTECTED = {
     Rule.WEIGHTS_ARRIVED: {Category.WEIGHT_SLOTS},
     Rule.SLOT_RELEASED: {Category.WEIGHT_SLOTS},
     Rule.GRADS_DRAINED: {Category.GRAD_SLOTS},
     Rule.GRADS_WRITTEN: {Category.GRAD_SLOTS, Category.MAIN_GRADS},
-    Rule.SHARDS_WRITTEN: {Category.MAIN_WEIGHTS, Category.ALL_GATHER_INPUTS, Category.FLAGS},
-    Rule.SHARDS_READ: {Category.MAIN_WEIGHTS, Category.ALL_GATHER_INPUTS},
+    Rule.SHARDS_WRITTEN: {Category.MAIN_WEIGHTS, Category.FLAGS},
     Rule.RESULTS_ARRIVED: {Category.MAIN_GRADS, Category.FLAGS},
 }
 
@@ -61,14 +76,11 @@ def _races_without(context: RankContext, scenario: str, precision: Precision, *w
 
 # What waits guard, in which scenario; the buffer, the rule and the first stream of the races without them.
 _WAITS: dict[str, tuple[tuple[str, ...], str, Precision, Category, Rule, StreamName]] = {
-    "gathers for the cast, fp32": (
-        ("all-gather inputs",), "plain", FP32, Category.MAIN_WEIGHTS, Rule.SHARDS_WRITTEN, COMPUTE
+    "all-gathers for the optimizer, fp32": (
+        ("main weights",), "plain", FP32, Category.MAIN_WEIGHTS, Rule.SHARDS_WRITTEN, COMPUTE
     ),
-    "gathers for the cast, bf16": (
-        ("all-gather inputs",), "plain", BF16, Category.ALL_GATHER_INPUTS, Rule.SHARDS_WRITTEN, COMPUTE
-    ),
-    "the cast for gathers": (
-        ("gathered shards",), "evaluation between steps", BF16, Category.ALL_GATHER_INPUTS, Rule.SHARDS_READ, COMM
+    "all-gathers for the optimizer, bf16": (
+        ("main weights",), "plain", BF16, Category.MAIN_WEIGHTS, Rule.SHARDS_WRITTEN, COMPUTE
     ),
     "the optimizer for reductions": (
         ("main grads", "everybody's flags"), "plain", BF16, Category.MAIN_GRADS, Rule.RESULTS_ARRIVED, COMM
@@ -84,8 +96,8 @@ _WAITS: dict[str, tuple[tuple[str, ...], str, Precision, Category, Rule, StreamN
 
 @on_ranks(2)
 @pytest.mark.parametrize("wait", _WAITS)
-def test_each_wait_of_rules_5_to_7_is_needed(context: RankContext, wait: str) -> None:
-    """Each wait of rules 5 to 7."""
+def test_each_wait_of_rules_5_and_7_is_needed(context: RankContext, wait: str) -> None:
+    """Each wait of rules 5 and 7."""
     fences, scenario, precision, category, rule, stream = _WAITS[wait]
     found = _races_without(context, scenario, precision, *fences)
     assert {(race.rule, race.first.stream) for race in found if race.category is category} == {(rule, stream)}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import state_of
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import AllToAll, Reduction, Transport, cast_into, sum_in_rank_order
 from streamshard.config import ReductionMode
 
 # A flat parameter has one tag for its all-gathers, one for its reductions, and one for gathers of full tensors. gloo
@@ -30,6 +30,8 @@ class PairwiseTransport(Transport):
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         chunks = slot.view(self.world_size, -1)
         received = [chunks[peer] for peer in self._peers()]
+        with self.streams.on(self.stream):
+            shard = cast_into(slot, shard, self.rank)
         messages = self._swap([shard] * len(received), received, tag * _TAGS_EACH + (0 if is_published else 2))
         if chunks[self.rank].data_ptr() != shard.data_ptr():
             with self.streams.on(self.stream):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Reduction, Transport
+from streamshard.comm.transport import AllToAll, Reduction, Transport, cast_into
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import ConfigError
 
@@ -47,7 +47,7 @@ class NcclTransport(Transport):
         kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
-            _all_gather_single(slot, shard, group=self.group)
+            _all_gather_single(slot, cast_into(slot, shard, self.rank), group=self.group)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:

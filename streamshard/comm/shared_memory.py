@@ -1,9 +1,9 @@
 """A transport for CPU ranks of one machine: they read each other's memory, without sockets.
 
-Each rank has one anonymous memory file, its shared buffers, which holds its all-gather inputs and grad slots. Every
-peer maps the file. An all-gather copies each peer's all-gather input, a reduction sums all ranks' grad slots, and
-counters in the file tell the progress of each rank ([Note: counters]). NCCL does the same between the GPUs of one
-machine. Through gloo's sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
+Each rank has one anonymous memory file, its shared buffers, which holds its weight and grad slots. Every peer maps the
+file. An all-gather copies each peer's shard from the peer's slot, a reduction sums all ranks' grad slots, and counters
+in the file tell the progress of each rank ([Note: counters]). NCCL does the same between the GPUs of one machine.
+Through gloo's sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
 
 A forked child does not get the mapping (MADV_DONTFORK), because it must not write to memory that other ranks read. A
 child that reads weights there ends with a segmentation fault. The child never frees the inherited objects, which would
@@ -14,7 +14,7 @@ Each rank has four counters, and only this rank increments them:
 
 - PUBLISHED: the number of all-gathers (of flags too) that this rank has started: their inputs are written. Peers wait
   for PUBLISHED before they copy.
-- READ: the number of all-gathers that this rank has copied. Peers wait for READ before they cast these inputs again
+- READ: the number of all-gathers that this rank has copied. Peers wait for READ before they write these shards again
   (rule 6).
 - WRITTEN: the number of reductions for which this rank has filled the grad slot. Peers wait for WRITTEN before they
   sum.
@@ -25,7 +25,8 @@ All ranks allocate the same buffers in the same order, so a buffer has the same 
 
 Counts suffice because all-gathers and reductions come in the same order on all ranks, and each rank copies and sums in
 this order. To check this, each rank stores a digest of its log with WRITTEN, and ranks compare the digests before they
-sum. Sums are taken as early as possible, so two ranks never wait for each other's sums.
+sum. A rank that waits copies and sums everything that is ready, so two ranks never wait for each other's copies or
+sums.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import timeout_of
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Reduction, sum_in_rank_order
+from streamshard.comm.transport import Reduction, cast_into, sum_in_rank_order
 from streamshard.config import SHARED_MEMORY, ReductionMode
 
 _ORDERED = ("x86_64", "AMD64")  # processors on which stores become visible in program order, as counters need
@@ -205,8 +206,8 @@ class SharedMemoryTransport(PairwiseTransport):
         self._own = buffers[ranks.rank]
         self._timeout_s = timeout_of(ranks.group).total_seconds()
         self._on_stream = self.streams.on(self.stream)
-        # By shard and slot, the copies of an all-gather; by grad slot, every rank's chunk. All all-gathers and
-        # reductions of a flat parameter use the same ones.
+        # By tag, shard and slot, the copies of an all-gather; by tag and grad slot, every rank's chunk. All all-gathers
+        # and reductions of a flat parameter use the same ones.
         self._copies: dict[tuple[object, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._chunks: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._gathers: deque[list[tuple[torch.Tensor, torch.Tensor]]] = deque()  # not copied yet: destination, source
@@ -221,9 +222,9 @@ class SharedMemoryTransport(PairwiseTransport):
         """No scratch: chunks are read in place, not received."""
         return 0
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in memory that other ranks read."""
-        return self._own.holds(tensor)
+    def can_gather(self, shard: torch.Tensor, slot: torch.Tensor) -> bool:
+        """Whether other ranks can read `shard`, or its cast in `slot`."""
+        return self._own.holds(shard if shard.dtype is slot.dtype else slot)
 
     def _everywhere(self, tensor: torch.Tensor, among: Sequence[int]) -> list[torch.Tensor]:
         """The tensor at the place of `tensor` in the memory of each rank of `among`."""
@@ -248,13 +249,15 @@ class SharedMemoryTransport(PairwiseTransport):
             shard, slot, tag, is_published: see there.
             among: the ranks that gather, while others gather among themselves; empty: all.
         """
-        key = shard.data_ptr(), slot.data_ptr(), shard.numel(), shard.dtype
+        key = tag, shard.data_ptr(), slot.data_ptr(), shard.numel(), shard.dtype
         copies = self._copies.get(key)
         if copies is None or not is_published:
-            if not is_published or not self._own.holds(shard):  # send it through gloo
+            if not is_published or not self.can_gather(shard, slot):  # send it through gloo
                 return super().start_gather(shard, slot, tag, is_published=is_published)
             copies = self._copies[key] = self._plan_copies(among or range(self.world_size), shard, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        with self._on_stream:
+            cast_into(slot, shard, among.index(self.rank) if among else self.rank)
         self._gathers.append(copies)
         self._own.counters[Counter.PUBLISHED] = count = self._own.counters[Counter.PUBLISHED] + 1
         return _Until(functools.partial(self.copy_until, count, for_all=False))
@@ -266,8 +269,7 @@ class SharedMemoryTransport(PairwiseTransport):
         own = among.index(self.rank)
         with torch.inference_mode(False):
             chunks = slot.view(len(among), -1).unbind()
-            # A slot of one unit holds the all-gather input itself: it is the rank's own chunk of its slot.
-            if chunks[own].data_ptr() != shard.data_ptr():
+            if shard.dtype is slot.dtype and chunks[own].data_ptr() != shard.data_ptr():
                 return list(zip(chunks, self._everywhere(shard, among), strict=True))
             sources = [each.view(len(among), -1)[peer] for peer, each in enumerate(self._everywhere(slot, among))]
             pairs = list(zip(chunks, sources, strict=True))
@@ -283,12 +285,16 @@ class SharedMemoryTransport(PairwiseTransport):
         own = self._own.counters
         while (number := own[Counter.READ]) < count:
             self._await(Counter.PUBLISHED, number + 1)
-            with self._on_stream, torch.no_grad():
-                for chunk, source in self._gathers.popleft():
-                    chunk.copy_(source)
-            own[Counter.READ] = number + 1
+            if own[Counter.READ] == number:  # else copied while it waited
+                self._copy_next()
         if for_all:
             self._await(Counter.READ, count)
+
+    def _copy_next(self) -> None:
+        with self._on_stream, torch.no_grad():
+            for chunk, source in self._gathers.popleft():
+                chunk.copy_(source)
+        self._own.counters[Counter.READ] += 1
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
@@ -301,7 +307,7 @@ class SharedMemoryTransport(PairwiseTransport):
         """
         slot, out, _, _, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
-        key = slot.data_ptr(), slot.numel(), slot.dtype
+        key = tag, slot.data_ptr(), slot.numel(), slot.dtype
         chunks = self._chunks.get(key)
         if chunks is None:
             among = among or range(self.world_size)
@@ -315,45 +321,44 @@ class SharedMemoryTransport(PairwiseTransport):
         return _Until(functools.partial(self.sum_until, number + 1, for_all=True))
 
     def progress(self) -> None:
-        """See `Transport.progress`. Takes each sum once all ranks have written, so that no rank waits later."""
-        while self._started:
-            number, written = self._own.counters[Counter.SUMMED], self._own.written
-            place = number % len(written)
-            if any(
-                each.counters[Counter.WRITTEN] <= number or each.written[place] != written[place]
-                for each in self._buffers
-            ):
-                return  # if ranks differ, the wait in `sum_until` raises
-            self.sum_until(number + 1, for_all=False)
+        """See `Transport.progress`. Copies and sums as soon as all ranks are there, so that no rank waits later."""
+        own = self._own.counters
+        while self._gathers and not self._missing(Counter.PUBLISHED, own[Counter.READ] + 1):
+            self._copy_next()
+        while self._started and not self._missing(Counter.WRITTEN, own[Counter.SUMMED] + 1) and not self._differ():
+            self._sum_next()  # if ranks differ, the wait in `sum_until` raises
 
     def sum_until(self, count: int, *, for_all: bool) -> None:
         """Sum reductions in their order, until this rank has summed `count`; `for_all`: until all ranks have."""
-        own, written = self._own.counters, self._own.written
+        own = self._own.counters
         while (number := own[Counter.SUMMED]) < count:
             self._await(Counter.WRITTEN, number + 1)
-            place = number % len(written)
-            for each in self._buffers:
-                if each.written[place] != written[place]:
+            if own[Counter.SUMMED] == number:  # else summed while it waited
+                if self._differ():
                     raise RuntimeError("ranks have issued different collectives")
-            chunks, out, accumulate, divisor = self._started.popleft()
-            with self._on_stream:
-                sum_in_rank_order(chunks, out, accumulate=accumulate, divisor=divisor)
-            own[Counter.SUMMED] = number + 1
+                self._sum_next()
         if for_all:
             self._await(Counter.SUMMED, count)
+
+    def _differ(self) -> bool:
+        """Whether ranks have issued other collectives than this one before the next reduction to sum."""
+        own = self._own
+        place = own.counters[Counter.SUMMED] % len(own.written)
+        return any(each.written[place] != own.written[place] for each in self._buffers)
+
+    def _sum_next(self) -> None:
+        chunks, out, accumulate, divisor = self._started.popleft()
+        with self._on_stream:
+            sum_in_rank_order(chunks, out, accumulate=accumulate, divisor=divisor)
+        self._own.counters[Counter.SUMMED] += 1
 
     # -- counters ---------------------------------------------------------------------------------------------------
 
     def _await(self, counter: Counter, count: int) -> None:
         """Return once all ranks' counters have reached `count`. Raises as `_refuse` does."""
         deadline, sleep_s, looks = None, 2e-5, 0
-        while True:
-            missing = []
-            for rank, buffers in enumerate(self._buffers):
-                if buffers.counters[counter] < count:
-                    missing.append(rank)
-            if not missing:
-                return
+        while missing := self._missing(counter, count):
+            self.progress()
             looks += 1
             if looks < _YIELDS:
                 os.sched_yield()
@@ -363,6 +368,14 @@ class SharedMemoryTransport(PairwiseTransport):
             deadline = deadline or time.monotonic() + self._timeout_s
             if looks % _LOOKS_BETWEEN_CHECKS == 0:
                 self._refuse(counter, count, missing, is_late=time.monotonic() > deadline)
+
+    def _missing(self, counter: Counter, count: int) -> list[int]:
+        """The ranks whose counters have not reached `count`."""
+        missing = []
+        for rank, buffers in enumerate(self._buffers):
+            if buffers.counters[counter] < count:
+                missing.append(rank)
+        return missing
 
     def _refuse(self, counter: Counter, count: int, missing: Sequence[int], *, is_late: bool) -> None:
         """Raise if the counters of `missing` ranks will not reach `count`.
@@ -411,7 +424,7 @@ class ExpertsTransport(PairwiseTransport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`."""
-        if not is_published or not self._model.holds(shard):
+        if not is_published or not self._model.can_gather(shard, slot):
             return super().start_gather(shard, slot, tag, is_published=is_published)
         return self._model.start_gather(shard, slot, tag, among=self._among)
 

@@ -10,9 +10,9 @@ the race detector, are told of every record and wait, so any machine can check t
 2. SLOT_RELEASED: a slot is not gathered into while an earlier unit in it is still computing.
 3. GRADS_DRAINED: a unit's backward does not write a grad slot until the reduction of the slot's earlier unit is done.
 4. GRADS_WRITTEN: a reduction does not start until every gradient of its unit is written.
-5. SHARDS_WRITTEN: no gather reads a shard before it is written (the cast, the optimizer), nor an exchange its flags.
-6. SHARDS_READ: no cast, and no code after a pass, writes an all-gather input that a gather still reads. The host writes
-   no flags that an exchange reads.
+5. SHARDS_WRITTEN: no all-gather reads a shard before it is written, nor an exchange its flags.
+6. SHARDS_READ: no code after a pass writes main weights that an all-gather still reads. No all-gather casts into this
+   rank's range of a slot that another rank still reads. The host writes no flags that an exchange reads.
 7. RESULTS_ARRIVED: no result outside of slots is read before it is complete: main grads by the optimizer, by the
    average over replicas and by their copy to host memory, flags by the host, full tensors by the caller.
 8. HOST_COPIED: memory that a copy to the host reads or writes is not used before the copy is complete; nor by the
@@ -99,7 +99,7 @@ class StepEvent(enum.Enum):
     """
 
     CAST_BEGINS = enum.auto()
-    """The cast of the unit's main weights to all-gather inputs begins."""
+    """The host begins to cast weights in host memory that the user has changed (``offload``)."""
     CAST_ENDS = enum.auto()
     """The cast is done."""
     GATHER_BEGINS = enum.auto()
@@ -341,6 +341,18 @@ class Streams:
         """Report an event to the race detector, the trace and other observers."""
         for observer in self.observers:
             observer.on_event(moment, unit)
+
+    def declare(
+        self,
+        stream: StreamName,
+        what: Collective,
+        tag: int | None,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """Report work that is about to be issued on `stream`, see `Observer.on_collective`."""
+        for observer in self.observers:
+            observer.on_collective(stream, what, tag, reads, writes)
 
     def on(self, name: StreamName) -> _OnStream:
         """Run the body on the stream of this name. On the CPU only the name changes; there the context is reusable."""

@@ -104,13 +104,13 @@ class Transport(abc.ABC):
     def start_gather(
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
-        """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel], same dtype.
+        """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel].
 
         Args:
-            shard: this rank's part.
+            shard: this rank's part. It is cast to the dtype of `slot`, in this rank's range of `slot`.
             slot: receives the parts of all ranks.
             tag: index of the flat parameter.
-            is_published: `shard` is an all-gather input; False: another tensor, gathered outside of steps.
+            is_published: `shard` belongs to a unit's step; False: another tensor, gathered outside of steps.
         """
 
     @abc.abstractmethod
@@ -165,7 +165,7 @@ class Transport(abc.ABC):
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
-        """Works to wait for before the inputs of the last all-gathers are overwritten. On devices streams order this.
+        """Works to wait for before the shards of the last all-gathers are overwritten. On devices streams order this.
 
         Args:
             works: returned by the starts of these all-gathers on this rank; other transports may have started some.
@@ -185,8 +185,7 @@ class Transport(abc.ABC):
         """
         if kind is not None:
             self.recorder.log.add(kind, tag or 0)
-        for observer in self.streams.observers:
-            observer.on_collective(self.stream, what, tag, reads, writes)
+        self.streams.declare(self.stream, what, tag, reads, writes)
 
     def before_talk(self) -> None:  # noqa: B027  # only the adversary has something to do
         """Called before ranks communicate without this transport."""
@@ -234,6 +233,19 @@ class AloneTransport(Transport):
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """No scratch."""
         return 0
+
+
+def cast_into(slot: torch.Tensor, shard: torch.Tensor, rank: int) -> torch.Tensor:
+    """The tensor that an all-gather sends: `shard`, or if its dtype is not that of `slot`, a copy in `slot`.
+
+    Args:
+        slot, shard: see `Transport.start_gather`.
+        rank: the place of `shard` in `slot`.
+    """
+    if shard.dtype is slot.dtype:
+        return shard
+    with torch.no_grad():
+        return slot.narrow(0, rank * shard.numel(), shard.numel()).copy_(shard)
 
 
 def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accumulate: bool, divisor: float) -> None:

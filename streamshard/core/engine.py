@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from streamshard.comm.communicator import Communicator
+from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.config import Precision
 from streamshard.core.params import Param
 from streamshard.core.profiler import ProfilerNames
 from streamshard.core.reductions import Reductions
-from streamshard.core.slots import Ledger
+from streamshard.core.slots import Ledger, WeightState
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.loop import Members, Progress
@@ -171,8 +172,7 @@ class Engine:
         self._warnings: set[str] = set()
         self._ending = self.ranks.waiting("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
-        # Their all-gathers read the main weights themselves, which have the wire dtype.
-        self._uncast = [u for u in self.units if any(flat.main is flat.gather_input for flat in u.flat_params)]
+        self._written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights")
 
     @property
     def params(self) -> list[Param]:
@@ -237,7 +237,7 @@ class Engine:
         """Weights may have changed: the next pass casts them, inside ``no_sync()`` and in host memory too."""
         self.are_weights_current = False
         for unit in self.units if self.host is not None else ():
-            unit.cast_versions = []
+            unit.versions_sent = []
 
     def check_structure(self) -> None:
         """Raise if modules or parameters were exchanged since sharding."""
@@ -252,9 +252,7 @@ class Engine:
         if slot.content is not None and (holder := self.units[slot.content]).is_bound:
             holder.release()
         with unit.gathering:
-            if not unit.is_cast:
-                unit.cast(notes_versions=not self.is_synced)
-            unit.start_gather()
+            unit.start_gather(notes_versions=not self.is_synced)
 
     def issue(self, ops: Iterable[Op]) -> None:
         """Issue collectives of the program, in order."""
@@ -266,9 +264,17 @@ class Engine:
             else:
                 self.all_gather(unit)
 
+    def begin_reading(self) -> None:
+        """A pass begins, and its all-gathers read main weights, which the user has written before (rule 5)."""
+        self._written.record()
+        self._written.wait()  # rule 5
+
     def finish_reading(self) -> None:
-        """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6)."""
-        if self._uncast:
-            with self._ending:
-                for unit in self._uncast:
-                    unit.read_done.wait()  # rule 6
+        """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6).
+
+        Compute has waited for most of them. But other ranks may still read weights that are sent as they are.
+        """
+        with self._ending:
+            for unit in self.units:
+                if unit.is_sent_as_is or unit.weight_slot.state is WeightState.ARRIVING:
+                    unit.weight_slot.read.wait()  # rule 6

@@ -58,7 +58,7 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
         for unit in engine.units:
             unit.guard.check()
     engine.ranks.recorder.log.add(RecordKind.FORWARD)
-    for unit in engine.units:  # each casts before its all-gather, if its weights may have changed
+    for unit in engine.units:
         unit.expire(trusts_versions=is_current or unit.host is not None)  # a cast on the host takes time
     forward = Forward(engine, units)
     forward.begin()
@@ -97,6 +97,7 @@ class Forward(Phase):
         for unit in engine.resident:
             unit.guard.set_present(False, marks=False)
         engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
+        engine.begin_reading()
         self._reach(engine.root_unit)
         self._begin_use(engine.root_unit)
         engine.root_unit.set_bound(True)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Collective, Fence, Rule, StreamName
+from streamshard.comm.streams import Collective, Fence, Rule, StepEvent, StreamName
 from streamshard.core.host_grads import HostGrads
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import Ledger, WeightSlot
@@ -42,9 +42,13 @@ class HostUnit(Protocol):
     index: int
     weight_slot: WeightSlot
     flat_params: tuple[FlatParam, ...]
+    versions_sent: list[int]
     trained: list[FlatParam]
     params: list[Param]
     host: HostState | None
+
+    def versions(self) -> list[int]:
+        """See `streamshard.core.unit.Unit.versions`."""
 
     def expire_stepped(self, params: Collection[Param]) -> None:
         """A late step of `params` is due."""
@@ -155,8 +159,7 @@ class HostState:
             reads, writes: for observers, the tensors that it reads and writes.
         """
         self._is_busy = True
-        for observer in self._streams.observers:
-            observer.on_collective(stream, what, None, reads, writes)
+        self._streams.declare(stream, what, None, reads, writes)
         with self._streams.on(stream), torch.no_grad():
             action()
 
@@ -173,16 +176,21 @@ class HostState:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def cast(self, unit: HostUnit) -> None:
+    def _cast(self, unit: HostUnit) -> None:
         """Cast weights that the user has changed to the all-gather input, on the host."""
+        self._streams.observe(StepEvent.CAST_BEGINS, unit.index)
         self._complete()
         with torch.no_grad():
             for flat in unit.flat_params:
                 if flat.host_input is not flat.main:
                     flat.host_input.copy_(flat.main)
+        unit.versions_sent = unit.versions()
+        self._streams.observe(StepEvent.CAST_ENDS, unit.index)
 
     def fetch(self, unit: HostUnit) -> None:
         """Put this rank's part of the weights into the unit's slot, stepped if a step is late. Comm waits for it."""
+        if unit.versions_sent != unit.versions():
+            self._cast(unit)
         slot = unit.weight_slot
         slot.released.wait(StreamName.FETCH)  # rule 2
         slot.arrived.wait(StreamName.FETCH)  # rule 1, of an all-gather that compute has not waited for

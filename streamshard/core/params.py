@@ -1,6 +1,6 @@
 """One rank's part of each parameter and of each flat parameter: weights and gradients.
 
-    main weights -cast-> all-gather input ... weight slot (unsharded parameter) ... gradient slot ... main grads
+    main weights -cast, all-gather-> weight slot (unsharded parameter) ... gradient slot ... main grads
 
 `FlatParam` is one flat parameter: the memory that its collectives move. `Param` is one parameter in it: the user's
 Parameter object, which stays the same object, the unsharded parameter, and the state of its gradient. See [Note: flat
@@ -245,7 +245,7 @@ class FlatParam:
         wire: [bytes of the largest unit of the slot] uint8, the wire buffer beside the slot; None: there is none.
         ranks: the ranks that cut it: the shard group, or the ranks with the same experts.
         ledger: allocates.
-        keeps_slot: no other unit uses the slot: the all-gather input is this rank's range of it.
+        keeps_slot: no other unit uses the slot: main weights that are sent as they are lie in it.
         is_on_host: main weights, main grads and all-gather inputs lie in host memory (``offload``).
 
     Attributes:
@@ -254,8 +254,11 @@ class FlatParam:
         kind: its dtypes, and whether it trains.
         layout: of its parameters.
         main: [shard_numel] main_dtype. The user's Parameters are views of it.
-        gather_input: [shard_numel] wire_dtype; `main` itself, if that is of the same dtype.
-        host_input: with ``offload``, the same in host memory, and `gather_input` is a range of the slot; else empty.
+        is_sent_as_is: all-gathers read main weights without a cast.
+        gather_input: [shard_numel], given to all-gathers: `main`, which they cast to wire_dtype; with ``offload`` this
+            rank's range of `gathered`.
+        host_input: [shard_numel] wire_dtype, with ``offload``: copied to `gather_input`. It is `main` itself, if that
+            is of the same dtype. Empty without ``offload``.
         gathered: [padded_numel] wire_dtype, written by all-gathers; `weights` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype. Layers compute with views of it.
         grads: [padded_numel] grad_dtype, its range of the gradient slot; empty if it is frozen.
@@ -284,21 +287,23 @@ class FlatParam:
         self._plan, self.ranks, self._ledger_of = plan, ranks, weakref.ref(ledger)
         numel, kind = plan.layout.shard_numel, plan.kind
         is_cast = kind.main_dtype is not kind.wire_dtype
+        self.is_sent_as_is = not (is_cast or is_on_host)
         kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
         self.weights = self.gathered = slot.buffer.narrow(0, *plan.weights).view(kind.compute_dtype)
         if wire is not None and kind.wire_dtype is not kind.compute_dtype:
             self.gathered = wire.narrow(0, *plan.wire).view(kind.wire_dtype)
-        input_category = Category.ALL_GATHER_INPUTS if is_cast else kept_as
-        if is_on_host:
-            self.gather_input = self.gathered.narrow(0, ranks.rank * numel, numel)
-            self.host_input = kept_input = ledger.allocate(input_category, numel, kind.wire_dtype, is_on_host=True)
-        elif keeps_slot and self.gathered is self.weights:
-            self.gather_input = kept_input = self.weights.narrow(0, ranks.rank * numel, numel)
+        own = self.gathered.narrow(0, ranks.rank * numel, numel)
+        if keeps_slot and self.is_sent_as_is and self.gathered is self.weights:
+            self.main = own
         else:
-            self.gather_input = kept_input = ledger.allocate(input_category, numel, kind.wire_dtype, is_visible=True)
-        self.main = kept_input
-        if is_cast:
-            self.main = ledger.allocate(kept_as, numel, kind.main_dtype, is_on_host=is_on_host)
+            self.main = ledger.allocate(
+                kept_as, numel, kind.main_dtype, is_visible=self.is_sent_as_is, is_on_host=is_on_host
+            )
+        self.gather_input = own if is_on_host else self.main
+        if is_on_host:
+            self.host_input = self.main
+            if is_cast:
+                self.host_input = ledger.allocate(Category.ALL_GATHER_INPUTS, numel, kind.wire_dtype, is_on_host=True)
         for found in plan.found:
             for tensor in form_of(found.param).beside(found.param).values():
                 ledger.hold(Category.QUANTIZATION, tensor)

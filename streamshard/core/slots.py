@@ -51,7 +51,7 @@ class Ledger:
 
         Args:
             category, numel, dtype: its use, length and type.
-            is_visible: other ranks may read it (all-gather inputs, gradient slots).
+            is_visible: other ranks may read it (main weights that are sent as they are, slots).
             is_on_host: it lies in pinned host memory.
         """
         with leave_inference_mode():
@@ -116,7 +116,7 @@ class WeightState(enum.IntEnum):
     """The state of a weight slot."""
 
     EMPTY = enum.auto()
-    """No weights, or weights from before a cast."""
+    """No weights, or weights that may have changed since."""
     ARRIVING = enum.auto()
     """An all-gather writes the slot, or has written it: compute has not waited."""
     READY = enum.auto()
@@ -131,13 +131,15 @@ WEIGHT_TRANSITIONS = {
 
 
 class WeightSlot(_Slot):
-    """A buffer for the full weights of one unit at a time. Owns its two fences.
+    """A buffer for the full weights of one unit at a time. Owns its three fences.
 
     Attributes:
         buffer: [bytes of its largest unit] uint8.
         state, content: see `WeightState`.
         arrived: fence of rule 1, recorded after the all-gather.
         released: fence of rule 2, recorded after a unit's last use.
+        read: fence of rule 6, recorded after the all-gather: all ranks have read this rank's shard. On a device the
+            comm stream orders this.
         is_shared: several units use the slot.
     """
 
@@ -148,6 +150,7 @@ class WeightSlot(_Slot):
         self.is_shared = is_shared
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
+        self.read = Fence(streams, Rule.SHARDS_READ, StreamName.COMM, f"shards in {what}", at=self.arrived)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the slot."""

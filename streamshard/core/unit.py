@@ -1,6 +1,6 @@
 """One unit: the parameters that are cast, all-gathered, reduced and given together. One method per step of their way.
 
-    main weights -cast-> all-gather input -start_gather-> weight slot -set_bound-> forward, backward -release->
+    main weights -start_gather-> weight slot -set_bound-> forward, backward -release->
     autograd -write, collect-> gradient slot -start_reduce-> main grads -give-> ``.grad`` -optimizer-> main weights
 
 The unit knows how to do each step, `streamshard.core.engine` and its passes know when. Large gradients are written to
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName, Work
+from streamshard.comm.streams import StepEvent, Work
 from streamshard.comm.transport import Reduction
 from streamshard.core.params import FlatParam, GradState, Param, move_all, use_of, write_all
 from streamshard.core.slots import GradSlot, SlotState, WeightSlot, WeightState
@@ -68,13 +68,13 @@ class Unit:
         trained: the flat parameters that train.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
         is_trainable: a parameter requires a gradient, and has room for it; see `copy_trainability`.
-        is_cast: the all-gather input has the weights as the user has left them.
+        is_sent_as_is: an all-gather reads main weights themselves, which are not cast.
+        versions_sent: `versions` at the last all-gather; with ``offload`` at the last cast. Empty: unknown.
         has_small_grads: autograd has left small gradients of this backward in ``.grad`` of unsharded parameters.
         has_taken: this backward has moved ``.grad`` of parameters into main grads.
         has_spilled: gradients are in copies, because another unit has taken the slot.
         has_unreduced: an earlier backward has left gradients unreduced, on this rank or on another one.
         guard: refuses reads of weights that are absent, and writes to weights.
-        read_done: fence of rule 6, recorded after the all-gather has read its input.
         gathering, reducing: contexts around the unit's collectives, and around waits for them.
     """
 
@@ -94,19 +94,18 @@ class Unit:
         self.weight_slot, self.grad_slot, self.ranks, self.is_streamed = weight_slot, grad_slot, ranks, is_streamed
         self.name = layout.name or "the root unit"
         self.params: list[Param] = []
-        self.is_bound = self.is_trainable = self.is_cast = False
+        self.is_bound = self.is_trainable = False
+        self.is_sent_as_is = any(flat.is_sent_as_is for flat in self.flat_params)
         self.has_small_grads = self.has_taken = self.has_spilled = self.has_unreduced = False
         self.guard = WeightGuard(weight_slot.is_shared)
         self.gathering = ranks.waiting("the gather of", self.name)
         self.reducing = ranks.waiting("the reduction of", self.name)
-        self._streams = streams = ranks.streams
+        self._streams = ranks.streams
         self._sharded: list[nn.Parameter] = []  # the user's parameters, in the order of `params`
         self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters
-        self.cast_versions: list[int] = []  # of the parameters, at the last cast; empty: unknown
+        self.versions_sent: list[int] = []
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Weak: models own units.
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
-        self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
-        self.read_done = Fence(streams, Rule.SHARDS_READ, ranks.stream, "gathered shards", at=weight_slot.arrived)
         self.trained = [flat for flat in self.flat_params if flat.kind.trains]
         self._with_room: list[Param] = []  # params whose gradient has memory
         self._life = Life()  # of the gradients that parameters have now
@@ -127,7 +126,6 @@ class Unit:
         self._sharded = [param.sharded for param in self.params]
         self._trains = [not param.form.is_packed for param in self.params]
         if not self.params:  # nothing will ever be gathered
-            self.is_cast = True
             self.weight_slot.move(WeightState.ARRIVING, self.index)
 
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
@@ -137,57 +135,47 @@ class Unit:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def expire(self, *, trusts_versions: bool) -> None:
-        """A pass begins: the weights are cast and gathered anew, if they may have changed.
+        """A pass begins: the weights are gathered anew, if they may have changed.
 
         Args:
             trusts_versions: weights of the same versions have not changed. Versions miss writes through ``.data`` on
                 one rank, and by kernels that take an address.
         """
-        if self.params and not (trusts_versions and self.cast_versions == self.versions()):
-            self.is_cast = False
-            if self.weight_slot.content == self.index:  # else another unit's weights stay
-                self.weight_slot.move(WeightState.EMPTY, None)
+        if self.weight_slot.content != self.index or not self.params:  # another unit's weights stay
+            return
+        if not trusts_versions or self.versions_sent != self.versions():
+            self.weight_slot.move(WeightState.EMPTY, None)
 
     def expire_stepped(self, params: Collection[Param]) -> None:
         """A late step of `params` is due. It writes the all-gather input too, so no cast is due, if none was before."""
-        was_cast = self.is_cast and self.cast_versions == self.versions()
+        was_cast = self.versions_sent == self.versions()
         with AsTensors():
             torch.autograd.graph.increment_version([param.sharded for param in params])
         self.expire(trusts_versions=True)
         if was_cast:
-            self.is_cast, self.cast_versions = True, self.versions()
+            self.versions_sent = self.versions()
 
-    def cast(self, *, notes_versions: bool) -> None:
-        """Cast the weights as the user has left them to the all-gather input, and note versions for `expire`."""
-        self._streams.observe(StepEvent.CAST_BEGINS, self.index)
-        self.read_done.wait()  # rule 6: the last all-gather, also of other ranks, has read the input
-        if self.host is not None:
-            self.host.cast(self)
-        else:
-            for flat in self.flat_params:
-                if flat.gather_input is not flat.main:
-                    flat.gather_input.copy_(flat.main)
-        self.cast_versions = self.versions() if notes_versions or self.host is not None else []
-        self.is_cast = True
-        self._cast_done.record()
-        self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
-        self._streams.observe(StepEvent.CAST_ENDS, self.index)
+    def start_gather(self, *, notes_versions: bool) -> None:
+        """Start the all-gather, which casts the weights, into the weight slot. The slot is this unit's from here on.
 
-    def start_gather(self) -> None:
-        """Start the all-gather into the weight slot. Comm stream; the slot is this unit's from here on."""
+        Args:
+            notes_versions: for `expire`.
+        """
         slot, transport = self.weight_slot, self.ranks.transport
         self._streams.observe(StepEvent.GATHER_BEGINS, self.index)
         slot.released.wait()  # rule 2
         slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
+        slot.read.complete()  # rule 6
         slot.move(WeightState.ARRIVING, self.index)
         if self.host is not None:
             self.host.fetch(self)
+        else:
+            self.versions_sent = self.versions() if notes_versions else []
         works: list[Work | None] = []
         for flat in self.flat_params:
             works.append(flat.ranks.transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
         slot.arrived.record(*works)
-        self.read_done.works = ()  # the new readers also wait for those of the last all-gather
-        self.read_done.record(*transport.readers(works))
+        slot.read.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
 
     def wait_until_ready(self) -> None:

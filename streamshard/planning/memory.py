@@ -22,7 +22,6 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     main grads          4 S of flat parameters that train; 0 while they lie in "all" fp32 grad slots
     frozen weights      m S of the others; m bytes per element of the storage dtype
     quantization        tensors beside packed weights, whole on each rank (`streamshard.forms`)
-    all-gather inputs   w S of flat parameters whose storage dtype is not the wire dtype; w bytes per element of it
     wire buffers        w times the elements of the largest unit of each slot, if wire and compute dtype differ
     weight slots        p times the elements of the largest unit of each slot
     grad slots          g times the elements of the largest unit that train, of each slot; g bytes of grad_dtype
@@ -31,8 +30,10 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     staging             with ``offload``: 8 times the elements of the largest shard that trains
     norms               with ``offload``: 4 per parameter that trains
 
-With ``offload`` the first three rows and all-gather inputs lie in host memory, but for units in the device budget.
-With "all" weight slots, all-gather inputs lie in the slots, and so do main or frozen weights of the compute dtype.
+An all-gather input is cast into this rank's range of the weight slot, or wire buffer, so it takes no memory. With
+``offload`` the first three rows lie in host memory, but for units in the device budget; so do all-gather inputs: w S of
+flat parameters whose storage dtype is not the wire dtype, w bytes per element of it. With "all" weight slots, main or
+frozen weights of the compute dtype lie in the slots.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class SlotPlan(NamedTuple):
         weights: by unit, its weight slot.
         grads: by unit, its grad slot.
         scratch: by unit, the scratch of its reductions.
-        keeps_weights: every unit has a weight slot of its own, which also holds its all-gather input.
+        keeps_weights: every unit has a weight slot of its own, which also holds main weights that are sent as they are.
         keeps_grads: every unit has a grad slot of its own, where gradients may stay until the next backward.
     """
 
@@ -135,14 +136,13 @@ def plan_host(layouts: Sequence[UnitLayout], device_bytes: int) -> list[bool]:
 
     Args:
         layouts: of all units, in the order of the first forward.
-        device_bytes: for main weights, main grads, Adam's moments and all-gather inputs on the device.
+        device_bytes: for main weights, main grads and Adam's moments on the device.
     """
     on_host: list[bool] = []
     for unit in layouts:
         for flat in unit.flat_params:
             kind = flat.kind
             per_element = kind.main_dtype.itemsize + 12 * kind.trains  # an fp32 gradient and two moments
-            per_element += kind.wire_dtype.itemsize * (kind.wire_dtype is not kind.main_dtype)
             device_bytes -= flat.layout.shard_numel * per_element
         on_host.append(device_bytes < 0)
     return on_host

@@ -146,20 +146,16 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
     checks = []
 
     class _Checks(Observer):
-        def on_event(self, moment: StepEvent, unit: int | None) -> None:
-            if moment is StepEvent.CAST_ENDS and unit is not None:
-                assert not engine.units[unit].read_done.works, "weights are cast"
-                checks.append("cast")
-
         def on_collective(self, stream: Any, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
             if collective is Collective.ALL_GATHER and tag is not None and tag < len(engine.units):
-                assert not engine.units[tag].weight_slot.arrived.works, "a slot is gathered into"
-                checks.append("gather")
+                slot = engine.units[tag].weight_slot
+                assert not slot.arrived.works and not slot.read.works, "a slot is cast and gathered into"
+                checks.append(tag)
 
     with engine.streams.observed_by(_Checks()):
         for number in range(3):
             SCENARIOS[scenario].step(model, _call(context, number))
-    assert {"cast", "gather"} == set(checks)
+    assert len(checks) > 6 * len(engine.units)
 
 
 class _RecomputedInPairs(Stack):

@@ -242,15 +242,15 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict
 
 
 class _Order(Observer):
-    """Where comm waits for the cast, and the tags of all-gathers, in order."""
+    """The tags of all-gathers, in order, and where comm waits for main weights."""
 
     def __init__(self) -> None:
         self.lines: list[object] = []
 
     def on_wait(self, fence: Fence, target: StreamName) -> None:
         """See `Observer.on_wait`."""
-        if fence.rule is Rule.SHARDS_WRITTEN and fence.what == "all-gather inputs":
-            self.lines.append("the cast")
+        if fence.rule is Rule.SHARDS_WRITTEN and fence.what == "main weights":
+            self.lines.append("a wait")
 
     def on_collective(
         self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
@@ -261,17 +261,16 @@ class _Order(Observer):
 
 
 @on_ranks(2)
-def test_an_all_gather_waits_for_the_cast_of_its_own_unit_alone(context: RankContext) -> None:
-    """A step casts each unit once, right before the unit's first all-gather."""
+def test_forward_and_backward_wait_once_each_for_main_weights(context: RankContext) -> None:
+    """Before their first all-gathers, which cast the weights."""
     with simulated_device():
         model: Any = sharded("unequal layers", BF16)
         stack_step(model, Call(0, context.rank, 2, 1.0))
         engine, order = engine_inside(model), _Order()
         with engine.streams.observed_by(order):
             stack_step(model, Call(1, context.rank, 2, 1.0))
-    pairs = [line for unit in engine.order.order for line in ("the cast", unit)]
-    assert order.lines[: len(pairs)] == pairs
-    assert order.lines.count("the cast") == len(engine.units)
+    units = engine.order.order
+    assert [line for line in order.lines if line in ("a wait", *units)] == ["a wait", *units, "a wait", 3, 2, 1]
 
 
 class _OnSide(torch.autograd.Function):
@@ -379,10 +378,11 @@ def test_zeros_of_unused_parameters_are_in_time_if_all_gradients_come_on_another
 
 
 @on_ranks(2)
-def test_weights_may_change_after_a_forward_that_has_skipped_layers(context: RankContext) -> None:
-    """In fp32 all-gathers read the main weights; nothing in the pass waits for those of layers that did not run."""
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_weights_may_change_after_a_forward_that_has_skipped_layers(context: RankContext, precision: Precision) -> None:
+    """All-gathers read the main weights; nothing in the pass waits for those of layers that did not run."""
     with simulated_device() as device, checking_streams(device) as checker:
-        model = StreamShard(RoutedStack(5), precision=FP32)
+        model = StreamShard(RoutedStack(5), precision=precision)
         with checker.of(model), torch.no_grad():
             for route in (range(5), [0], [0]):
                 model.route = route  # type: ignore[assignment]  # a RoutedStack
@@ -460,13 +460,13 @@ def _stream_calls(layers: int) -> Counter[str]:
 
 @on_ranks(2)
 def test_a_layer_asks_the_device_for_few_streams_and_events(context: RankContext) -> None:
-    """Forward and backward of a layer of nine parameters: no stream objects, 3 contexts, 7 records, 8 waits."""
+    """Forward and backward of a layer of nine parameters: no stream objects, 3 contexts, 6 records, 6 waits."""
     more, fewer = _stream_calls(12), _stream_calls(8)
     assert {name: (more[name] - fewer[name]) / 4 for name in more} == {
         "current_stream": 0,
         "stream": 3,
-        "record": 7,
-        "wait_event": 8,
+        "record": 6,
+        "wait_event": 6,
     }
 
 
