@@ -64,11 +64,12 @@ class NcclTransport(Transport):
                 before = _share_before(self.world_size) if slot.dtype is torch.float16 else 1
                 if before > 1:
                     slot.mul_(1.0 / before)
-                _reduce_scatter_single(scratch, slot, op=dist.ReduceOp.SUM, group=self.group)
+                total = slot.narrow(0, self.rank * out.numel(), out.numel())  # in place, which NCCL allows
+                _reduce_scatter_single(total, slot, op=dist.ReduceOp.SUM, group=self.group)
                 if accumulate:
-                    out.add_(scratch, alpha=before / divisor)
+                    out.add_(total, alpha=before / divisor)
                 else:
-                    out.copy_(scratch).mul_(before / divisor)
+                    out.copy_(total).mul_(before / divisor)
         return None
 
     def _exchange(self, reduction: Reduction) -> None:
@@ -109,12 +110,8 @@ class NcclTransport(Transport):
         return None
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
-        """`EXCHANGE_16`: a chunk from each rank, and an fp32 sum. Else one shard for the sum."""
-        match mode:
-            case ReductionMode.EXCHANGE_16:
-                return shard_numel * (self.world_size + 2)
-            case ReductionMode.FP32 | ReductionMode.SUM_16:
-                return shard_numel
+        """`EXCHANGE_16`: a chunk from each rank, and an fp32 sum. Else the slot takes the sum."""
+        return shard_numel * (self.world_size + 2) if mode is ReductionMode.EXCHANGE_16 else 0
 
     def check_precision(self, precision: Precision) -> None:
         """See `Transport.check_precision`, and [Note: sums in 16 bits]."""

@@ -211,6 +211,19 @@ def test_a_reduction_that_all_ranks_have_written_is_summed_at_the_next_gradient(
 
 
 @on_ranks(2)
+def test_ranks_that_wait_for_each_other_copy_and_sum_meanwhile(context: RankContext) -> None:
+    """One waits for the other's copy, the other one for a sum."""
+    model = StreamShard(Stack(), precision=BF16)
+    transport, flat = _shared(model), engine_inside(model).units[1].flat_params[0]
+    transport.start_gather(flat.gather_input, flat.gathered, flat.tag)
+    given = flat.grads, flat.main_grads, flat.scratch, flat.kind.mode, False, flat.tag, 2.0
+    works = [transport.readers(())[-1], transport.start_reduce(Reduction(*given))]
+    for work in works if context.rank == 0 else reversed(works):
+        assert work is not None
+        work.wait()
+
+
+@on_ranks(2)
 def test_collectives_of_different_layers_are_never_mixed(context: RankContext) -> None:
     """Both ranks raise before anything is summed; all-gathers, which need no partner here, at the next forward."""
     model = sharded("plain", FP32)

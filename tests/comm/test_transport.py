@@ -110,12 +110,13 @@ def _numbers(rank: int, numel: int, like: torch.Tensor, salt: int = 0) -> torch.
 
 
 def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
-    """All ranks' shards side by side: published ones, ones inside the slot, empty ones, others; later new values."""
+    """All ranks' shards side by side: published, inside the slot, empty, cast on the way, others; later new values."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     shard = transport.allocate_visible(NUMEL, dtype)
     whole = transport.allocate_visible(size * NUMEL, dtype)
     own = whole.narrow(0, ranks.rank * NUMEL, NUMEL)
     empty = transport.allocate_visible(0, dtype)
+    main, cast = torch.empty(NUMEL, device=device), transport.allocate_visible(size * NUMEL, torch.bfloat16)
     assert not shard.any()
     slot = torch.empty(size * NUMEL, dtype=dtype, device=device)
     nothing = torch.empty(0, dtype=dtype, device=device)
@@ -125,15 +126,17 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
             _wait(transport, each)
         shard.copy_(_numbers(ranks.rank, NUMEL, shard, turn))
         own.copy_(_numbers(ranks.rank, NUMEL, own, 10 + turn))
+        main.copy_(_numbers(ranks.rank, NUMEL, main, 15 + turn))
         _let_read(transport)
         works, readers = [], []
-        for tag, pair in enumerate([(shard, slot), (own, whole), (empty, nothing)]):
+        for tag, pair in enumerate([(shard, slot), (own, whole), (empty, nothing), (main, cast)]):
             works.append(transport.start_gather(*pair, tag))
             readers.extend(transport.readers(works[-1:]))
         for work in works:
             _wait(transport, work)
         assert torch.equal(slot, torch.cat([_numbers(rank, NUMEL, shard, turn) for rank in range(size)]))
         assert torch.equal(whole, torch.cat([_numbers(rank, NUMEL, own, 10 + turn) for rank in range(size)]))
+        assert torch.equal(cast, torch.cat([_numbers(rank, NUMEL, cast, 15 + turn) for rank in range(size)]))
     mine, full = _numbers(ranks.rank, NUMEL, slot, 20), torch.empty_like(slot)
     ranks.gather_now(mine, full, 1)
     assert torch.equal(full, torch.cat([_numbers(rank, NUMEL, slot, 20) for rank in range(size)]))

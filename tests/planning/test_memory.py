@@ -45,7 +45,7 @@ def _padded(numels: list[int], world_size: int, param_bytes: int) -> int:
 def _formula(
     edge: list[int], blocks: list[list[int]], world_size: int, precision: Precision, *, receives: bool
 ) -> dict[str, int]:
-    """Bytes by category: 8/N a parameter (Adam has as much again), 2/N in half precision, and the slots."""
+    """Bytes by category: 8/N a parameter (Adam has as much again), and the slots."""
     param_bytes, grad_bytes = precision.param_dtype.itemsize, precision.slot_grad_dtype.itemsize
     units = [_padded(numels, world_size, param_bytes) for numels in (edge, *blocks)]
     shards = sum(units) // world_size
@@ -59,7 +59,7 @@ def _formula(
         "main grads": 4 * shards,
         "frozen weights": 0,
         "quantization": 0,
-        "all-gather inputs": 2 * shards if param_bytes == 2 else 0,
+        "all-gather inputs": 0,
         "wire buffers": 0,
         "weight slots": param_bytes * sum(slots),
         "grad slots": grad_bytes * sum(slots),
@@ -71,7 +71,7 @@ def _formula(
     }
     if world_size == 1:  # a slot for each unit, which is the unit's shard
         held |= {"weight slots": param_bytes * shards, "grad slots": 4 * shards, "main grads": 0, "flags": 0}
-        held |= {"all-gather inputs": 0, "main weights": 4 * shards if param_bytes == 2 else 0, "scratch": 0}
+        held |= {"main weights": 4 * shards if param_bytes == 2 else 0, "scratch": 0}
     return held
 
 

@@ -139,8 +139,8 @@ class _Sent(Observer):
         """See `Observer.on_collective`."""
         if others := self._others.get(tag, 0):
             self.count += 1
-            shares = 1 if collective is Collective.ALL_GATHER else others + 1
-            self.sent_bytes += reads[0].nbytes // shares * others
+            whole = writes[0] if collective is Collective.ALL_GATHER else reads[0]
+            self.sent_bytes += whole.nbytes // (others + 1) * others
 
 
 @on_ranks(4)
@@ -211,8 +211,8 @@ def test_the_command_plans_transformers_own_plan(tmp_path: Path, capsys: pytest.
     assert text[text.index("GiB per rank") : text.index("\n\narguments of")] in guide
     assert main(["plan", config, "--ranks", "8", "--tp", "2", "--budget", "18GiB", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert (told["tp"], told["ep"], told["world_size"], told["fit"]["ranks"]) == (2, 1, 8, 12)
-    fits = [plan(builder_of(config), count, tp=2, budget="18GiB").fit for count in (10, 12)]
+    assert (told["tp"], told["ep"], told["world_size"], told["fit"]["ranks"]) == (2, 1, 8, 10)
+    fits = [plan(builder_of(config), count, tp=2, budget="18GiB").fit for count in (8, 10)]
     assert [fit is not None and fit.choice is None for fit in fits] == [True, False]
 
 
