@@ -189,10 +189,13 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/shared_memory": [
         ("SharedMemoryTransport.copy_until", Drop("if for_all:"), "shared_memory"),
         ("SharedMemoryTransport.copy_until", Drop("self._await(Counter.PUBLISHED"), "shared_memory invariants matrix"),
-        ("SharedMemoryTransport.copy_until", Drop("if own[Counter.READ] == number:"), "shared_memory matrix"),
-        ("SharedMemoryTransport.sum_until", Drop("if self._differ():"), "shared_memory:mixed"),
-        ("SharedMemoryTransport.progress", Swap(" and not self._differ()", ""), "shared_memory:mixed"),
-        ("SharedMemoryTransport._await", Drop("self.progress()"), "shared_memory:meanwhile"),
+        ("SharedMemoryTransport.sum_until", Drop("for each in self._buffers"), "shared_memory:mixed"),
+        (
+            "SharedMemoryTransport.progress",
+            Swap(" or each.written[place] != written[place]", ""),
+            "shared_memory:mixed",
+        ),
+        ("SharedMemoryTransport._await", Drop("if counter is Counter.READ:"), "shared_memory:another_copies"),
         ("SharedMemoryTransport.start_gather", Swap("among.index(self.rank) if among else ", ""), "transport"),
         ("ExpertsTransport.readers", Swap("self._model.readers(works)", "works"), "transport:same_experts"),
         ("ExpertsTransport.start_reduce", Swap("self._among", "self._model._all"), "transport:same_experts"),

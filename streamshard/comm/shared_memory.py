@@ -25,8 +25,8 @@ All ranks allocate the same buffers in the same order, so a buffer has the same 
 
 Counts suffice because all-gathers and reductions come in the same order on all ranks, and each rank copies and sums in
 this order. To check this, each rank stores a digest of its log with WRITTEN, and ranks compare the digests before they
-sum. A rank that waits copies and sums everything that is ready, so two ranks never wait for each other's copies or
-sums.
+sum. Sums are taken as early as possible, also by a rank that waits for READ. So two ranks never wait for each other's
+sums, nor one for a copy and the other one for a sum.
 """
 
 from __future__ import annotations
@@ -285,16 +285,12 @@ class SharedMemoryTransport(PairwiseTransport):
         own = self._own.counters
         while (number := own[Counter.READ]) < count:
             self._await(Counter.PUBLISHED, number + 1)
-            if own[Counter.READ] == number:  # else copied while it waited
-                self._copy_next()
+            with self._on_stream, torch.no_grad():
+                for chunk, source in self._gathers.popleft():
+                    chunk.copy_(source)
+            own[Counter.READ] = number + 1
         if for_all:
             self._await(Counter.READ, count)
-
-    def _copy_next(self) -> None:
-        with self._on_stream, torch.no_grad():
-            for chunk, source in self._gathers.popleft():
-                chunk.copy_(source)
-        self._own.counters[Counter.READ] += 1
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
@@ -321,44 +317,47 @@ class SharedMemoryTransport(PairwiseTransport):
         return _Until(functools.partial(self.sum_until, number + 1, for_all=True))
 
     def progress(self) -> None:
-        """See `Transport.progress`. Copies and sums as soon as all ranks are there, so that no rank waits later."""
-        own = self._own.counters
-        while self._gathers and not self._missing(Counter.PUBLISHED, own[Counter.READ] + 1):
-            self._copy_next()
-        while self._started and not self._missing(Counter.WRITTEN, own[Counter.SUMMED] + 1) and not self._differ():
-            self._sum_next()  # if ranks differ, the wait in `sum_until` raises
+        """See `Transport.progress`. Takes each sum once all ranks have written, so that no rank waits later."""
+        while self._started:
+            number, written = self._own.counters[Counter.SUMMED], self._own.written
+            place = number % len(written)
+            if any(
+                each.counters[Counter.WRITTEN] <= number or each.written[place] != written[place]
+                for each in self._buffers
+            ):
+                return  # if ranks differ, the wait in `sum_until` raises
+            self.sum_until(number + 1, for_all=False)
 
     def sum_until(self, count: int, *, for_all: bool) -> None:
         """Sum reductions in their order, until this rank has summed `count`; `for_all`: until all ranks have."""
-        own = self._own.counters
+        own, written = self._own.counters, self._own.written
         while (number := own[Counter.SUMMED]) < count:
             self._await(Counter.WRITTEN, number + 1)
-            if own[Counter.SUMMED] == number:  # else summed while it waited
-                if self._differ():
+            place = number % len(written)
+            for each in self._buffers:
+                if each.written[place] != written[place]:
                     raise RuntimeError("ranks have issued different collectives")
-                self._sum_next()
+            chunks, out, accumulate, divisor = self._started.popleft()
+            with self._on_stream:
+                sum_in_rank_order(chunks, out, accumulate=accumulate, divisor=divisor)
+            own[Counter.SUMMED] = number + 1
         if for_all:
             self._await(Counter.SUMMED, count)
-
-    def _differ(self) -> bool:
-        """Whether ranks have issued other collectives than this one before the next reduction to sum."""
-        own = self._own
-        place = own.counters[Counter.SUMMED] % len(own.written)
-        return any(each.written[place] != own.written[place] for each in self._buffers)
-
-    def _sum_next(self) -> None:
-        chunks, out, accumulate, divisor = self._started.popleft()
-        with self._on_stream:
-            sum_in_rank_order(chunks, out, accumulate=accumulate, divisor=divisor)
-        self._own.counters[Counter.SUMMED] += 1
 
     # -- counters ---------------------------------------------------------------------------------------------------
 
     def _await(self, counter: Counter, count: int) -> None:
         """Return once all ranks' counters have reached `count`. Raises as `_refuse` does."""
         deadline, sleep_s, looks = None, 2e-5, 0
-        while missing := self._missing(counter, count):
-            self.progress()
+        while True:
+            missing = []
+            for rank, buffers in enumerate(self._buffers):
+                if buffers.counters[counter] < count:
+                    missing.append(rank)
+            if not missing:
+                return
+            if counter is Counter.READ:
+                self.progress()
             looks += 1
             if looks < _YIELDS:
                 os.sched_yield()
@@ -368,14 +367,6 @@ class SharedMemoryTransport(PairwiseTransport):
             deadline = deadline or time.monotonic() + self._timeout_s
             if looks % _LOOKS_BETWEEN_CHECKS == 0:
                 self._refuse(counter, count, missing, is_late=time.monotonic() > deadline)
-
-    def _missing(self, counter: Counter, count: int) -> list[int]:
-        """The ranks whose counters have not reached `count`."""
-        missing = []
-        for rank, buffers in enumerate(self._buffers):
-            if buffers.counters[counter] < count:
-                missing.append(rank)
-        return missing
 
     def _refuse(self, counter: Counter, count: int, missing: Sequence[int], *, is_late: bool) -> None:
         """Raise if the counters of `missing` ranks will not reach `count`.

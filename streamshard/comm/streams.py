@@ -342,18 +342,6 @@ class Streams:
         for observer in self.observers:
             observer.on_event(moment, unit)
 
-    def declare(
-        self,
-        stream: StreamName,
-        what: Collective,
-        tag: int | None,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-    ) -> None:
-        """Report work that is about to be issued on `stream`, see `Observer.on_collective`."""
-        for observer in self.observers:
-            observer.on_collective(stream, what, tag, reads, writes)
-
     def on(self, name: StreamName) -> _OnStream:
         """Run the body on the stream of this name. On the CPU only the name changes; there the context is reusable."""
         return _OnStream(self, name)

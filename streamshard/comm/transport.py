@@ -185,7 +185,8 @@ class Transport(abc.ABC):
         """
         if kind is not None:
             self.recorder.log.add(kind, tag or 0)
-        self.streams.declare(self.stream, what, tag, reads, writes)
+        for observer in self.streams.observers:
+            observer.on_collective(self.stream, what, tag, reads, writes)
 
     def before_talk(self) -> None:  # noqa: B027  # only the adversary has something to do
         """Called before ranks communicate without this transport."""

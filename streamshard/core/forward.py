@@ -29,7 +29,8 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
     Raises:
         ShardingError: no pass can begin; says why.
     """
-    engine.recover()
+    if engine.phase is not None:
+        engine.recover()
     if engine.phase is not None:
         raise ShardingError(
             "a forward begins in one thread while a backward of the same model runs in another, and their layers would "

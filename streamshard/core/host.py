@@ -159,7 +159,8 @@ class HostState:
             reads, writes: for observers, the tensors that it reads and writes.
         """
         self._is_busy = True
-        self._streams.declare(stream, what, None, reads, writes)
+        for observer in self._streams.observers:
+            observer.on_collective(stream, what, None, reads, writes)
         with self._streams.on(stream), torch.no_grad():
             action()
 

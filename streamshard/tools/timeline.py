@@ -17,8 +17,8 @@ class Span(NamedTuple):
 
     Attributes:
         stream: the stream.
-        activity: "cast" (in host memory), "forward", "loss", "backward", "optimizer", a wait (`FOR_WEIGHTS`, `FOR_GRADS`, `FOR_OWNERS`),
-            a collective ("all_gather", ..), or "flags": ranks exchange which parameters have gradients.
+        activity: "cast" (in host memory), "forward", "loss", "backward", "optimizer", a wait (`FOR_WEIGHTS`,
+            `FOR_GRADS`, `FOR_OWNERS`), a collective ("all_gather", ..), or "flags" (which parameters have gradients).
         unit: index of the unit; None if the activity belongs to no unit.
         start_us, stop_us: microseconds since the trace began; stamps (see `_Recorder`) while the trace is recorded.
     """

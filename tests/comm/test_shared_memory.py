@@ -211,8 +211,8 @@ def test_a_reduction_that_all_ranks_have_written_is_summed_at_the_next_gradient(
 
 
 @on_ranks(2)
-def test_ranks_that_wait_for_each_other_copy_and_sum_meanwhile(context: RankContext) -> None:
-    """One waits for the other's copy, the other one for a sum."""
+def test_a_rank_sums_while_it_waits_until_another_copies(context: RankContext) -> None:
+    """The other one waits for the sum before it copies."""
     model = StreamShard(Stack(), precision=BF16)
     transport, flat = _shared(model), engine_inside(model).units[1].flat_params[0]
     transport.start_gather(flat.gather_input, flat.gathered, flat.tag)
