@@ -141,6 +141,7 @@ class Engine:
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         is_loss_unseen: no pass with gradients has returned so far.
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
+        written: fence of rule 5, recorded when a pass begins: the user has written the main weights before.
     """
 
     units: list[Unit]
@@ -172,7 +173,7 @@ class Engine:
         self._warnings: set[str] = set()
         self._ending = self.ranks.waiting("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
-        self._written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights")
+        self.written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights")
 
     @property
     def params(self) -> list[Param]:
@@ -263,11 +264,6 @@ class Engine:
                 self.reductions.start(unit)
             else:
                 self.all_gather(unit)
-
-    def begin_reading(self) -> None:
-        """A pass begins, and its all-gathers read main weights, which the user has written before (rule 5)."""
-        self._written.record()
-        self._written.wait()  # rule 5
 
     def finish_reading(self) -> None:
         """A pass is over, and the user may write main weights: wait for all-gathers that read them (rule 6).
