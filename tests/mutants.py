@@ -195,7 +195,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap(" or each.written[place] != written[place]", ""),
             "shared_memory:mixed",
         ),
-        ("SharedMemoryTransport._await", Drop("if counter is Counter.READ:"), "shared_memory:another_copies"),
+        ("SharedMemoryTransport._await", Drop("if counter is Counter.READ and"), "shared_memory:another_copies"),
         ("SharedMemoryTransport.start_gather", Swap("among.index(self.rank) if among else ", ""), "transport"),
         ("ExpertsTransport.readers", Swap("self._model.readers(works)", "works"), "transport:same_experts"),
         ("ExpertsTransport.start_reduce", Swap("self._among", "self._model._all"), "transport:same_experts"),

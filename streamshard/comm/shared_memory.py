@@ -356,7 +356,7 @@ class SharedMemoryTransport(PairwiseTransport):
                     missing.append(rank)
             if not missing:
                 return
-            if counter is Counter.READ:
+            if counter is Counter.READ and self._started:
                 self.progress()
             looks += 1
             if looks < _YIELDS:
