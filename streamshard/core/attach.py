@@ -67,9 +67,9 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards, edits)
         if module._parameters or module._buffers:
             hook = functools.partial(_before_loading, engine, name, shards)
-            edits.add_hook(module, module.register_load_state_dict_pre_hook(hook))
+            module.register_load_state_dict_pre_hook(hook)
         if module._parameters:
-            edits.add_hook(module, module.register_state_dict_pre_hook(functools.partial(_before_saving, engine)))
+            module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
     members = Members(root)
     engine.members_of = weakref.ref(members)
     engine.progress.begin({param: shard.name for param, shard in shards.items()})
