@@ -11,7 +11,7 @@ import abc
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -54,8 +54,7 @@ def change_class(module: nn.Module, kind: type) -> None:
 
 def original_class(kind: type) -> type:
     """The user's or the library's class of which `watched_class` has made `kind`; any other class itself."""
-    original: type = kind.__dict__.get(_ORIGINAL, kind)
-    return original
+    return cast(type, kind.__dict__.get(_ORIGINAL, kind))
 
 
 def _make_watched_class(original: type, base: type) -> type:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from streamshard.errors import ShardingError, log, uncaught
-from streamshard.guards.global_ops import answers_without_values, name_of
+from streamshard.guards.torch_functions import answers_without_values, name_of
 from streamshard.nested import tensors_in
 from streamshard.planning.structure import MARKS, refuse_marks
 from streamshard.torch_private import AsTensors, get_data, set_data, set_versions, skip, untraced
