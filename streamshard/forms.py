@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -289,12 +288,12 @@ class _Lowered(torch.Tensor):
 
     Attributes:
         lowered: the name of the parameter.
-        successor_of: returns the Parameter in its place; None: the model is gone.
+        successor: the Parameter in its place.
     """
 
     __slots__ = ()
     lowered: str
-    successor_of: Callable[[], nn.Parameter | None]
+    successor: nn.Parameter
 
     @classmethod
     def __torch_function__(
@@ -326,7 +325,7 @@ def lower(name: str, param: nn.Parameter) -> nn.Parameter:
     plain.__dict__.update({**vars(param), _FORM: form})
     plain.__dict__.pop("_is_param")
     old: Any = param
-    old.lowered, old.successor_of = name, weakref.ref(plain)
+    old.lowered, old.successor = name, plain
     old._local_tensor = torch.empty(0)  # an optimizer or a list may keep the DTensor
     old.__class__ = type("DTensor", (_Lowered, form.kind), {"__slots__": ()})
     return plain
@@ -334,8 +333,7 @@ def lower(name: str, param: nn.Parameter) -> nn.Parameter:
 
 def successor(param: nn.Parameter) -> nn.Parameter:
     """The Parameter in whose place `param` was; itself, if it is still there."""
-    new = param.successor_of() if isinstance(param, _Lowered) else None
-    return param if new is None else new
+    return param.successor if isinstance(param, _Lowered) else param
 
 
 _PLAIN, _INTEGERS, _FOUR_BIT = PlainForm(), IntegerForm(), FourBitForm()

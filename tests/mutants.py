@@ -351,7 +351,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Piece.cut", Swap("part_of(whole.detach(), self.box)", "whole.detach()"), "tensor_parallel:mesh"),
     ],
     "guards/sharded_tensor": [
-        ("_norm", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
+        ("_norm", Swap("tensor.piece.counted(norm)", "norm"), "tensor_parallel:norms"),
         ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
     ],
     "guards/weights": [

@@ -40,7 +40,9 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         engine: complete, with weights.
         in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
     """
-    register_gradient_hooks(engine)
+    # For hooks of unsharded parameters, guards, and dicts in the bindings of units: the engine holds all of them.
+    engine_of = weakref.ref(engine)
+    register_gradient_hooks(engine, engine_of)
     edits = ModuleEdits()
     engine.edits_of = weakref.ref(edits)
     owner = owners_of(found)
@@ -54,20 +56,20 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
                 param.unsharded.__dict__ = param.sharded.__dict__  # an attribute that the user sets on one is on both
         if unit is not engine.root_unit:
             layer = type(found[unit.index].modules[0]).__name__
-            unit.guard.ask = ask_for(weakref.ref(engine), unit.index, layer)
+            unit.guard.ask = ask_for(engine_of, unit.index, layer)
             unit.guard.set_present(False, marks=False)
     for name, module in modules_of(root):
         own = [shards[param] for param in module._parameters.values() if param is not None]
         for key, value in dict(item for param in own for item in param.form.prepare().items()).items():
             edits.set_entry(module, key, value)
         if any(param is not None for param in module._parameters.values()):
-            edits.set_entry(module, "_parameters", OutsideParameters(module._parameters, places, engine))
+            edits.set_entry(module, "_parameters", OutsideParameters(module._parameters, places, engine_of))
         _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards, edits)
         if module._parameters or module._buffers:
             hook = functools.partial(_before_loading, engine, name, shards)
-            edits.add_hook(module, module.register_load_state_dict_pre_hook(hook))
+            module.register_load_state_dict_pre_hook(hook)
         if module._parameters:
-            edits.add_hook(module, module.register_state_dict_pre_hook(functools.partial(_before_saving, engine)))
+            module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
     members = Members(root)
     engine.members_of = weakref.ref(members)
     engine.progress.begin({param: shard.name for param, shard in shards.items()})
@@ -100,7 +102,8 @@ def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> to
 def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param], edits: ModuleEdits) -> None:
     """Let `module` hold unsharded parameters while `unit` is bound.
 
-    RNNs keep their weights in a list for cuDNN too, and weak references to them.
+    RNNs keep their weights in a list for cuDNN too. By weak references they notice exchanged weights, and make the list
+    anew: leave out those of sharded parameters, for which `unit` exchanges the list.
     """
     sharded = module._parameters
     if any(param is not None for param in sharded.values()):
@@ -108,10 +111,11 @@ def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param], edit
         unit.add_binding(module, "_parameters", sharded, computing)
     if isinstance(module, nn.RNNBase):
         edits.set_entry(module, "flatten_parameters", lambda: None)  # it would move weights out of the slot
-        weights = [shards[param].unsharded if param in shards else param for param in module._flat_weights]
-        refs = [None if weight is None else weakref.ref(weight) for weight in weights]
-        unit.add_binding(module, "_flat_weights", module._flat_weights, weights)
-        unit.add_binding(module, "_flat_weight_refs", module._flat_weight_refs, refs)
+        kept, known = module._flat_weights, module._flat_weight_refs
+        weights = [shards[param].unsharded if param in shards else param for param in kept]
+        unit.add_binding(module, "_flat_weights", kept, weights)
+        refs = [None if param in shards else ref for param, ref in zip(kept, known, strict=True)]
+        edits.set_entry(module, "_flat_weight_refs", refs)
 
 
 def _before_saving(engine: Engine, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -339,15 +339,17 @@ def _need_weights(engine: Engine, use: Use, grads: object = None) -> None:
     _begin_backward(engine).need(use)
 
 
-def register_gradient_hooks(engine: Engine) -> None:
-    """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot."""
+def register_gradient_hooks(engine: Engine, engine_of: Callable[[], Engine | None]) -> None:
+    """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot.
+
+    `engine_of` is weak, because the garbage collector does not see references of a tensor's hook.
+    """
     for unit in engine.units:
         for place, param in enumerate(unit.params):
             if param.form.is_packed:
                 continue
             hook = _on_small_gradient if param.is_small else _on_gradient
-            # Weak: the garbage collector does not see references of a tensor's hook, and the engine holds the tensor.
-            hook = functools.partial(hook, weakref.ref(engine), unit.index, place)
+            hook = functools.partial(hook, engine_of, unit.index, place)
             param.unsharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -26,7 +25,7 @@ class OutsideParameters(dict[str, Any]):
     Args:
         params: name to sharded parameter.
         places: by sharded parameter, the indices of its unit and of the parameter in the unit.
-        engine: the model's.
+        engine_of: returns the model's engine; weak, because the engine holds bindings of this dict.
     """
 
     __slots__ = ("_engine_of", "_places")
@@ -35,10 +34,10 @@ class OutsideParameters(dict[str, Any]):
         self,
         params: Mapping[str, nn.Parameter | None],
         places: Mapping[nn.Parameter, tuple[int, int]],
-        engine: Engine,
+        engine_of: Callable[[], Engine | None],
     ) -> None:
         super().__init__(params)
-        self._engine_of = weakref.ref(engine)
+        self._engine_of = engine_of
         self._places: dict[Any, tuple[int, int]] = {
             param: places[param] for param in params.values() if param is not None
         }

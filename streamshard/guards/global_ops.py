@@ -1,6 +1,6 @@
-"""Sums, norms and extremes over the elements of all ranks, and the names of functions that need no elements.
+"""Sums, norms and extremes over the elements of all ranks: collectives of the shard group.
 
-Collectives of the shard group; all ranks get the same number.
+All ranks get the same number.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.autograd import Function
@@ -16,51 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
+from streamshard.guards.torch_functions import NORMS, answers_without_values, order_of
 from streamshard.nested import map_tensors, tensors_in
 from streamshard.torch_private import AsTensors, skip, untraced
-
-NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
-
-# -- functions that need no elements ----------------------------------------------------------------------------------
-
-
-def names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Functions and attributes that a piece answers for the full tensor.
-SHAPE = names("__len__ dim is_same_size nbytes ndim ndimension nelement numel shape size stride")
-# Functions that a piece answers for itself: dtype, device, autograd. None of them reads values.
-_METADATA = names(
-    """
-    __dir__ __hash__ _has_compatible_shallow_copy_type _is_view _is_zerotensor dim_order element_size get_device
-    has_names is_coalesced is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_pinned is_set_to
-    is_shared is_signed new_empty new_full new_ones new_tensor new_zeros record_stream
-    register_post_accumulate_grad_hook result_type retain_grad storage_offset untyped_storage
-    """
-)
-_TENSORS = names("H T data grad imag mH mT real")  # attributes that are tensors
-_ACCESS = ("__get__", "__set__", "__delete__")
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    """The name of a function that ``__torch_function__`` gets; of an attribute's getter or setter, the attribute's."""
-    name: str = getattr(func, "__name__", "")
-    return str(getattr(getattr(func, "__self__", None), "__name__", "")) if name in _ACCESS else name
-
-
-def is_metadata(func: Callable[..., Any]) -> bool:
-    """Whether a piece answers for itself. Attributes are metadata, except tensors and questions about the shape."""
-    name = name_of(func)
-    is_attribute = getattr(func, "__name__", "") in _ACCESS
-    return name in _METADATA or is_attribute and name not in SHAPE | _TENSORS
-
-
-@functools.cache
-def answers_without_values(func: Callable[..., Any]) -> bool:
-    """Whether a tensor's shape, dtype, device and place in autograd answer `func`."""
-    return is_metadata(func) or name_of(func) in SHAPE
-
 
 # -- collectives ------------------------------------------------------------------------------------------------------
 
@@ -91,8 +49,8 @@ def _sum_over_ranks(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
 
 
 def global_sum(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    total: torch.Tensor = _GlobalSum.apply(local, ranks)  # type: ignore[no-untyped-call]
-    return total
+    """The sum of `local`, any shape, over ranks: the same shape."""
+    return cast(torch.Tensor, _GlobalSum.apply(local, ranks))  # type: ignore[no-untyped-call]
 
 
 def global_norm(
@@ -129,26 +87,6 @@ def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Communicator) -
     return found if largest else -found
 
 
-def extreme(values: torch.Tensor, *, largest: bool, ranks: Communicator) -> torch.Tensor:
-    """The largest or smallest of `values`, [n] on each rank, in fp32 or more. Without gradient."""
-    values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
-    if not values.numel():
-        values = values.new_full((1,), -math.inf if largest else math.inf)
-    return global_extreme(values.amax() if largest else values.amin(), largest=largest, ranks=ranks)
-
-
-def order_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
-    """The order that a norm of all elements was asked for; None for any other norm."""
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
-    others = (*args[2:], *(value for key, value in kwargs.items() if key not in ("input", "A", "x", "ord", "p")))
-    if any(value is not None and value is not False for value in others):
-        return None
-    if order in (None, "fro"):
-        return 2.0
-    is_of_elements = isinstance(order, int | float) and order > 0 and func is not torch.linalg.norm  # else of a matrix
-    return float(order) if is_of_elements else None
-
-
 class PartialNorm(torch.Tensor):
     """The norm of one or more pieces on this rank. Reading its value makes it the norm over all ranks: a collective.
 
@@ -162,14 +100,12 @@ class PartialNorm(torch.Tensor):
     _full: torch.Tensor | None
 
     @classmethod
-    def wrap(
-        cls, local: torch.Tensor, order: float, ranks: Communicator, device: torch.device | None = None
-    ) -> PartialNorm:
+    def wrap(cls, local: torch.Tensor, order: float, ranks: Communicator, device: torch.device) -> PartialNorm:
         """`local`, of order `order` over this rank's elements, still to be reduced over ranks.
 
-        The norm of a gradient in host memory says that it is there too (`device`), and stays on the device.
+        It says that it is on `device`, the gradient's. The norm of a gradient in host memory stays on the accelerator.
         """
-        partial = _nan(local.dtype, device or local.device).expand(local.shape).as_subclass(cls)
+        partial = _nan(local.dtype, device).expand(local.shape).as_subclass(cls)
         partial.local, partial.order, partial.ranks, partial._full = local, order, ranks, None
         return partial
 
@@ -192,17 +128,16 @@ class PartialNorm(torch.Tensor):
                 if func is torch.Tensor.to and func(*args, **kwargs) is first:
                     return first
                 if func in (torch.stack, torch.Tensor.to):
-                    device = first.device if func is torch.stack else None
-                    args = map_tensors(args, lambda t: t.local if isinstance(t, cls) else t)
-                    return cls.wrap(func(*args, **kwargs), first.order, first.ranks, device)
+                    local = func(*map_tensors(args, lambda t: t.local if isinstance(t, cls) else t), **kwargs)
+                    device = first.device if func is torch.stack else local.device
+                    return cls.wrap(local, first.order, first.ranks, device)
                 if func in NORMS and order_of(func, args, kwargs) == first.order:
                     return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
             args, kwargs = full_norms(args), full_norms(kwargs)
         return func(*args, **kwargs)  # other arguments may be pieces
 
     def _adds_to(self, other: PartialNorm) -> bool:
-        are_same = self.ranks.model_group is other.ranks.model_group
-        return self._full is None and self.order == other.order and are_same
+        return self._full is None and self.order == other.order and self.ranks.model_group is other.ranks.model_group
 
 
 @functools.cache
@@ -226,7 +161,7 @@ def full_norms(values: Any) -> Any:
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def without_backward(result: Any, what: str) -> Any:
+def no_backward(result: Any, what: str) -> Any:
     """`result`, computed from `what`, a tensor in host memory. A backward that comes to it raises.
 
     Autograd computes gradients of such tensors in another thread than those of layers. So collectives would be issued

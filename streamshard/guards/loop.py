@@ -75,8 +75,8 @@ class Members:
         # dict's own values(): a sharded module's `_parameters` has a slow one.
         for name, params, known in self._params:
             if len(params) != len(known) or not all(map(operator.is_, dict.values(params), known)):
-                changed = [key for key, param in params.items() if not any(param is old for old in known)]
-                _refuse_change("parameter", name, changed[0] if changed else "")
+                changed = (key for key, param in params.items() if not any(param is old for old in known))
+                _refuse_change("parameter", name, next(changed, ""))
         for name, (children, before) in self._children.items():
             if len(children) != len(before) or not all(map(operator.is_, children.values(), before)):
                 sharded = {param for _, _, known in self._params for param in known}

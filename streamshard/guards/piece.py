@@ -106,12 +106,13 @@ class Piece(NamedTuple):
         part = part_of(whole.detach(), self.box)
         return part.reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
 
+    @property
+    def _cuts(self) -> tuple[object, ...]:
+        return self.shape, self.box, self.place.offset, self.flat_param.shard_numel, self.ranks.world_size
+
     def is_like(self, other: Piece) -> bool:
         """Whether both are cut at the same places. All ranks get the same answer."""
-        mine, theirs = (
-            (each.shape, each.box, each.place.offset, each.flat_param.shard_numel) for each in (self, other)
-        )
-        return mine == theirs and self.ranks.world_size == other.ranks.world_size
+        return self._cuts == other._cuts
 
     def takes(self, local: torch.Tensor) -> bool:
         """Whether `local`, a plain tensor, may be used as a piece. Optimizers keep plain tensors of the piece's shape.

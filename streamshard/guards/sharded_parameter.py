@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable
 from typing import Any, NoReturn, cast
@@ -11,7 +12,7 @@ from torch import nn
 
 from streamshard.errors import ShardingError
 from streamshard.guards.piece import Piece
-from streamshard.guards.sharded_tensor import Life, ShardedTensor, piece_of
+from streamshard.guards.sharded_tensor import Life, ShardedTensor, refuse
 from streamshard.torch_private import AsTensors, get_data, get_grad, set_data, set_grad, skip, swap_tensor
 
 # Each attribute goes through __torch_function__ unless it is looked up here.
@@ -42,12 +43,6 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]  # no piece
         """An ordinary Parameter, for code that calls ``type(param)(data)``."""
         return nn.Parameter(data, requires_grad)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Advice for code that expects a DTensor."""
-        advice = " (no parameter of StreamShard is a DTensor: see summon_full_params() and full_state_dict())"
-        advice *= name in ("full_tensor", "to_local")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
 
     @property
     @skip
@@ -83,9 +78,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def grad(self, grad: torch.Tensor | None) -> None:
         if isinstance(grad, torch.Tensor):
             self._check("grad", grad)
-        self.__dict__.pop(_UNREDUCED, None)
-        with AsTensors():
-            set_grad(self, grad)
+        put_grad(self, grad)
 
     @grad.deleter
     @skip
@@ -94,18 +87,13 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
     def __copy__(self) -> NoReturn:
         """Refused. Some classes of parameters copy in a way of their own, which a piece does not have."""
-        raise ShardingError(
-            f"copy.copy() of {self.piece.what}, of which this rank has {self.piece}: copy.deepcopy() and "
-            "detach().clone() give pieces, and inside `with model.summon_full_params():` the tensor is full"
-        )
+        refuse(copy.copy, self, "copy.deepcopy() and detach().clone() give pieces")
 
     def _check(self, name: str, value: torch.Tensor) -> None:
         """Raise unless `value` is a piece of the same elements."""
+        if isinstance(value, ShardedTensor):
+            value.refuse_unusable(f".{name} of parameter {self.piece.name!r}")
         with AsTensors():
-            if isinstance(value, ShardedTensor) and value.why_unusable:
-                raise ShardingError(
-                    f".{name} of parameter {self.piece.name!r} = {value.piece.what}, which {value.why_unusable}"
-                )
             fits = value.piece.is_like(self.piece) if isinstance(value, ShardedTensor) else self.piece.takes(value)
         if not fits:
             raise ShardingError(
@@ -171,16 +159,13 @@ def own_attributes(param: nn.Parameter) -> dict[str, Any]:
 def data_of(param: torch.Tensor) -> torch.Tensor:
     """``param.data`` as torch has it: a write into it is no change of the parameter."""
     with AsTensors():
-        data: torch.Tensor = get_data(param)
-        return data
+        return get_data(param)
 
 
 def grad_of(param: nn.Parameter) -> torch.Tensor:
     """The gradient of `param`, which has one, as a plain tensor."""
     with AsTensors():
-        grad: Any = get_grad(param)
-        plain: torch.Tensor = grad.as_subclass(torch.Tensor)
-        return plain
+        return cast(torch.Tensor, get_grad(param)).as_subclass(torch.Tensor)
 
 
 def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
@@ -195,8 +180,7 @@ def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 def keep_unreduced(param: nn.Parameter) -> None:
     """The gradient of `param` waits in its grad slot until `drop_unreduced`, which setting ``.grad`` calls too."""
-    piece = piece_of(param)
-    assert piece is not None
+    piece = cast(ShardedParameter, param).piece
     param.__dict__[_UNREDUCED] = ShardedTensor.wrap(torch.empty(0), piece.of_grad(), Life(_WHY_UNREDUCED))
 
 
@@ -214,4 +198,4 @@ def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
     """Raise if the gradient of one of `params` waits in its slot; `what` needs the reduced gradient."""
     for param in params:
         if (unreduced := param.__dict__.get(_UNREDUCED)) is not None:
-            raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.why_unusable}")
+            unreduced.refuse_unusable(what)

@@ -17,22 +17,9 @@ from typing import Any, NoReturn, cast
 import torch
 
 from streamshard.errors import ShardingError
-from streamshard.guards.global_ops import (
-    NORMS,
-    SHAPE,
-    PartialNorm,
-    extreme,
-    full_norms,
-    global_extreme,
-    global_norm,
-    global_sum,
-    is_metadata,
-    name_of,
-    names,
-    order_of,
-    without_backward,
-)
+from streamshard.guards.global_ops import PartialNorm, full_norms, global_extreme, global_norm, global_sum, no_backward
 from streamshard.guards.piece import Piece
+from streamshard.guards.torch_functions import NORMS, SHAPE, is_metadata, name_of, names, order_of
 from streamshard.nested import map_tensors, tensors_in
 from streamshard.torch_private import AsTensors, skip, untraced
 
@@ -86,6 +73,11 @@ class ShardedTensor(torch.Tensor):
     def why_unusable(self) -> str:
         """Why no operation may use the values; empty if operations may."""
         return "" if self.life is None else self.life.why_over
+
+    def refuse_unusable(self, what: str) -> None:
+        """Raise if the memory holds other values by now; `what` needs the tensor's."""
+        if why := self.why_unusable:
+            raise ShardingError(f"{what}: {self.piece.what} {why}")
 
     @classmethod
     @skip  # compiled functions break here: the elements of other ranks are not in their graphs
@@ -141,17 +133,17 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
     tensors = [value for value in tensors_in((args, kwargs)) if isinstance(value, ShardedTensor)]
     for tensor in tensors:
         if tensor.why_unusable and answer is not _shape:
-            raise ShardingError(f"{name_of(func)}: {tensor.piece.what} {tensor.why_unusable}")
+            tensor.refuse_unusable(name_of(func))
     hosts = {tensor.piece.host for tensor in tensors if tensor.piece.is_on_host} - {None}  # of several models
     if not hosts:
         return _compute(answer, func, tensors[0], args, kwargs)
-    if (clipped := _clip_late(tensors[0].piece.host, func, args, kwargs)) is not NotImplemented:
-        return clipped
-    for host in hosts:
+    if _multiply_late(tensors[0].piece.host, func, args):
+        return None if func.__name__ == "_foreach_mul_" else args[0]
+    for host in hosts if answer not in (_norm, _foreach_norm) else ():
         host.settle()
     args = (*args[:1], *map_tensors(args[1:], _number_on_host))
     kwargs = kwargs if "out" in kwargs else map_tensors(kwargs, _number_on_host)
-    return without_backward(_compute(answer, func, tensors[0], args, kwargs), tensors[0].piece.what)
+    return no_backward(_compute(answer, func, tensors[0], args, kwargs), tensors[0].piece.what)
 
 
 def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, args: Any, kwargs: Any) -> Any:
@@ -162,11 +154,9 @@ def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, ar
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor) or result is first:
             return result
-        if piece.is_on_host:
-            is_same = result.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            return ShardedTensor.wrap(result, piece, first.life) if is_same else result
-        is_on_grad = result.shape == first.shape and _life_under(result, args) is not None
-        return _wrapped(result, piece, args) if is_on_grad else result
+        is_same = result.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        is_on_grad = first.life is not None and result.shape == first.shape
+        return ShardedTensor.wrap(result, piece, first.life) if is_same and (piece.is_on_host or is_on_grad) else result
 
 
 def _number_on_host(value: torch.Tensor) -> torch.Tensor:
@@ -174,29 +164,20 @@ def _number_on_host(value: torch.Tensor) -> torch.Tensor:
     return value if value.ndim or isinstance(value, ShardedTensor | PartialNorm) else value.cpu()
 
 
-def _clip_late(host: Any, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The norm of a gradient in host memory, or a multiplication by one number: clipping does not wait for copies.
+def _multiply_late(host: Any, func: Callable[..., Any], args: Any) -> bool:
+    """Let the next reader multiply gradients in host memory by one number: clipping does not wait for copies.
 
     Returns:
-        NotImplemented: `func` is something else, or the norm is not known.
+        Whether `func` is such a multiplication.
     """
-    name, first = func.__name__, args[0] if args else None
-    grads: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
-    if any(type(grad) is not ShardedTensor for grad in grads):
-        return NotImplemented
-    if name == "_foreach_norm" or func in NORMS:
-        order = order_of(torch.linalg.vector_norm if name == "_foreach_norm" else func, args, kwargs)
-        norms: list[Any] = [host.grads.norm_of(grad) for grad in grads] if order == 2.0 else [None]
-        if any(norm is None for norm in norms):
-            return NotImplemented
-        pairs = [(grad.piece, norm, grad.device) for norm, grad in zip(norms, grads, strict=True)]
-        partial = [PartialNorm.wrap(piece.counted(norm), 2.0, piece.ranks, device) for piece, norm, device in pairs]
-        return partial if name == "_foreach_norm" else partial[0]
-    factor = args[1] if name in ("mul_", "_foreach_mul_") and len(args) == 2 else None
-    if type(factor) is not torch.Tensor or factor.ndim or not all(map(host.grads.is_given, grads)):
-        return NotImplemented
-    host.grads.multiply(grads, factor)
-    return None if name == "_foreach_mul_" else first
+    if func.__name__ not in ("mul_", "_foreach_mul_") or len(args) != 2:
+        return False
+    grads, factor = args[0] if isinstance(args[0], list | tuple) else [args[0]], args[1]
+    are_given = all(type(grad) is ShardedTensor and host.grads.is_given(grad) for grad in grads)
+    if type(factor) is not torch.Tensor or factor.ndim or not are_given:
+        return False
+    host.grads.multiply(list(grads), factor)
+    return True
 
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
@@ -228,10 +209,8 @@ def _wrapped(result: Any, piece: Piece | None, values: tuple[Any, ...]) -> Any:
 def _life_under(result: torch.Tensor, values: tuple[Any, ...]) -> Life | None:
     """The life of the gradient in `values` that shares its memory with `result`; None if there is none."""
     grads = (value for value in tensors_in(values) if isinstance(value, ShardedTensor) and value.life is not None)
-    storage = result.untyped_storage().data_ptr()
-    if not storage:  # no elements: the clone of an empty gradient is no view of it
-        return None
-    return next((grad.life for grad in grads if grad.untyped_storage().data_ptr() == storage), None)
+    storage = result.untyped_storage().data_ptr()  # 0 of no elements: the clone of an empty gradient is no view of it
+    return next((grad.life for grad in grads if grad.untyped_storage().data_ptr() == storage != 0), None)
 
 
 def _common(func: Callable[..., Any], values: tuple[Any, ...]) -> Piece | None:
@@ -247,13 +226,13 @@ def _common(func: Callable[..., Any], values: tuple[Any, ...]) -> Piece | None:
     for tensor in tensors:
         if isinstance(tensor, ShardedTensor):
             if not tensor.piece.is_like(first.piece):
-                _refuse(func, first, f"{tensor.piece.what} is cut at other places ({tensor.piece})")
+                refuse(func, first, f"{tensor.piece.what} is cut at other places ({tensor.piece})")
         elif tensor.ndim == 0:
             if tensor.requires_grad and torch.is_grad_enabled():
-                _refuse(func, first, "The other number needs a gradient, which no rank has in full: detach() it")
+                refuse(func, first, "The other number needs a gradient, which no rank has in full: detach() it")
         elif not first.piece.takes(tensor):
             made = "make an average of weights after sharding. " * (tensor.shape == first.piece.shape) + _MADE
-            _refuse(func, first, f"The other tensor, {tuple(tensor.shape)}, is no piece of the same elements: {made}")
+            refuse(func, first, f"The other tensor, {tuple(tensor.shape)}, is no piece of the same elements: {made}")
     return first.piece
 
 
@@ -286,15 +265,13 @@ def _number(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
     if tensor.piece.full.numel() != 1:
         if func.__name__ == "__format__":
             return format(repr(tensor), *args[1:])
-        _refuse(func, tensor)
+        refuse(func, tensor)
     own = tensor.piece.counted(tensor.as_subclass(torch.Tensor).detach().sum())
     return func(global_sum(own, tensor.piece.ranks), *args[1:], **kwargs)
 
 
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     norm, rest = torch.linalg.vector_norm, args[1:]
-    if tensor.piece.is_whole:
-        return [func([_on_device(each)], *rest, **kwargs)[0].to(each.device) for each in args[0]]
     return [
         _norm(norm, each, (each, *rest), kwargs) if isinstance(each, ShardedTensor) else norm(each, *rest, **kwargs)
         for each in args[0]
@@ -302,12 +279,18 @@ def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kw
 
 
 def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    order, ranks, host = order_of(func, args, kwargs), tensor.piece.ranks, tensor.piece.host
+    if host is not None:
+        known = host.grads.norm_of(tensor) if order == 2.0 and type(tensor) is ShardedTensor else None
+        if known is not None:  # clipping does not wait for copies
+            return PartialNorm.wrap(tensor.piece.counted(known), 2.0, ranks, tensor.device)
+        host.settle()
     if tensor.piece.is_whole:
         return func(*map_tensors(args, _on_device), **map_tensors(kwargs, _on_device)).to(tensor.device)
-    order, local, ranks = order_of(func, args, kwargs), _on_device(tensor), tensor.piece.ranks
+    local = _on_device(tensor)
     has_graph = local.requires_grad and torch.is_grad_enabled()
     if order is None or has_graph and math.isinf(order):
-        _refuse(func, tensor)
+        refuse(func, tensor)
     norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
     if not has_graph:
         return PartialNorm.wrap(tensor.piece.counted(norm), order, ranks, tensor.device)
@@ -331,17 +314,20 @@ def _are_equal(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwarg
 def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Reduce all elements of the full tensor to one number, equal on all ranks. Collective."""
     name, ranks, local = func.__name__, tensor.piece.ranks, tensor.as_subclass(torch.Tensor)
+    is_logical, largest = name in ("any", "all"), name in ("any", "max", "amax")
     others = (*args[1:], *(value for key, value in kwargs.items() if key not in ("input", "dtype")))
     if any(value is not None and value is not False for value in others):
-        _refuse(func, tensor)
+        refuse(func, tensor)
     if name in ("sum", "mean"):
         total = global_sum(tensor.piece.counted(local.sum(dtype=kwargs.get("dtype"))), ranks)
         return total if name == "sum" else total / tensor.piece.full.numel()
-    if name in ("any", "all"):
-        return extreme(local != 0, largest=name == "any", ranks=ranks) > 0
-    if local.requires_grad and torch.is_grad_enabled():
-        _refuse(func, tensor)
-    return extreme(local, largest=name in ("max", "amax"), ranks=ranks).to(local.dtype)
+    if local.requires_grad and torch.is_grad_enabled() and not is_logical:
+        refuse(func, tensor)
+    values = (local != 0 if is_logical else local.detach()).to(torch.promote_types(local.dtype, torch.float32))
+    if not values.numel():
+        values = values.new_full((1,), -math.inf if largest else math.inf)
+    found = global_extreme(values.amax() if largest else values.amin(), largest=largest, ranks=ranks)
+    return found > 0 if is_logical else found.to(local.dtype)
 
 
 def _check_finite(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -372,7 +358,8 @@ _CUT = "Tensor and expert parallelism come first: parallelize the model before S
 _NO_GRAPH = f"Layers use all-gathered copies, so no graph has a sharded parameter: {CALL_BACKWARD}"
 
 
-def _refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> NoReturn:
+def refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> NoReturn:
+    """Raise because `func` needs elements of other ranks."""
     name, piece = name_of(func).strip("_"), tensor.piece
     why = why or {"backward": _NO_GRAPH, "grad": _NO_GRAPH, "chunk": _CUT}.get(name, _RIGHT)
     instead = "Call the model instead, or compute inside `with model.summon_full_params():`, where tensors are full"
@@ -391,15 +378,7 @@ def _refuse_saving(func: Callable[..., Any], tensor: ShardedTensor, args: Any, k
 
 
 def _refuse_op(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
-    _refuse(func, tensor)
-
-
-def _backward(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """``loss.backward(inputs=...)``. torch 2.13 asks; if torch does not ask, the optimizer's step raises."""
-    for each in tensors_in(kwargs.get("inputs")):
-        if isinstance(each, ShardedTensor):
-            _refuse(func, each)
-    return func(*args, **kwargs)
+    refuse(func, tensor)
 
 
 # -- the closed list --------------------------------------------------------------------------------------------------
@@ -432,7 +411,6 @@ _ANSWERS: Mapping[str, _Answer] = {
 _ON_DEVICE = (_norm, _foreach_norm, _check_finite)  # answers for a whole tensor in host memory too
 _BY_FUNCTION: Mapping[Callable[..., Any], _Answer] = {  # whose names stand for others too
     **dict.fromkeys(NORMS, _norm),
-    torch.autograd.backward: _backward,
     torch.autograd.grad: _refuse_op,
 }
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit
 import functools
 import operator
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -32,7 +33,7 @@ import torch
 from torch import nn
 
 from streamshard.errors import ShardingError, log, uncaught
-from streamshard.guards.global_ops import answers_without_values, name_of
+from streamshard.guards.torch_functions import answers_without_values, name_of
 from streamshard.nested import tensors_in
 from streamshard.planning.structure import MARKS, refuse_marks
 from streamshard.torch_private import AsTensors, get_data, set_data, set_versions, skip, untraced
@@ -46,15 +47,8 @@ class _Guarded(torch.Tensor):
     """An unsharded parameter of any class."""
 
     __slots__ = ()
-    guard_of: Callable[[], WeightGuard | None]  # weak: the guard holds this object
+    guard_of: Callable[[], Any]  # returns the `WeightGuard` of the unit; weak, because the guard holds this object
     place: int  # in the lists of the guard
-
-    @property
-    def guard(self) -> WeightGuard:
-        """The guard of the unit."""
-        if (guard := self.guard_of()) is None:
-            raise ShardingError(f"a weight {list(self.shape)} is used after its sharded model was freed")
-        return guard
 
 
 class _Weight(_Guarded, nn.Parameter):
@@ -72,15 +66,14 @@ class UnshardedParameter(_Weight):
     @skip
     def data(self) -> torch.Tensor:
         """As in torch. Copies the weight first, so that the guard notices a change."""
-        untraced(self.guard.remember, self.place)
-        data: torch.Tensor = get_data(self)
-        return data
+        untraced(self.guard_of().remember, self.place)
+        return get_data(self)
 
     @data.setter
     @skip
     def data(self, data: torch.Tensor) -> None:
         if data.data_ptr() != self.data_ptr():
-            _refuse(self.guard.names[self.place], "was given other memory (param.data = ...)")
+            _refuse(self.guard_of().names[self.place], "was given other memory (param.data = ...)")
         set_data(self, data)
 
     @skip
@@ -104,17 +97,14 @@ class _Absent(_Guarded):
         """Answer questions about shape, dtype and device. Put the unit in place, or raise, before anything else."""
         kwargs, called, name = kwargs or {}, getattr(func, "__name__", ""), name_of(func)
         if name in ("requires_grad", "requires_grad_") or (name == "grad" and called == "__get__"):
-            # The unsharded parameter may be out of date.
-            param: Any = args[0].guard.params[args[0].place]
-            if called == "__get__":
-                return getattr(param, name)
-            return setattr(param, name, args[1]) if called == "__set__" else param.requires_grad_(*args[1:], **kwargs)
-        if answers_without_values(func) and name != "untyped_storage":
+            args = (args[0].guard_of().params[args[0].place], *args[1:])  # the unsharded parameter may be out of date
+        elif answers_without_values(func) and name != "untyped_storage":
             with AsTensors():
                 return func(*args, **kwargs)
         for value in tensors_in((args, kwargs)):
             if isinstance(value, _Absent):
-                untraced(value.guard.ask, value.guard.names[value.place])
+                guard = value.guard_of()
+                untraced(guard.ask, guard.names[value.place])
         if called == "__get__":
             return getattr(args[0], name)
         return setattr(args[0], name, args[1]) if called == "__set__" else func(*args, **kwargs)
@@ -146,7 +136,8 @@ def classes_of(kind: type, inner: str) -> tuple[type, type]:
 
 def _present(kind: Any, inner: str, weight: _Absent) -> torch.Tensor:
     """A part of an absent weight, which operations read before torch knows of them: put its unit in place, or raise."""
-    weight.guard.ask(weight.guard.names[weight.place])
+    guard = weight.guard_of()
+    guard.ask(guard.names[weight.place])
     slot = vars(kind).get(inner)  # of a class with slots, as DTensor
     tensor: torch.Tensor = vars(weight)[inner] if slot is None else slot.__get__(weight)
     return tensor
@@ -218,7 +209,11 @@ class WeightGuard:
         with AsTensors():
             for param, name, address in zip(self.params, self.names, self._addresses, strict=True):
                 if param._backward_hooks or not MARKS.isdisjoint(param.__dict__):
-                    _refuse_hooks(name, param)
+                    refuse_marks(name, param)
+                    raise ShardingError(
+                        f"a hook on parameter {name!r} would never run, its gradient is made by a reduction: use "
+                        "register_post_accumulate_grad_hook, which is called with the sharded gradient"
+                    )
                 if address is not None and param.data_ptr() != address:
                     raise ShardingError(
                         f"parameter {name!r} was given other memory (param.data = ..., .half(), .to()), and layers "
@@ -277,8 +272,7 @@ class WeightGuard:
     def _bytes(self, index: int) -> torch.Tensor:
         """[n bytes] uint8: bytes are compared, so NaN equals NaN, and 0 differs from -0."""
         with AsTensors():
-            flat: torch.Tensor = get_data(self.views[index]).reshape(-1)
-        return flat.view(torch.uint8)
+            return get_data(self.views[index]).reshape(-1).view(torch.uint8)
 
 
 def advice(name: str) -> str:
@@ -291,16 +285,8 @@ def refuse_absent(tensor: torch.Tensor, layer: str) -> None:
     if tensor._version >= ABSENT_VERSION:
         raise ShardingError(
             f"{layer!r} computes with a view {list(tensor.shape)} of a weight of another layer, which does not run: "
-            f"{_OTHER_WAYS}"
+            "give it a clone(), or keep the other layer's weights in place: StreamShard(model, resident=[layer])"
         )
-
-
-def _refuse_hooks(name: str, param: nn.Parameter) -> None:
-    refuse_marks(name, param)
-    raise ShardingError(
-        f"a hook on parameter {name!r} would never run, its gradient is made by a reduction: use "
-        "register_post_accumulate_grad_hook, which is called with the sharded gradient"
-    )
 
 
 def _refuse(name: str, what: str) -> NoReturn:
@@ -312,27 +298,21 @@ def _refuse(name: str, what: str) -> NoReturn:
     )
 
 
-_OTHER_WAYS = "give it a clone(), or keep the other layer's weights in place: StreamShard(model, resident=[layer])"
+# In autograd's error.
+_MODIFIED = re.compile(f"version ({ABSENT_VERSION}|{ABSENT_VERSION + 1})|another view of its base has been modified")
 
 
 def explain_version(error: BaseException | None) -> str | None:
-    """The mistake behind autograd's `error`, if it is about an absent weight; else None."""
-    text = str(error)
-    if any(f"expected version {version} instead" in text for version in (ABSENT_VERSION, ABSENT_VERSION + 1)):
-        return f"a layer computes with a view of a weight of another layer, which does not run: {_OTHER_WAYS}"
-    if any(f"is at version {version};" in text for version in (ABSENT_VERSION, ABSENT_VERSION + 1)):
-        return (
-            "backward has come to a layer by a tensor that this layer has not returned: one that a hook took, or an "
-            "attribute. Let the layer return it, or keep its weights in place: StreamShard(model, resident=[layer]). "
-            "If compiled autograd runs this backward: it is not supported, because it reads the weights of all layers "
-            "first"
-        )
-    if "is a view and its base or another view of its base has been modified inplace" in text:
-        return (
-            "if your code changes nothing in place, backward has come to a layer by a tensor that this layer has not "
-            "returned, such as attention maps that a hook took. Let the layer return it, or make the layer resident"
-        )
-    return None
+    """The mistakes that may be behind autograd's `error`, if it is about an absent weight; else None."""
+    if _MODIFIED.search(str(error)) is None:
+        return None
+    return (
+        "if your code changes nothing in place, backward has come to a layer by a tensor that this layer has not "
+        "returned, such as an attribute, or attention maps that a hook took; or a layer computes with a view of a "
+        "weight of another layer, which does not run. Let the layer return the tensor, give the view a clone(), or "
+        "keep weights in place: StreamShard(model, resident=[layer]). Leave compiled autograd away: it reads the "
+        "weights of all layers first"
+    )
 
 
 @atexit.register

@@ -130,15 +130,11 @@ def test_classes_of_any_layout_and_metaclass_train_like_plain_pytorch(
 
 @on_ranks(2)
 def test_the_class_of_a_layer_makes_ordinary_layers(context: RankContext) -> None:
-    """`type(layer)(...)` is what libraries do to make another; and nobody derives from a sharded model's class."""
+    """`type(layer)(...)` is what libraries do to make another."""
     model = StreamShard(Stack(), precision=FP32)
     fresh = type(model.layers[0])(DIM)
     assert type(fresh) is Layer
     assert fresh(torch.ones(1, DIM)).shape == (1, DIM)
-    with pytest.raises(ShardingError, match="Mine derives from StreamShard"):
-        type("Mine", (StreamShard,), {})(Stack())
-    with pytest.raises(ShardingError, match="Derived derives from"):
-        type("Derived", (type(model),), {})()
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from streamshard import StreamShard
 from tests.models import Block, Layer, Stack, TinyLM
@@ -177,6 +178,7 @@ class Tagger(nn.Module):
 RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
     "GRU of two directions": lambda: nn.GRU(8, 8, 2, batch_first=True, bidirectional=True),
     "flat weights": lambda: Flat(8, 8, batch_first=True),
+    "a weight made of others": lambda: weight_norm(nn.LSTM(8, 8, batch_first=True), "weight_hh_l0"),
 }
 
 
@@ -196,5 +198,6 @@ def test_recurrent_layers_compute_with_the_weights_of_the_step(context: RankCont
                 step,
                 weight_slots=2,  # type: ignore[misc]
             )
-            model.to("cpu")  # resets what recurrent layers know of their weights
+            if name != "a weight made of others":  # which would be made outside of a forward
+                model.to("cpu")  # resets what recurrent layers know of their weights
             step(model, Call(9, context.rank, context.world_size, 1.0))
