@@ -337,10 +337,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.discard_grads", Drop("with AsTensors():"), "invariants exceptions"),
         ("Unit.collect", Swap("on_device_stream(stream)", "on(StreamName.COMPUTE)"), _STREAMS),
     ],
-    "guards/loop": [
-        ("Progress.look_at", Swap(".isdisjoint(params)", ".isdisjoint(())"), "loop"),
-        ("Progress.look_at", Drop("self.has_new_grads = False"), "loop"),
-    ],
     "forms": [
         ("DTensorForm.local_grad", Drop("if grad.placements"), "tensor_parallel:one_process"),
         ("DTensorForm.__init__", Drop("self.box = "), "tensor_parallel:norms"),

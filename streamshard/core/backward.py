@@ -242,8 +242,6 @@ class Backward(Phase):
             return
         given = engine.reductions.finish()
         engine.phase = None
-        if given and engine.is_synced:  # inside no_sync() gradients accumulate, whatever else steps
-            engine.progress.has_new_grads = True
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():
                 hooks = param._post_accumulate_grad_hooks

@@ -162,7 +162,7 @@ class Engine:
         self.are_weights_current = False
         self.edits_of: Callable[[], ModuleEdits | None] = lambda: None
         self.members_of: Callable[[], Members | None] = lambda: None
-        self.progress = Progress(warns=self.ranks.is_first)
+        self.progress = Progress()
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)
         self.inputs = Inputs()

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from streamshard.core.late_step import NUMBERS, host_of, late_steps
 from streamshard.errors import ShardingError
 from streamshard.forms import successor
-from streamshard.guards.loop import look_at_step
+from streamshard.guards.loop import refuse_unreached
 from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
@@ -112,7 +112,8 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
     """
     params = params_in(optimizer.param_groups)
-    look_at_step(optimizer, params, has_closure=_closure_of(args, kwargs) is not None)
+    if _closure_of(args, kwargs) is None:
+        refuse_unreached(params)
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
         _refuse_on_host(optimizer, params, "steps whole parameters")
         return

@@ -9,10 +9,9 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from streamshard.comm.streams import Streams
-from streamshard.errors import ShardingError, warn_user
+from streamshard.errors import ShardingError
 from streamshard.guards.sharded_tensor import CALL_BACKWARD
 from streamshard.planning.structure import join_names, modules_of, params_of
 from streamshard.torch_private import innermost_transform, is_autograd_compiled, transform_level
@@ -95,30 +94,16 @@ def _refuse_change(what: str, owner: str, key: str) -> NoReturn:
     )
 
 
-_MOST_UNUSED = 10  # backwards without an optimizer that uses their gradients, while other optimizers step
-
-
 class Progress:
-    """How far the training of a model has come. The engine holds it and sets its attributes.
-
-    Models trained in turns (GANs) make gradients that are not used, but not ten times before their first step.
-
-    Args:
-        warns: whether this rank warns.
+    """How far the training of a model has come. The engine holds it and sets its attribute.
 
     Attributes:
         is_unreached: the model has run forward with gradients, and not backward since.
-        has_new_grads: a backward has given gradients, and no optimizer of the process has stepped since.
-        is_watched: no optimizer has stepped the model so far, and no warning says so.
     """
 
-    def __init__(self, *, warns: bool) -> None:
-        self.is_unreached = self.has_new_grads = False
-        self.is_watched = True
-        self._warns = warns
+    def __init__(self) -> None:
+        self.is_unreached = False
         self._names: Mapping[Any, str] = {}
-        # The sum of the parameters' versions at each step of another optimizer. It grows if code trains them otherwise.
-        self._versions: list[int] = []
 
     def begin(self, names: Mapping[nn.Parameter, str]) -> None:
         """Look at all steps from now on. `names` are of the model's parameters."""
@@ -136,35 +121,16 @@ class Progress:
             f"sharded parameters, because layers compute with all-gathered copies: {CALL_BACKWARD}"
         )
 
-    def look_at(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-        """`optimizer` is about to step `params`. Warns once if no optimizer ever steps the model."""
-        self.is_watched = self._names.keys().isdisjoint(params)
-        if not self.is_watched or not self.has_new_grads:
-            return
-        self.has_new_grads = False
-        self._versions.append(sum(param._version for param in self._names))
-        self.is_watched = len(self._versions) < _MOST_UNUSED
-        if not self.is_watched and len(set(self._versions)) == 1 and self._warns:
-            warn_user(
-                f"{_MOST_UNUSED} backwards have made gradients of a sharded model, {type(optimizer).__name__} has "
-                "stepped after them, and no optimizer has stepped a parameter of the model, such as "
-                f"{next(iter(self._names.values()))!r}: it does not train. Was the optimizer made from a copy of the "
-                "model, or of its tensors? Make it from model.parameters(). If the model is not to train, freeze it: "
-                "model.requires_grad_(False)"
-            )
-
 
 _models: WeakSet[Progress] = WeakSet()
 
 
-def look_at_step(optimizer: Optimizer, params: Sequence[torch.Tensor], *, has_closure: bool) -> None:
-    """`optimizer`, any of the process, is about to step `params`.
+def refuse_unreached(params: Sequence[torch.Tensor]) -> None:
+    """An optimizer, any of the process, is about to step `params`, without a closure.
 
     Raises:
         ShardingError: they have no gradients, because no backward has come to their model.
     """
     for progress in list(_models):
-        if progress.is_watched:
-            progress.look_at(optimizer, params)
-        if progress.is_unreached and not has_closure:
+        if progress.is_unreached:
             progress.refuse_unreached(params)

@@ -44,7 +44,7 @@ def without_guards() -> Iterator[None]:
             (Members, ["check"]),
             (forward, ["refuse_transforms"]),
             (backward_module, ["refuse_changed"]),
-            (optimizer_hooks, ["look_at_step"]),
+            (optimizer_hooks, ["refuse_unreached"]),
             (edge, ["refuse_absent"]),
         ):
             for name in names:
