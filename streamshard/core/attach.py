@@ -67,9 +67,9 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards, edits)
         if module._parameters or module._buffers:
             hook = functools.partial(_before_loading, engine, name, shards)
-            module.register_load_state_dict_pre_hook(hook)
+            edits.add_hook(module, module.register_load_state_dict_pre_hook(hook))
         if module._parameters:
-            module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
+            edits.add_hook(module, module.register_state_dict_pre_hook(functools.partial(_before_saving, engine)))
     members = Members(root)
     engine.members_of = weakref.ref(members)
     engine.progress.begin({param: shard.name for param, shard in shards.items()})

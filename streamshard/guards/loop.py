@@ -99,27 +99,17 @@ class Progress:
 
     Attributes:
         is_unreached: the model has run forward with gradients, and not backward since.
+        names: of the model's parameters.
     """
 
     def __init__(self) -> None:
         self.is_unreached = False
-        self._names: Mapping[Any, str] = {}
+        self.names: Mapping[Any, str] = {}
 
     def begin(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Look at all steps from now on. `names` are of the model's parameters."""
-        self._names = names
+        """Look at all steps from now on."""
+        self.names = names
         _models.add(self)
-
-    def refuse_unreached(self, params: Sequence[torch.Tensor]) -> None:
-        """Raise if no parameter has a gradient, although the model has run forward: no backward has come to it."""
-        trained = (param for param in params if param.requires_grad and param in self._names)
-        if any(param.grad is not None for param in params) or (first := next(trained, None)) is None:
-            return
-        raise ShardingError(
-            f"an optimizer steps, and neither {self._names[first]!r} nor any other of its parameters has a gradient, "
-            "although the model has run forward: no backward has come to it. backward(inputs=...) does not find "
-            f"sharded parameters, because layers compute with all-gathered copies: {CALL_BACKWARD}"
-        )
 
 
 _models: WeakSet[Progress] = WeakSet()
@@ -131,6 +121,12 @@ def refuse_unreached(params: Sequence[torch.Tensor]) -> None:
     Raises:
         ShardingError: they have no gradients, because no backward has come to their model.
     """
-    for progress in list(_models):
-        if progress.is_unreached:
-            progress.refuse_unreached(params)
+    has_grads = any(param.grad is not None for param in params)
+    for progress in () if has_grads else list(_models):
+        trained = (progress.names[param] for param in params if param.requires_grad and param in progress.names)
+        if progress.is_unreached and (first := next(trained, None)) is not None:
+            raise ShardingError(
+                f"an optimizer steps, and neither {first!r} nor any other of its parameters has a gradient, although "
+                "the model has run forward: no backward has come to it. backward(inputs=...) does not find sharded "
+                f"parameters, because layers compute with all-gathered copies: {CALL_BACKWARD}"
+            )

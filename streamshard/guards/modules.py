@@ -2,7 +2,7 @@
 
 Each layer of a unit, and each module that has units inside or parameters of the root unit, gets a subclass of its class
 with the same name, which reports calls (`streamshard.core.edge`) and refuses methods that would take pieces for full
-parameters. Every change goes through `ModuleEdits`, which lists the changes.
+parameters. Every change goes through `ModuleEdits`, which can list and undo the changes.
 """
 
 from __future__ import annotations
@@ -10,36 +10,73 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
 
 HANDLE = "_streamshard"  # the entry in a watched module's __dict__, see `streamshard.core.module_state`
 
 
-class ModuleEdits:
-    """All changes of a model's modules by StreamShard, except hooks.
+class Edit(NamedTuple):
+    """One change of a module.
 
     Attributes:
-        edits: of each change the id of the module, and "class" or the key of an entry of the module's ``__dict__``.
+        module_of: returns the module; weak, because the model holds its edits.
+        what: "class", the key of an entry of its ``__dict__``, or "hook".
+        before: the class or entry before the change; `MISSING`: there was no entry. The handle that removes a hook.
     """
 
+    module_of: Callable[[], nn.Module | None]
+    what: str
+    before: Any
+
+
+MISSING = object()
+
+
+class ModuleEdits:
+    """All changes of a model's modules by StreamShard, in order."""
+
     def __init__(self) -> None:
-        self.edits: list[tuple[int, str]] = []
+        self.edits: list[Edit] = []
 
     def set_class(self, module: nn.Module, kind: type) -> None:
         """Change the class of `module`."""
-        self.edits.append((id(module), "class"))
+        self._note(module, "class", type(module))
         change_class(module, kind)
 
     def set_entry(self, module: nn.Module, key: str, value: Any) -> None:
         """Set an entry of the ``__dict__`` of `module`."""
-        self.edits.append((id(module), key))
+        self._note(module, key, module.__dict__.get(key, MISSING))
         module.__dict__[key] = value
+
+    def add_hook(self, module: nn.Module, handle: RemovableHandle) -> None:
+        """Note a hook of `module` that `handle` removes."""
+        self._note(module, "hook", handle)
+
+    def _note(self, module: nn.Module, what: str, before: Any) -> None:
+        self.edits.append(Edit(weakref.ref(module), what, before))
+
+    def undo(self) -> None:
+        """Undo all changes, the last one first."""
+        while self.edits:
+            module_of, what, before = self.edits.pop()
+            if (module := module_of()) is None:
+                continue
+            if what == "class":
+                change_class(module, before)
+            elif what == "hook":
+                before.remove()
+            elif before is MISSING:
+                del module.__dict__[what]
+            else:
+                module.__dict__[what] = before
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------
@@ -137,13 +174,16 @@ class ShardedModule(nn.Module):
         )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        raise ShardingError(f"DataParallel around {type(self).__name__}, which StreamShard has sharded: leave it away")
+        self._refuse_wrapper("DataParallel")
 
-    _is_fsdp_managed_module = _InstanceProperty(lambda _: False)
-    """FullyShardedDataParallel fails to set it, before it changes any module.
+    _is_fsdp_managed_module = _InstanceProperty(lambda _: False, lambda self, _: self._refuse_wrapper("FSDP"))
+    """FullyShardedDataParallel (FSDP1) sets it on all modules before it changes any.
 
     torch.compile reads it too (2.15 on the class, by `inspect.getattr_static`), and would look for FSDP's attributes.
     """
+
+    def _refuse_wrapper(self, name: str) -> NoReturn:
+        raise ShardingError(f"{name} around {type(self).__name__}, which StreamShard has sharded: use one or the other")
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
         """Refused."""
