@@ -34,8 +34,9 @@ from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
 from streamshard.tools.activations import Activations, Build, estimate_activations, takes
 from streamshard.tools.fit import Fit, Room, Stage, choose, fewer_tokens, fewest_ranks, most_slots
+from streamshard.tools.host_time import Machine, StepTime, predict
 from streamshard.tools.memory import report_memory
-from streamshard.tools.plan_step import still_gathered
+from streamshard.tools.plan_step import inputs_of, load_of, still_gathered
 from streamshard.torch_private import fake_ranks
 
 BuildOnMesh = Callable[[DeviceMesh], nn.Module]
@@ -79,6 +80,7 @@ class Plan:
         activation_bytes: at most, without checkpointing and with layers checkpointed; None: not known.
         activations_unknown: why they are not known; "" if they are, or if nobody needs them.
         fit: what fits the budget; None: no budget is given.
+        step: the time of a step of the last stage; None: no machine is given.
     """
 
     model: str
@@ -92,6 +94,7 @@ class Plan:
     activation_bytes: Activations | None
     activations_unknown: str
     fit: Fit | None
+    step: StepTime | None
 
     def __str__(self) -> str:
         unit_name, unit_bytes = ("GiB", 2**30) if self.stages[-1].total_bytes >= 2**30 else ("MiB", 2**20)
@@ -136,19 +139,19 @@ class Plan:
         if self.fit is not None:
             on_gpus = self.transport == "nccl"
             lines += ["", *self.fit.lines(lambda n_bytes: f"{size(n_bytes)} {unit_name}", on_gpus=on_gpus)]
+        if self.step is not None:
+            lines.append(f"\n{self.stages[-1].name}, {self.step}")
         return "\n".join(lines)
 
     def _memory(self) -> dict[str, list[dict[str, int]]]:
         """By place, a table of each stage: bytes by name."""
         moments, chunks = "Adam's moments", "Adam's chunks"
-        here = [
-            {**each.held_bytes, moments: each.adam_bytes, chunks: each.chunk_bytes, "total": each.total_bytes}
-            for each in self.stages
-        ]
-        on_host = [
-            {**each.host_bytes, moments: each.host_adam_bytes, "total": each.host_total_bytes} for each in self.stages
-        ]
-        return {"per rank": here, **({"of host memory": on_host} if self.stages[0].host_bytes else {})}
+        here, on_host = [], []
+        for stage, memory in ((stage, stage.memory) for stage in self.stages):
+            ours = {moments: memory.adam_bytes, chunks: memory.chunk_bytes, "total": stage.total_bytes}
+            here.append({**memory.held_bytes, **ours})
+            on_host.append({**memory.host_bytes, moments: memory.host_adam_bytes, "total": stage.host_total_bytes})
+        return {"per rank": here, **({"of host memory": on_host} if self.stages[0].memory.host_bytes else {})}
 
 
 class _Ranks(NamedTuple):
@@ -163,8 +166,9 @@ class _Ranks(NamedTuple):
     ep: int
     transport: str
 
-    def engine(self, checked: Checked) -> Engine:
-        """The engine of rank 0."""
+    def engine(self, checked: Checked, **settings: Any) -> Engine:
+        """The engine of rank 0, with some other settings."""
+        checked = checked._replace(settings=dataclasses.replace(checked.settings, **settings))
         experts = PlannedRanks(self.world_size // self.ep, self.transport) if self.ep > 1 else None
         return plan_engine(checked, PlannedRanks(self.world_size // self.tp, self.transport), experts)
 
@@ -182,6 +186,10 @@ def plan(
     budget: int | str | None = None,
     batch: int | None = None,
     seq: int | None = None,
+    machine: Machine | None = None,
+    micro_batches: int = 1,
+    is_checkpointed: bool = False,
+    active: float | None = None,
     **given: Any,
 ) -> Plan:
     """Plan training with AdamW, from ZeRO-3 to ZeRO-1. Needs no process group and no memory.
@@ -197,6 +205,8 @@ def plan(
             not, the largest number that fits.
         budget: memory of a rank: bytes, or text such as "80GiB".
         batch, seq: shape of a rank's tokens, for its activations.
+        machine: with ``offload``, predict the time of a step on it (see `streamshard.tools.host_time`).
+        micro_batches, is_checkpointed, active: of this step; see `load_of`.
         **given: other arguments of `StreamShard`: precision, min_unit_size, align_pieces_to, offload, device_budget.
 
     Raises:
@@ -209,6 +219,10 @@ def plan(
     if (batch is None) != (seq is None) or any(number is not None and number < 1 for number in (batch, seq)):
         raise ConfigError(f"batch={batch}, seq={seq}: wanted two positive numbers, or neither")
     tokens = None if batch is None or seq is None else (batch, seq)
+    if machine is not None and (tokens is None or tp * ep != 1):
+        raise ConfigError(
+            "the time of a step is predicted with batch and seq, and without tp and ep, whose exchanges no plan knows"
+        )
     ranks = _Ranks(world_size, tp, ep, transport)
     with _building(model, ranks) as build:
         with torch.device("meta"):
@@ -220,7 +234,15 @@ def plan(
         dtype, on_gpus = checked.settings.precision.param_dtype, transport == "nccl"
         again = None if built is model else build
         measure = partial(estimate_activations, built, checked.found, dtype, on_gpus=on_gpus, build=again)
-        return _plan(type(built).__name__, checked, ranks, measure, weight_slots, budget_bytes, tokens)
+        planned = _plan(type(built).__name__, checked, ranks, measure, weight_slots, budget_bytes, tokens)
+        if machine is None or tokens is None:
+            return planned
+        if checked.settings.offload is None:
+            raise ConfigError('a step without offload copies nothing from host memory: give offload="state"')
+        load = load_of(built, checked.found, tokens, micro_batches, is_checkpointed, active)
+        machine = dataclasses.replace(machine, ranks=min(machine.ranks, world_size))
+        inputs = inputs_of(ranks.engine(checked, weight_slots=planned.stages[-1].weight_slots, grad_slots=2))
+        return dataclasses.replace(planned, step=predict(inputs, load, machine))
 
 
 @contextlib.contextmanager
@@ -301,7 +323,7 @@ def _plan(
             fit = dataclasses.replace(fit, ways=[*fit.ways, "with --batch {} --seq {}".format(*shape) + _CHECKPOINTED])
     found = _units_of(checked, ranks)
     numel = sum(unit.count * unit.numel for unit in found)
-    return Plan(name, numel, *ranks, found, stages, activations, unknown, fit)
+    return Plan(name, numel, *ranks, found, stages, activations, unknown, fit, None)
 
 
 def _try(measure: Callable[[int, int], Activations], batch: int, seq: int) -> tuple[Activations | None, str]:
@@ -323,20 +345,19 @@ def _with_ways(fit: Fit, checked: Checked, ranks: _Ranks, smallest: Stage, room:
     count = fewest_ranks(ranks.world_size // size, lambda count: room.fits(on_ranks(count)))
     if count is not None:
         ways.append((f"on {count * size} ranks", on_ranks(count)))
-    ways.append(("with 8-bit Adam", smallest.total_bytes - smallest.adam_bytes * 3 // 4))
+    ways.append(("with 8-bit Adam", smallest.total_bytes - smallest.memory.adam_bytes * 3 // 4))
     if offload is None and ranks.transport == "nccl" and ranks.ep == 1:
         offloaded = _plan_stage(checked, ranks, "state", "", 2)
         host = f"{offloaded.host_total_bytes / 2**30:.2f} GiB of host memory per rank"
         ways.append((f"with --offload state, which takes {host}", offloaded.total_bytes))
     words = [way + _CHECKPOINTED * room.needs_checkpointing(total) for way, total in ways if room.fits(total)]
-    return dataclasses.replace(fit, ranks=count and count * size, ways=words)
+    return dataclasses.replace(fit, ways=words)
 
 
 def _plan_stage(
     checked: Checked, ranks: _Ranks, offload: Offload, name: str, weights: SlotCount, grads: SlotCount = 2
 ) -> Stage:
-    settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads, offload=offload)
-    engine = ranks.engine(checked._replace(settings=settings))
+    engine = ranks.engine(checked, offload=offload, weight_slots=weights, grad_slots=grads)
     report, units = report_memory(engine), [unit.flat_params for unit in engine.units]
     present = [*still_gathered(engine)], engine.plan.left_by(range(len(units)))  # as forward and backward begin
     passes = [unit for there in present for number, unit in enumerate(units) if number not in there]
@@ -345,10 +366,9 @@ def _plan_stage(
     sent = [(flat, flat.kind.wire_dtype) for flat in gathered] + [(flat, flat.kind.grad_dtype) for flat in reduced]
     # Each other rank receives this rank's shards, and chunks of this rank's gradients.
     sent_bytes = sum((flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize for flat, dtype in sent)
-    moments, chunks, on_host = report.adam_bytes, report.chunk_bytes, report.host_adam_bytes
-    memory = report.held_bytes, moments, report.host_bytes, on_host, chunks
-    totals = report.total_bytes + moments + chunks, report.host_total_bytes + on_host
-    return Stage(name, weights, grads, *memory, *totals, len(gathered), len(reduced), sent_bytes)
+    here = report.total_bytes + report.adam_bytes + report.chunk_bytes
+    on_host = report.host_total_bytes + report.host_adam_bytes
+    return Stage(name, weights, grads, report, here, on_host, len(gathered), len(reduced), sent_bytes)
 
 
 def _units_of(checked: Checked, ranks: _Ranks) -> list[PlannedUnit]:
