@@ -37,15 +37,6 @@ Build = Callable[[], nn.Module]
 """A function that makes a model."""
 
 
-def takes(build: Callable[..., nn.Module], *arguments: object) -> bool:
-    """Whether the function `build` can be called with `arguments`."""
-    try:
-        inspect.signature(build).bind(*arguments)
-    except TypeError:
-        return False
-    return True
-
-
 class Activations(NamedTuple):
     """Bytes beside the engine's in a forward and backward, at most.
 

@@ -30,9 +30,10 @@ from streamshard.core.engine import Engine
 from streamshard.core.unit import Unit
 from streamshard.dtensors import axes_of, mark_experts
 from streamshard.errors import ConfigError
+from streamshard.initialise import takes
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
-from streamshard.tools.activations import Activations, Build, estimate_activations, takes
+from streamshard.tools.activations import Activations, Build, estimate_activations
 from streamshard.tools.fit import Fit, Room, Stage, choose, fewer_tokens, fewest_ranks, most_slots
 from streamshard.tools.host_time import Machine, StepTime, predict
 from streamshard.tools.memory import report_memory
