@@ -146,10 +146,7 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def plan_files(tensors: Mapping[str, torch.Tensor], max_file_bytes: int, names: FileNames) -> list[FileLayout]:
-    """Distribute tensors over files as huggingface_hub does, with the same file names and contents.
-
-    One pass in order. A tensor that is too large for any file gets its own file, numbered before the file that other
-    tensors are filling (huggingface_hub/serialization/_base.py).
+    """Distribute tensors over files as `save_pretrained` does, with the same file names and contents.
 
     Args:
         tensors: on the meta device, in the order of the state dict.
@@ -159,23 +156,16 @@ def plan_files(tensors: Mapping[str, torch.Tensor], max_file_bytes: int, names: 
     Returns:
         ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
     """
-    files: list[dict[str, torch.Tensor]] = []
-    last: dict[str, torch.Tensor] = {}
-    room = max_file_bytes
-    for name, tensor in tensors.items():
-        if tensor.nbytes > max_file_bytes:
-            files.append({name: tensor})
-            continue
-        if tensor.nbytes > room:
-            files.append(last)
-            last, room = {}, max_file_bytes
-        last[name] = tensor
-        room -= tensor.nbytes
-    if last or not files:
-        files.append(last)
-    if len(files) == 1:
-        return [lay_out(names.single, files[0])]
-    return [lay_out(f"{names.stem}-{i:05d}-of-{len(files):05d}.safetensors", each) for i, each in enumerate(files, 1)]
+    from huggingface_hub import split_state_dict_into_shards_factory  # only here: training needs none of it
+
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=f"{names.stem}{{suffix}}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    files = split.filename_to_tensors or {names.single: []}
+    return [lay_out(file, {name: tensors[name] for name in own}) for file, own in files.items()]
 
 
 def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
