@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from streamshard.checkpoint.block_state import is_part
-from streamshard.checkpoint.directory import Partial, next_number, open_intact, remove_partial, write_together
+from streamshard.checkpoint.directory import next_number, open_intact, write_together
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
@@ -84,9 +84,8 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
                 raise next(iter(error.failures.values()))[0] from None
         sync_directory(partial / root.name)
 
-    def publish(partial: Partial, _: object) -> None:
-        os.rename(partial.path / root.name, root)
-        remove_partial(partial)
+    def publish(partial: Path, _: object) -> None:
+        os.rename(partial / root.name, root)
         sync_directory(root.parent)
 
     write_together(RankGroup(), f"write {root}", root.parent, "model", write=write, publish=publish)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from streamshard.checkpoint.directory import Partial, remove_partial, write_together
+from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.config import AnyPath
@@ -115,9 +115,8 @@ def save_on_first(
             with under_params(engine, full), plain_classes(model):
                 save(str(partial / _MADE))
 
-    def publish(partial: Partial, _: object) -> None:
-        shutil.copytree(partial.path / _MADE, directory, copy_function=os.replace, dirs_exist_ok=True)
-        remove_partial(partial)
+    def publish(partial: Path, _: object) -> None:
+        shutil.copytree(partial / _MADE, directory, copy_function=os.replace, dirs_exist_ok=True)
 
     write_together(engine.ranks, f"save to {directory}", directory, "model", write=write, publish=publish)
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, trainer_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from streamshard.checkpoint.directory import Partial, remove_partial, write_together
+from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.stop_on_signal import StopOnSignal
 from streamshard.comm.ranks import run_on_all_ranks, run_on_first
 from streamshard.core.module_state import engine_of, handle_of
@@ -176,11 +176,10 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             if self.state.best_model_checkpoint == str(staging / path.name):
                 self.state.best_model_checkpoint = str(path)
 
-        def publish(partial: Partial, _: object) -> None:
+        def publish(partial: Path, _: object) -> None:
             # Trainer has written its state with a best checkpoint inside the partial directory.
-            self.state.save_to_json(str(partial.path / path.name / TRAINER_STATE_NAME))
-            _replace(path, partial.path / path.name)
-            remove_partial(partial)
+            self.state.save_to_json(str(partial / path.name / TRAINER_STATE_NAME))
+            _replace(path, partial / path.name)
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 
