@@ -23,6 +23,7 @@ from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_hooks import params_in
 from streamshard.errors import ConfigError
 from streamshard.functions import full_optimizer_state_dict, load_optimizer_state_dict
+from streamshard.planning.structure import replacing
 
 _DTYPES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -99,7 +100,6 @@ class StreamShardStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is no
 
     model: Any
     _lightning_module: Any
-    _optimizers: Any
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -147,11 +147,8 @@ class StreamShardStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is no
 
     def teardown(self) -> None:
         """As Lightning's, but the model stays where its shards are."""
-        model, self._lightning_module = self._lightning_module, None
-        optimizers, self._optimizers = self._optimizers, []
-        try:
+        model = self._lightning_module
+        with replacing((self.__dict__, "_lightning_module", None), (self.__dict__, "_optimizers", [])):
             super().teardown()
-        finally:
-            self._lightning_module, self._optimizers = model, optimizers
         if model is not None and handle_of(model) is not None:
             engine_of(model).recover()

@@ -43,7 +43,7 @@ from streamshard.functions import (
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
-from streamshard.planning.structure import modules_inside
+from streamshard.planning.structure import modules_inside, replacing
 
 _REPLACED = "replaced-"  # Trainer takes every directory called "checkpoint-.." for a checkpoint
 
@@ -100,18 +100,15 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def create_accelerator_and_postprocess(self) -> None:
         """Let Trainer make its accelerator, and make a `StreamShardAccelerator` of it."""
         _refuse(self.args)
-        parallelism, self.args.parallelism_config = getattr(self.args, "parallelism_config", None), None
-        parts = {model: vars(model).get("_tp_size") for model in modules_inside(self.model)}
-        cut = {model: size for model, size in parts.items() if (size or 1) > 1}  # by transformers, while loading
-        try:
-            for model in cut:
-                vars(model)["_tp_size"] = None  # accelerate would refuse a ParallelismConfig without FSDP2 on CPUs
+        parallelism = getattr(self.args, "parallelism_config", None)
+        parts = [model.__dict__ for model in modules_inside(self.model)]
+        cut = [part for part in parts if (part.get("_tp_size") or 1) > 1]  # by transformers, while loading
+        # accelerate would refuse a ParallelismConfig without FSDP2 on CPUs.
+        without = (self.args.__dict__, "parallelism_config", None), *((part, "_tp_size", None) for part in cut)
+        with replacing(*without):
             super().create_accelerator_and_postprocess()
-        finally:
-            self.args.parallelism_config = parallelism
-            for model, size in cut.items():
-                vars(model)["_tp_size"] = size
-                parallelism = parallelism or ParallelismConfig(tp_size=size)
+        for part in cut:
+            parallelism = parallelism or ParallelismConfig(tp_size=part["_tp_size"])
         options = self._sharding_options
         self.accelerator = StreamShardAccelerator.take_over(self.accelerator, parallelism, **options)
         objects = self.args.eval_use_gather_object
@@ -148,12 +145,9 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in Trainer. sentence-transformers lets all ranks run an evaluator if FSDP shards the model."""
-        given = self.is_fsdp_enabled
-        try:
-            self.is_fsdp_enabled = given or getattr(self, "evaluator", None) is not None
+        on_all = self.is_fsdp_enabled or getattr(self, "evaluator", None) is not None
+        with replacing((self.__dict__, "is_fsdp_enabled", on_all)):
             return super().evaluation_loop(*args, **kwargs)
-        finally:
-            self.is_fsdp_enabled = given
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -168,11 +162,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         save = super()._save_checkpoint
 
         def write(staging: Path) -> None:
-            self._staging = staging
-            try:
+            with replacing((self.__dict__, "_staging", staging)):
                 save(model, trial)
-            finally:
-                self._staging = None
             if self.state.best_model_checkpoint == str(staging / path.name):
                 self.state.best_model_checkpoint = str(path)
 
