@@ -7,7 +7,7 @@ trainer = Trainer(strategy=StreamShardStrategy(), devices=8)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,7 +46,7 @@ def _model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | 
 
 
 class _Accumulation:
-    """How Fabric leaves out the exchange of gradients: ``fabric.no_backward_sync(model)``."""
+    """How Lightning leaves out the exchange of gradients, as by ``fabric.no_backward_sync(model)``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """A context around forward and backward of a micro-batch that is not the last."""
@@ -118,11 +118,9 @@ class StreamShardStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is no
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Around micro-batches that are not the last of a step."""
-        with self.model.no_sync() if handle_of(self.model) is not None else contextlib.nullcontext():
-            yield
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """A context around forward and backward of a micro-batch that is not the last."""
+        return _Accumulation().no_backward_sync(self.model, enabled=True)
 
     def lightning_module_state_dict(self) -> Any:
         """The full state dict on rank 0; an empty one on others. Collective."""
