@@ -163,7 +163,7 @@ def _fsdp2_at_once(model: nn.Module, blocks: Sequence[nn.Module]) -> MuonSystem:
 
 def _alone(model: nn.Module, blocks: Sequence[nn.Module]) -> MuonSystem:
     """What one rank computes at least: Muon on the matrices that it would own, AdamW on its share of the rest."""
-    from streamshard.optim.owners import assign_owners
+    from streamshard.optim.rounds import assign_owners
 
     rank, size = dist.get_rank(), dist.get_world_size()
     matrices, others = matrices_of_layers(model)

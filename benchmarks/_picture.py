@@ -6,7 +6,7 @@ import os
 from typing import Any, NamedTuple
 
 from streamshard.comm.streams import StreamName
-from streamshard.tools.timeline import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace
+from streamshard.tools.trace import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace
 
 
 class _Look(NamedTuple):
@@ -50,7 +50,10 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
     axes.set_yticks([*rows.values()], [*rows])
     axes.spines[["left", "right", "top"]].set_visible(False)
     for height, (_, lane) in enumerate(lanes):
-        starts, lengths = [span.start_us / 1e3 for span in lane], [span.length_us / 1e3 for span in lane]
+        starts, lengths = (
+            [span.start_us / 1e3 for span in lane],
+            [(span.stop_us - span.start_us) / 1e3 for span in lane],
+        )
         edges: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6 if len(lane) < _SPANS_WITH_EDGES else 0.0}
         colors = [_LOOKS[span.activity].color for span in lane]
         axes.barh([height] * len(lane), lengths, left=starts, color=colors, **edges)

@@ -35,7 +35,7 @@ from _measure import QUIET_CORES, RESULTS, Clock, Noise, environment, launch, ow
 from _models import PRESETS, Transformer, next_token_loss
 from _muon import SYSTEMS, Counts, MuonSystem, count_step, element_traffic, newton_schulz_flops
 
-from streamshard.optim.owners import assign_owners
+from streamshard.optim.rounds import assign_owners
 from streamshard.planning.layout import ParamLayout, plan_flat_param
 
 OWN, PEERS = "streamshard", ("fsdp2", "all-gather")

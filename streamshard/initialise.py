@@ -144,7 +144,7 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: 
     if is_filled or conventions().initialise(module):
         return
     own = getattr(module, "init_weights", None)
-    if callable(own) and _takes_nothing(own):
+    if callable(own) and takes(own):
         own()
         return
     method = "init_weights" if callable(own) else "_init_weights"
@@ -158,10 +158,10 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: 
         reset()
 
 
-def _takes_nothing(method: Callable[..., object]) -> bool:
-    """Whether `method` can be called without arguments (torchtitan's ``init_weights``)."""
+def takes(function: Callable[..., object], *arguments: object) -> bool:
+    """Whether `function` can be called with `arguments`, such as none for torchtitan's ``init_weights``."""
     try:
-        inspect.signature(method).bind()
+        inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError):
         return False
     return True

@@ -200,7 +200,7 @@ def test_the_rank_that_cannot_keep_full_tensors_raises_on_all(context: RankConte
             with pytest.raises(StreamShardError, match="rank 0: MemoryError: no room"):
                 call()
     assert len(taken) == (2 if context.rank == 0 else 0)
-    assert not (tmp_path / "out").exists()
+    assert not [*(tmp_path / "out").glob("*")]
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
     def save(directory: str) -> None:

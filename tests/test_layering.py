@@ -32,7 +32,7 @@ def test_only_one_module_uses_private_functions_of_torch() -> None:
 
 
 def test_a_plain_process_loads_no_code_for_hugging_face(tmp_path: Path) -> None:
-    """Sharding, training, saving and loading a model of torch.nn."""
+    """Sharding, training, saving and loading a model of torch.nn. An export splits files by huggingface_hub."""
     script = f"""
 import sys
 import torch
@@ -48,7 +48,7 @@ model(torch.ones(2, 4)).sum().backward()
 torch.optim.SGD(model.parameters(), 0.1).step()
 export_safetensors(model, {str(tmp_path)!r})
 load_safetensors(model, {str(tmp_path)!r})
-names = ("streamshard.integrations.", "transformers", "peft", "diffusers", "huggingface_hub", "accelerate")
+names = ("streamshard.integrations.", "transformers", "peft", "diffusers", "accelerate")
 dist.destroy_process_group()
 print(sorted(name for name in sys.modules if name.startswith(names)))
 """

@@ -16,7 +16,6 @@ import io
 import math
 import os
 import pickle
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -29,13 +28,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from streamshard.checkpoint.block_state import is_part
-from streamshard.checkpoint.directory import PARTIAL, next_number, open_intact
+from streamshard.checkpoint.directory import next_number, open_intact, write_together
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, encode
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.checkpoint.safetensors_file import FILE_NAME, digest_of, open_regular, read_text, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import RankGroup
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError, describe
 
@@ -52,8 +51,8 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     states, `extra` and extra state of modules are left out. The checkpoint's checksums are verified first. All tensors
     are read into host memory.
 
-    torch writes the files into a temporary directory beside `out`, such as ``out.k3x_0a9b.partial``. When all files are
-    complete, they move to `out`. An error or an interrupt removes the temporary directory. A killed run leaves it.
+    torch writes the files into a partial directory beside `out`. When all files are complete, they move to `out`. An
+    error or an interrupt removes the partial directory. After a kill the next save or conversion does.
 
     Args:
         directory: a checkpoint, or a directory of checkpoints: the newest intact one is converted.
@@ -76,20 +75,20 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
         state[name] = {own: tensors[source] for own, source in each["names"].items()}  # with tied names
     state |= {name: _optimizer_out(files, each) for name, each in saved["optimizers"].items()}
 
-    def write() -> None:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(PARTIAL, f"{root.name}.", root.parent) as staging, warnings.catch_warnings():
+    def write(partial: Path) -> None:
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)  # not needed
-            made = Path(staging, "made")  # nobody else may enter `staging`
             try:
-                state_dict_saver.save(state, storage_writer=FileSystemWriter(made), no_dist=True)
+                state_dict_saver.save(state, storage_writer=FileSystemWriter(partial / root.name), no_dist=True)
             except CheckpointException as error:
                 raise next(iter(error.failures.values()))[0] from None
-            sync_directory(made)
-            os.rename(made, root)
+        sync_directory(partial / root.name)
+
+    def publish(partial: Path, _: object) -> None:
+        os.rename(partial / root.name, root)
         sync_directory(root.parent)
 
-    run_on_all_ranks(RankGroup(), f"write {root}", write)
+    write_together(RankGroup(), f"write {root}", root.parent, "model", write=write, publish=publish)
     return files.root
 
 

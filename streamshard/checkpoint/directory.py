@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, CheckpointFiles, Manifest, read_manifest
-from streamshard.checkpoint.safetensors_file import open_regular, sync_directory, write_all
+from streamshard.checkpoint.safetensors_file import open_regular, opened, sync_directory, write_all
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, StreamShardError, describe, log, printable
@@ -261,7 +261,7 @@ def write_together(
     name: str,
     *,
     write: Callable[[Path], _Written],
-    publish: Callable[[Partial, list[_Written]], _Published],
+    publish: Callable[[Path, list[_Written]], _Published],
     alone: bool = False,
 ) -> _Published:
     """Let all ranks write files into a partial directory, then let the first rank publish it. Collective.
@@ -272,7 +272,8 @@ def write_together(
         root: the directory in which the partial directory is made; that of the first rank counts.
         name, alone: see `create_partial`.
         write: called on every rank with the partial directory.
-        publish: called on the first rank with the partial directory, and the results of `write` by rank.
+        publish: called on the first rank with the partial directory, and the results of `write` by rank. The directory
+            is deleted afterwards, unless `publish` has renamed it.
 
     Returns:
         The result of `publish`, on every rank.
@@ -286,10 +287,15 @@ def write_together(
         mine.append(create_partial(root, name, alone=alone))
         return str(mine[0].path)
 
+    def finish(written: list[_Written]) -> _Published:
+        published = publish(mine[0].path, written)
+        remove_partial(mine[0])  # before other ranks go on
+        return published
+
     try:
         path = Path(run_on_first(ranks, doing, start))
         written = ranks.gather_results(doing, lambda: write(path))
-        return run_on_first(ranks, doing, lambda: publish(mine[0], written))
+        return run_on_first(ranks, doing, lambda: finish(written))
     except BaseException:
         for partial in mine:
             remove_partial(partial)
@@ -362,7 +368,7 @@ def remove_partial(partial: Partial) -> None:
         partial.manifest.close()
 
 
-def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -> Path:
+def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> Path:
     """Make a checkpoint of `partial`, which has all files, then delete all but the newest `keep` checkpoints.
 
     Copies under other names, links and write-protected directories are not deleted. An error leaves everything as it
@@ -371,15 +377,13 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
     Returns:
         The checkpoint's path: ``checkpoint-N``, or ``checkpoint-N-2`` and so on if ``checkpoint-N`` exists.
     """
-    check_sizes(partial.path, manifest)
-    directory = partial.path.parent
+    check_sizes(partial, manifest)
+    directory = partial.parent
     earlier = survey(directory)
-    descriptor = partial.manifest.fileno()
-    write_all(descriptor, manifest._replace(generation=_next_generation(earlier)).encode(), 0)
-    os.fsync(descriptor)
-    sync_directory(partial.path)
-    path = _rename_to_unused(partial.path, directory / f"checkpoint-{manifest.number}")
-    partial.manifest.close()
+    with opened(partial / MANIFEST_NAME) as descriptor:
+        write_all(descriptor, manifest._replace(generation=_next_generation(earlier)).encode(), 0)
+    sync_directory(partial)
+    path = _rename_to_unused(partial, directory / f"checkpoint-{manifest.number}")
     try:
         sync_directory(directory)
         if keep is not None:

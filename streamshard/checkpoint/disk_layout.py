@@ -24,9 +24,9 @@ from torch import nn
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, contiguous_runs, meet_runs, runs_in
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
-from streamshard.core.params import Param
 from streamshard.errors import CheckpointError
 from streamshard.forms import Box, form_of
+from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.planning.structure import join_names
 from streamshard.torch_private import TorchDispatchMode
@@ -154,10 +154,9 @@ class TensorPiece(NamedTuple):
     is_copy: bool = False
 
     @classmethod
-    def of(cls, param: Param) -> TensorPiece:
-        """This rank's piece of `param`: its own memory."""
-        piece = param.piece
-        return cls(param.name, piece.shape, piece.start, param.main, piece.box, not piece.counts)
+    def of(cls, name: str, piece: Piece, data: torch.Tensor) -> TensorPiece:
+        """The elements that `piece` describes, which are `data`."""
+        return cls(name, piece.shape, piece.start, data.view(-1), piece.box, not piece.counts)
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> TensorPiece:
@@ -172,12 +171,8 @@ class TensorPiece(NamedTuple):
     @classmethod
     def parts(cls, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
         """A piece for each tensor that is one: averages of weights in an object of the user's."""
-        found = []
-        for name, tensor in tensors.items():
-            if (piece := piece_of(tensor)) is not None:
-                data = tensor.as_subclass(torch.Tensor).reshape(-1)
-                found.append(cls(name, piece.shape, piece.start, data, piece.box, not piece.counts))
-        return found
+        found = ((name, piece_of(tensor), tensor.as_subclass(torch.Tensor)) for name, tensor in tensors.items())
+        return [cls.of(name, piece, data.contiguous()) for name, piece, data in found if piece is not None]
 
     def record(self, rank: int) -> TensorRecord:
         """Describes the piece of `rank` to other ranks."""
@@ -319,7 +314,7 @@ def local_pieces(model: nn.Module, engine: Engine, *, buffers: bool) -> dict[str
     Raises:
         CheckpointError: a buffer has no values.
     """
-    pieces = {each.name: TensorPiece.of(each) for each in engine.params}
+    pieces = {each.name: TensorPiece.of(each.name, each.piece, each.main) for each in engine.params}
     for name, source in saved_names(model, engine).items() if buffers else ():
         if source not in pieces:
             buffer = model.get_buffer(name)

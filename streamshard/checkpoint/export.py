@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from streamshard.checkpoint.directory import Partial, remove_partial, write_together
+from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.disk_layout import Difference, fill_buffers, local_pieces, overlaps, plan_export, plan_load
 from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
@@ -114,10 +114,10 @@ def export_shards(
             conventions().write_config(model, partial, first_dtype)
         return sum(write_ranges(partial, file, held, is_first=ranks.is_first) for file in files)
 
-    def publish(partial: Partial, n_bytes: list[int]) -> list[str]:
+    def publish(partial: Path, n_bytes: list[int]) -> list[str]:
         if sum(n_bytes) != sum(file.size_bytes for file in files):
             raise CheckpointError(f"ranks did not write every byte of {root} once")
-        named = _name(root, partial.path, files, names)
+        named = _name(root, partial, files, names)
         written = [file.name for file in named]
         index = encode_index(named, sum(param.piece.full.numel() for param in engine.params))
         _publish(partial, root, names, written, index)
@@ -146,10 +146,7 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def plan_files(tensors: Mapping[str, torch.Tensor], max_file_bytes: int, names: FileNames) -> list[FileLayout]:
-    """Distribute tensors over files as huggingface_hub does, with the same file names and contents.
-
-    One pass in order. A tensor that is too large for any file gets its own file, numbered before the file that other
-    tensors are filling (huggingface_hub/serialization/_base.py).
+    """Distribute tensors over files as `save_pretrained` does, with the same file names and contents.
 
     Args:
         tensors: on the meta device, in the order of the state dict.
@@ -159,23 +156,16 @@ def plan_files(tensors: Mapping[str, torch.Tensor], max_file_bytes: int, names: 
     Returns:
         ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
     """
-    files: list[dict[str, torch.Tensor]] = []
-    last: dict[str, torch.Tensor] = {}
-    room = max_file_bytes
-    for name, tensor in tensors.items():
-        if tensor.nbytes > max_file_bytes:
-            files.append({name: tensor})
-            continue
-        if tensor.nbytes > room:
-            files.append(last)
-            last, room = {}, max_file_bytes
-        last[name] = tensor
-        room -= tensor.nbytes
-    if last or not files:
-        files.append(last)
-    if len(files) == 1:
-        return [lay_out(names.single, files[0])]
-    return [lay_out(f"{names.stem}-{i:05d}-of-{len(files):05d}.safetensors", each) for i, each in enumerate(files, 1)]
+    from huggingface_hub import split_state_dict_into_shards_factory  # only here: training needs none of it
+
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=f"{names.stem}{{suffix}}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    files = split.filename_to_tensors or {names.single: []}
+    return [lay_out(file, {name: tensors[name] for name in own}) for file, own in files.items()]
 
 
 def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
@@ -200,7 +190,7 @@ def _name(root: Path, partial: Path, files: Sequence[FileLayout], names: FileNam
     return named
 
 
-def _publish(partial: Partial, root: Path, names: FileNames, written: Collection[str], index: bytes) -> None:
+def _publish(partial: Path, root: Path, names: FileNames, written: Collection[str], index: bytes) -> None:
     """Move the files from `partial` to `root`, so that readers find them. See [Note: publishing an export].
 
     Args:
@@ -210,24 +200,23 @@ def _publish(partial: Partial, root: Path, names: FileNames, written: Collection
         written: the names of the safetensors files.
         index: the index's content; not needed for a single file.
     """
-    own, front, other = partial.path, names.single, names.index
-    if not (own / front).exists():
+    front, other = names.single, names.index
+    if not (partial / front).exists():
         front, other = other, front
-        (own / front).write_bytes(index)
-    for name in os.listdir(own):
-        with open(own / name, "rb") as file:
+        (partial / front).write_bytes(index)
+    for name in os.listdir(partial):
+        with open(partial / name, "rb") as file:
             os.fsync(file.fileno())
-    for name in sorted(set(os.listdir(own)) - {front, MANIFEST_NAME}):
-        os.replace(own / name, root / name)
+    for name in sorted(set(os.listdir(partial)) - {front, MANIFEST_NAME}):
+        os.replace(partial / name, root / name)
     sync_directory(root)
-    os.replace(own / front, root / front)
+    os.replace(partial / front, root / front)
     sync_directory(root)
     (root / other).unlink(missing_ok=True)
     for name in os.listdir(root):
         if names.numbered.fullmatch(name) and name not in written and not (root / name).is_dir():
             (root / name).unlink()
     sync_directory(root)
-    remove_partial(partial)  # before other ranks go on
 
 
 # ------------------------------------------------------------------------------------------------ loading

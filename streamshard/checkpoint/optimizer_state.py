@@ -108,10 +108,7 @@ def local_state(
         own = [piece._replace(is_copy=is_copy) for piece in TensorPiece.wholes(tensors)]
         if cut is not None:
             own = _own_pieces(tensors, cut, {f"{path}.{key}" for key in moments})
-        if place is not None:
-            pieces += of_replica(own, place[0])
-        else:
-            pieces += own
+        pieces += own if place is None else of_replica(own, place[0])
     return {**saved, "state": state}, pieces
 
 

@@ -14,7 +14,6 @@ row, always change the checksum.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -202,10 +201,7 @@ def in_chunks(layout: FileLayout, held: Held, *, has_header: bool = True) -> Ite
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype."""
-    if not tensor.numel():
-        return memoryview(b"")
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(array).cast("B")
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def digest_of(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from streamshard import __version__
-from streamshard.checkpoint.directory import Partial, next_number, publish_checkpoint, write_together
+from streamshard.checkpoint.directory import next_number, publish_checkpoint, write_together
 from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
@@ -367,7 +367,7 @@ def write_checkpoint(
         written = write_file(partial, layout, held)
         return written, {piece.name: piece.record(ranks.total_rank) for piece in pieces}
 
-    def publish(partial: Partial, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
+    def publish(partial: Path, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
         versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": saved_at}
         files, tensors = tuple(file for file, _ in written), join_records(records for _, records in written)

@@ -27,7 +27,7 @@ from streamshard.errors import ConfigError
 from streamshard.forms import successor
 from streamshard.full import clip_grads
 from streamshard.functions import export_safetensors
-from streamshard.planning.structure import modules_inside
+from streamshard.planning.structure import modules_inside, replacing
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -192,11 +192,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
                 use_gather_object = True
         if use_gather_object and self.process_index not in rows:
             input_data = []  # lists of objects are joined
-        self._takes_rows = not use_gather_object
-        try:
+        with replacing((self.__dict__, "_takes_rows", not use_gather_object)):
             return super().gather_for_metrics(input_data, use_gather_object)
-        finally:
-            self._takes_rows = False
 
     def _ranks_of_rows(self) -> list[int]:
         """The first rank along "tp", of each tensor parallel group. Ranks along "cp" compute other parts of rows."""

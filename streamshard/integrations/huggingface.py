@@ -11,7 +11,7 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard.conventions import Conventions, ForLoading, Tensors
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
-from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of
+from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of, replacing
 
 _MODELS = {  # by library: the module and the name of the class of its models
     "transformers": ("transformers.modeling_utils", "PreTrainedModel"),
@@ -110,24 +110,18 @@ class HuggingFace(Conventions):
                 found.append(getattr(root, name)())
         return [module for module in found if isinstance(module, nn.Module)]
 
-    @contextlib.contextmanager
-    def taking_fakes_for_real(self) -> Iterator[None]:
+    def taking_fakes_for_real(self) -> contextlib.AbstractContextManager[None]:
         """Without it, transformers makes the masks of a graph for any batch: a real batch needs no causal mask."""
-        module: Any = sys.modules.get("transformers.utils.import_utils")
-        if (before := getattr(module, "is_fake_tensor", None)) is None:  # another version
-            yield
-            return
-        module.is_fake_tensor = lambda tensor: False
-        try:
-            yield
-        finally:
-            module.is_fake_tensor = before
+        module = sys.modules.get("transformers.utils.import_utils")
+        if not hasattr(module, "is_fake_tensor"):  # another version
+            return super().taking_fakes_for_real()
+        return replacing((module.__dict__, "is_fake_tensor", lambda tensor: False))
 
     def initialise(self, module: nn.Module) -> bool:
         """Let a transformers model initialise itself. A tied name keeps the parameter of its partner."""
         if not is_model_of(module, "transformers"):
             return False
-        tied: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        tied: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         for inner in modules_inside(module):
             for each in (inner, *(param for param in inner._parameters.values() if param is not None)):
                 vars(each).pop("_is_hf_initialized", None)  # the mark of an earlier initialisation, on meta too
@@ -135,14 +129,9 @@ class HuggingFace(Conventions):
                 owner, _, key = name.rpartition(".")
                 params = inner.get_submodule(owner)._parameters
                 if (param := params.get(key)) is not None:
-                    tied.append((params, key, param))
-        try:
-            for params, key, param in tied:
-                params[key] = nn.Parameter(torch.empty_like(param, device="meta"))
+                    tied.append((params, key, nn.Parameter(torch.empty_like(param, device="meta"))))
+        with replacing(*tied):
             cast(Any, module).initialize_weights()
-        finally:
-            for params, key, param in tied:
-                params[key] = param
         return True
 
     def refuse_initialisation(self, model: nn.Module, empty: Collection[str]) -> None:

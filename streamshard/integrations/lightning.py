@@ -7,7 +7,7 @@ trainer = Trainer(strategy=StreamShardStrategy(), devices=8)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +23,7 @@ from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_hooks import params_in
 from streamshard.errors import ConfigError
 from streamshard.functions import full_optimizer_state_dict, load_optimizer_state_dict
+from streamshard.planning.structure import replacing
 
 _DTYPES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -45,7 +46,7 @@ def _model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | 
 
 
 class _Accumulation:
-    """How Fabric leaves out the exchange of gradients: ``fabric.no_backward_sync(model)``."""
+    """How Lightning leaves out the exchange of gradients, as by ``fabric.no_backward_sync(model)``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """A context around forward and backward of a micro-batch that is not the last."""
@@ -99,7 +100,6 @@ class StreamShardStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is no
 
     model: Any
     _lightning_module: Any
-    _optimizers: Any
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -118,11 +118,9 @@ class StreamShardStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is no
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Around micro-batches that are not the last of a step."""
-        with self.model.no_sync() if handle_of(self.model) is not None else contextlib.nullcontext():
-            yield
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """A context around forward and backward of a micro-batch that is not the last."""
+        return _Accumulation().no_backward_sync(self.model, enabled=True)
 
     def lightning_module_state_dict(self) -> Any:
         """The full state dict on rank 0; an empty one on others. Collective."""
@@ -147,11 +145,8 @@ class StreamShardStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is no
 
     def teardown(self) -> None:
         """As Lightning's, but the model stays where its shards are."""
-        model, self._lightning_module = self._lightning_module, None
-        optimizers, self._optimizers = self._optimizers, []
-        try:
+        model = self._lightning_module
+        with replacing((self.__dict__, "_lightning_module", None), (self.__dict__, "_optimizers", [])):
             super().teardown()
-        finally:
-            self._lightning_module, self._optimizers = model, optimizers
         if model is not None and handle_of(model) is not None:
             engine_of(model).recover()

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.config import AnyPath
@@ -34,6 +34,8 @@ from streamshard.guards.modules import ShardedModule, change_class, original_cla
 from streamshard.integrations.huggingface import HuggingFace, is_from, is_model_of
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import is_traced
+
+_MADE = "made"  # inside a partial directory, which has a file of its own
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -91,7 +93,7 @@ def save_on_first(
     Args:
         model: sharded; on rank 0 it is an unsharded model while `save` runs.
         directory: the destination. Its files are replaced one by one after `save` has returned.
-        save: called with a temporary directory, and writes all files into it.
+        save: called with a new directory, and writes all files into it.
         wanted: the parameters that `save` reads, in their dtype before sharding; None: all.
 
     Raises:
@@ -104,13 +106,19 @@ def save_on_first(
     engine = engine_of(model)
     full, failure = gather_full(engine, take if engine.ranks.is_first else None, wanted)
 
-    def write() -> None:
+    def write(partial: Path) -> None:
         raise_if(failure)
         if engine.ranks.is_first:
+            (partial / _MADE).mkdir()
+            if (directory / "README.md").exists():  # PEFT adds to the file
+                shutil.copy(directory / "README.md", partial / _MADE)
             with under_params(engine, full), plain_classes(model):
-                _write(directory, save)
+                save(str(partial / _MADE))
 
-    run_on_all_ranks(engine.ranks, f"save to {directory}", write)
+    def publish(partial: Path, _: object) -> None:
+        shutil.copytree(partial / _MADE, directory, copy_function=os.replace, dirs_exist_ok=True)
+
+    write_together(engine.ranks, f"save to {directory}", directory, "model", write=write, publish=publish)
 
 
 @contextlib.contextmanager
@@ -200,18 +208,3 @@ def _wanted(model: Any, given: Mapping[str, Any]) -> set[nn.Parameter]:
                 saved = save(model, dict(state), adapter_name=adapter, save_embedding_layers=embeddings)
             wanted.update(tensor for tensor in saved.values() if isinstance(tensor, nn.Parameter))
     return wanted
-
-
-# -- writing ------------------------------------------------------------------------------------------------------
-
-
-def _write(directory: Path, save: Callable[[str], object]) -> None:
-    """Let `save` fill a new directory beside `directory`, then move each file into `directory`."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(".partial", f".{directory.name}.", directory.parent) as staging:
-        made = Path(staging, "made")
-        made.mkdir()
-        if (directory / "README.md").exists():  # PEFT adds to the file
-            shutil.copy(directory / "README.md", made)
-        save(str(made))
-        shutil.copytree(made, directory, copy_function=os.replace, dirs_exist_ok=True)

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, trainer_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from streamshard.checkpoint.directory import Partial, remove_partial, write_together
+from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.stop_on_signal import StopOnSignal
 from streamshard.comm.ranks import run_on_all_ranks, run_on_first
 from streamshard.core.module_state import engine_of, handle_of
@@ -43,7 +43,7 @@ from streamshard.functions import (
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
-from streamshard.planning.structure import modules_inside
+from streamshard.planning.structure import modules_inside, replacing
 
 _REPLACED = "replaced-"  # Trainer takes every directory called "checkpoint-.." for a checkpoint
 
@@ -100,18 +100,15 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def create_accelerator_and_postprocess(self) -> None:
         """Let Trainer make its accelerator, and make a `StreamShardAccelerator` of it."""
         _refuse(self.args)
-        parallelism, self.args.parallelism_config = getattr(self.args, "parallelism_config", None), None
-        parts = {model: vars(model).get("_tp_size") for model in modules_inside(self.model)}
-        cut = {model: size for model, size in parts.items() if (size or 1) > 1}  # by transformers, while loading
-        try:
-            for model in cut:
-                vars(model)["_tp_size"] = None  # accelerate would refuse a ParallelismConfig without FSDP2 on CPUs
+        parallelism = getattr(self.args, "parallelism_config", None)
+        parts = [model.__dict__ for model in modules_inside(self.model)]
+        cut = [part for part in parts if (part.get("_tp_size") or 1) > 1]  # by transformers, while loading
+        # accelerate would refuse a ParallelismConfig without FSDP2 on CPUs.
+        without = (self.args.__dict__, "parallelism_config", None), *((part, "_tp_size", None) for part in cut)
+        with replacing(*without):
             super().create_accelerator_and_postprocess()
-        finally:
-            self.args.parallelism_config = parallelism
-            for model, size in cut.items():
-                vars(model)["_tp_size"] = size
-                parallelism = parallelism or ParallelismConfig(tp_size=size)
+        for part in cut:
+            parallelism = parallelism or ParallelismConfig(tp_size=part["_tp_size"])
         options = self._sharding_options
         self.accelerator = StreamShardAccelerator.take_over(self.accelerator, parallelism, **options)
         objects = self.args.eval_use_gather_object
@@ -148,12 +145,9 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in Trainer. sentence-transformers lets all ranks run an evaluator if FSDP shards the model."""
-        given = self.is_fsdp_enabled
-        try:
-            self.is_fsdp_enabled = given or getattr(self, "evaluator", None) is not None
+        on_all = self.is_fsdp_enabled or getattr(self, "evaluator", None) is not None
+        with replacing((self.__dict__, "is_fsdp_enabled", on_all)):
             return super().evaluation_loop(*args, **kwargs)
-        finally:
-            self.is_fsdp_enabled = given
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -168,19 +162,15 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         save = super()._save_checkpoint
 
         def write(staging: Path) -> None:
-            self._staging = staging
-            try:
+            with replacing((self.__dict__, "_staging", staging)):
                 save(model, trial)
-            finally:
-                self._staging = None
             if self.state.best_model_checkpoint == str(staging / path.name):
                 self.state.best_model_checkpoint = str(path)
 
-        def publish(partial: Partial, _: object) -> None:
+        def publish(partial: Path, _: object) -> None:
             # Trainer has written its state with a best checkpoint inside the partial directory.
-            self.state.save_to_json(str(partial.path / path.name / TRAINER_STATE_NAME))
-            _replace(path, partial.path / path.name)
-            remove_partial(partial)
+            self.state.save_to_json(str(partial / path.name / TRAINER_STATE_NAME))
+            _replace(path, partial / path.name)
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 

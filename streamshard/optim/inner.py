@@ -1,19 +1,43 @@
-"""An optimizer inside a `WholeParameterOptimizer`. It steps some parameters of one of the user's groups."""
+"""An optimizer inside a `WholeParameterOptimizer`, which steps some parameters of one of the user's groups; its trial.
+
+[Note: trial]
+Each rank steps its own parameters, with an optimizer of its own. Checkpoints move parameters between ranks. So
+optimizers are first tried on small parameters. The trial refuses those that would silently train differently from plain
+PyTorch:
+
+- a norm over all parameters, or one learning rate estimated from all of them (Prodigy, D-Adaptation);
+- random numbers: parameters are stepped in another order, and would get other numbers;
+- a constructor that reads weights: there are none yet;
+- a gradient kept in memory without a copy: the next gradient is written there;
+- something kept outside of the state dict, or state of several parameters together: a checkpoint would lose it;
+- calls of torch.distributed: only one rank steps a parameter.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.core.optimizer_hooks import is_elementwise_class
-from streamshard.errors import ConfigError
+from streamshard.core.optimizer_hooks import full_name, is_elementwise_class
+from streamshard.errors import ConfigError, describe
+from streamshard.optim.rounds import stand_in
+from streamshard.torch_private import OpOverload, TorchDispatchMode
 
-PLAIN = (int, float, str, bool, tuple, type(None))
+_PLAIN = (int, float, str, bool, tuple, type(None))
+_STEPS = 8
+_DIM = 16
+_EACH = 3  # parameters of each shape: one owner has one of them, the other has two
+_LR = 1e-3  # replaces a learning rate of 0, with which a schedule may begin
+# Relative to the norm of a parameter's change. Rounding errors of bf16 are 0.001. Published optimizers that do not step
+# each parameter by itself differ by 0.08 and more.
+_TOLERANCE = 0.01
 
 
 class GroupClass(NamedTuple):
@@ -132,6 +156,209 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, PLAIN):
+    if isinstance(value, _PLAIN):
         return value
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+# -- the trial ------------------------------------------------------------------------------------------------------
+
+
+def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in `group` that are arguments of the constructor of `kind`."""
+    names = inspect.signature(kind).parameters
+    return {key: value for key, value in options_of(group).items() if key in names}
+
+
+def try_group(
+    kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], GroupClass]:
+    """Try `kind` on the last of `groups`: its constructor, and unless it works element by element, its steps.
+
+    Returns, Raises: see `_try_constructor` and `_try_steps`.
+    """
+    filled, made = _try_constructor(kind, options, groups)
+    group = {**filled, **groups[-1]}
+    if group["params"] and not is_elementwise_class(kind):
+        made = made._replace(stacked=_try_steps(made, group))
+    return filled, made
+
+
+def _try_constructor(
+    kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], GroupClass]:
+    """Construct a `kind` for `groups`, with parameters that have no memory.
+
+    Returns:
+        The options of the last group, with the constructor's defaults, and how to make the group's optimizer.
+
+    Raises:
+        ConfigError: the constructor raises, or splits a group.
+    """
+    given = [{**options_of(group), "params": [nn.Parameter(stand_in(p)) for p in group["params"]]} for group in groups]
+    try:
+        made: Any = kind(given, **options)
+    except Exception as error:
+        given_options = [*options_of(groups[-1]), *options]
+        raise ConfigError(f"{full_name(kind)} with the options {given_options} raised {describe(error)}") from error
+    wanted, found = ([len(each["params"]) for each in owner] for owner in (groups, made.param_groups))
+    if found != wanted:
+        raise ConfigError(f"{kind.__name__} makes groups of {found} parameters of groups of {wanted}: pass its groups")
+    last = made.param_groups[-1]
+    initial = {
+        param: {key: value for key, value in made.state.get(target, {}).items() if isinstance(value, _PLAIN)}
+        for param, target in zip(groups[-1]["params"], last["params"], strict=True)
+    }
+    return options_of(last), GroupClass(kind, options, options_of(groups[-1]), initial, frozenset())
+
+
+def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
+    """Step small parameters as plain PyTorch does, and as owners do, and compare. Takes hundredths of a second.
+
+    Args:
+        made: how to make the group's optimizer.
+        group: the user's group. For each number of dimensions in it, the trial makes small parameters: on the same
+            device, or on the CPU if the group is on the meta device.
+
+    Returns:
+        Keys of state that plain PyTorch stacks over a group, in the state of its first parameter.
+
+    Raises:
+        ConfigError: the results differ, a step raises, or it calls torch.distributed.
+    """
+    name, params = full_name(made.kind), group["params"]
+    first = {param.ndim: tuple(min(size, _DIM) for size in param.shape) for param in reversed(params)}
+    shapes = [first[ndim] for ndim in sorted(first) for _ in range(_EACH)]
+    device = torch.device("cpu") if params[0].is_meta else params[0].device
+    forked: Any = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+    options = options_of(group)
+    if options.get("lr") == 0:
+        options["lr"] = options["lr"] + _LR
+    trials = []
+    try:
+        # Both ways get the same random numbers. Compiled functions run uncompiled.
+        for has_owners in (False, True):
+            with torch.random.fork_rng(**forked), torch.compiler.set_stance("force_eager"):
+                trials.append(_try(made, options, shapes, device, has_owners))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{name}, tried on small parameters {shapes}, raised {describe(error)}. WholeParameterOptimizer runs "
+            "optimizers that step without a closure, and step parameters of any shape"
+        ) from error
+    together, owned = trials
+    option = _differing_option([*together.groups, *owned.groups])
+    if option is not None or not _are_near(together.changes, owned.changes):
+        why = "" if option is None else f", such as {option!r} of their group"
+        raise ConfigError(
+            f"{name} with these options does not step each parameter by itself: its steps depend on other parameters "
+            f"(a norm or learning rate of all{why}), on random numbers, on weights in the constructor, on memory of "
+            "gradients kept without clone(), or on something that a checkpoint loses. WholeParameterOptimizer runs "
+            "optimizers that keep state[param] of each parameter, and numbers in their groups. For a norm over all "
+            "gradients use model.clip_grad_norm_"
+        )
+    group_state, other_state, *_ = together.states
+    tensors = {key: value for key, value in group_state.items() if isinstance(value, torch.Tensor)}
+    return frozenset(key for key in tensors.keys() - other_state if tensors[key].shape[:1] == (len(shapes),))
+
+
+def _are_near(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+    for one, other in zip(wanted, found, strict=True):
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        if not torch.where(is_same, 0.0, one - other).norm() <= _TOLERANCE * one.nan_to_num().norm():
+            return False
+    return True
+
+
+def _differing_option(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first option that is a number and differs between `groups`."""
+    for key, value in groups[0].items():
+        if isinstance(value, int | float | torch.Tensor) and torch.as_tensor(value).numel() == 1:
+            values = torch.stack([torch.as_tensor(group[key], dtype=torch.float64).cpu().view(()) for group in groups])
+            if not torch.allclose(values, values[0], rtol=_TOLERANCE, atol=0.0, equal_nan=True):
+                return key
+    return None
+
+
+class _Trial(NamedTuple):
+    """The results of a few steps.
+
+    Attributes:
+        changes: by parameter, the change of its weights.
+        groups: the optimizers' groups.
+        states: by parameter, its state.
+    """
+
+    changes: list[torch.Tensor]
+    groups: list[dict[str, Any]]
+    states: list[dict[str, Any]]
+
+
+def _try(
+    made: GroupClass, options: dict[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device, has_owners: bool
+) -> _Trial:
+    """Step parameters of these shapes with large and small gradients, which keep a common direction.
+
+    Without owners, one optimizer steps all parameters, as plain PyTorch does. With `has_owners`, two owners have an
+    optimizer each, made before parameters have values. The last owner steps first, so that random numbers differ. After
+    each step the memory of gradients and parameters is overwritten, so that optimizers that keep it get other results.
+    Half-way one parameter and its state move to the first owner, as after a checkpoint.
+    """
+    generator = torch.Generator().manual_seed(0)
+    starts, directions = ([torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2))
+    params = [nn.Parameter(start.clone()) for start in starts]
+    wholes = {param: nn.Parameter(stand_in(param)) for param in params} if has_owners else {}
+    group = {**options, "params": params}
+    _, made = _try_constructor(made.kind, made.options, [{**made.given, "params": params}])  # for its initial state
+
+    def make(*parts: list[nn.Parameter]) -> list[InnerOptimizer]:
+        targets = [{param: wholes.get(param, param) for param in part} for part in parts]
+        return [InnerOptimizer(made, 0, group, own, is_together=not has_owners) for own in targets]
+
+    inners = make(params[:1], params[1:]) if has_owners else make(params)
+    for number in range(_STEPS):
+        if has_owners and number == _STEPS // 2:
+            state: dict[Any, Any] = defaultdict(dict)
+            for inner in inners:
+                inner.link(state)
+            inners = make(params[:2], params[2:])
+            for inner in inners:
+                inner.load(state, is_loaded=False)
+        for index, (param, direction) in enumerate(zip(params, directions, strict=True)):
+            scale = 10.0 ** ((3 * index + 2 * number) % 7 - 4)  # so each step has another norm over all parameters
+            param.grad = scale * (direction + torch.randn(param.shape, generator=generator).to(device))
+        for param, whole in wholes.items():
+            whole.data, whole.grad = param.data.clone(), param.grad
+        with _RefusesCollectives(made.kind):
+            for inner in inners:
+                inner.take_options()
+            for inner in reversed(inners):
+                inner.step()
+        inners[0].give_options()
+        for param, whole in wholes.items():
+            param.data.copy_(whole.data)
+            for memory in (whole.data, whole.grad):
+                memory.fill_(torch.nan)  # type: ignore[union-attr]  # made above
+            whole.data, whole.grad = stand_in(param), None
+    groups = [each for inner in inners for each in inner.optimizer.param_groups]
+    found = {param: values for inner in inners for param, values in inner.optimizer.state.items()}
+    states = [found.get(param, {}) for each in groups for param in each["params"]]
+    return _Trial([param.detach() - start for param, start in zip(params, starts, strict=True)], groups, states)
+
+
+class _RefusesCollectives(TorchDispatchMode):
+    """Inside, a collective raises."""
+
+    def __init__(self, kind: type[Optimizer]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
+        self._kind = kind
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise ConfigError(
+                f"{full_name(self._kind)} calls torch.distributed in its step ({func.name()}), but one rank steps "
+                "alone: use the class for one process (MuonAdamW, not DistMuonAdamW; SingleDeviceMuon, not Muon). If "
+                "one class is for both, set dist = types.SimpleNamespace(is_available=lambda: False) in its module"
+            )
+        return func(*args, **(kwargs or {}))

@@ -17,10 +17,8 @@ from streamshard.core.optimizer_hooks import PiecesOfState, full_name, is_elemen
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.guards.sharded_parameter import refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
-from streamshard.optim.inner import GroupClass, InnerOptimizer, options_of
-from streamshard.optim.owners import assign_owners, plan_rounds
-from streamshard.optim.rounds import Rounds, WholeParam, stand_in
-from streamshard.optim.trial import constructor_options, try_constructor, try_steps
+from streamshard.optim.inner import GroupClass, InnerOptimizer, constructor_options, options_of, try_group
+from streamshard.optim.rounds import Rounds, WholeParam, assign_owners, plan_rounds, stand_in
 from streamshard.torch_private import untraced
 
 _CLASS = "optimizer_class"  # key of a group
@@ -104,10 +102,7 @@ class WholeParameterOptimizer(Optimizer):
         in_place = {param: param for param in params_in(self.param_groups) if param not in elsewhere}
         self._rounds, self._parts = None, [self._make_inners(in_place)]
         if trained := [each for each in self._wholes if each.param.requires_grad]:
-            costs, owners = [each.cost for each in trained], [each.owner for each in trained]
-            numels = [each.piece.place.numel for each in trained]
-            planned = plan_rounds(costs, numels, owners, self._round_numel)
-            rounds = [[trained[index] for index in each] for each in planned]
+            rounds = plan_rounds(trained, self._round_numel)
             self._rounds = Rounds(rounds, trained[0].piece.ranks)
             for own in rounds:
                 owned = {each.param: each.whole for each in own if each.whole is not None}
@@ -146,11 +141,9 @@ class WholeParameterOptimizer(Optimizer):
         try:
             options = constructor_options(kind, group) if own else self._main_options
             known = zip(self._classes, self.param_groups, strict=False)
-            filled, made = try_constructor(kind, options, [*(each for made, each in known if made.kind is kind), group])
+            filled, made = try_group(kind, options, [*(each for made, each in known if made.kind is kind), group])
             for key, value in filled.items():
                 group.setdefault(key, value)
-            if group["params"] and not is_elementwise_class(kind):
-                made = made._replace(stacked=try_steps(made, group))
         except BaseException:
             self.param_groups.pop()
             raise

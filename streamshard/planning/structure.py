@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,19 @@ def leave_inference_mode() -> AbstractContextManager[object]:
 def leave_meta_device() -> AbstractContextManager[object]:
     """A context that makes tensors with values, also inside ``with torch.device("meta")``."""
     return torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def replacing(*changes: tuple[MutableMapping[str, Any], str, Any]) -> Iterator[None]:
+    """A context in which each mapping, such as an object's ``__dict__``, has another value at the key."""
+    before = [(mapping, key, mapping.get(key)) for mapping, key, _ in changes]
+    try:
+        for mapping, key, value in changes:
+            mapping[key] = value
+        yield
+    finally:
+        for mapping, key, value in before:
+            mapping[key] = value
 
 
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:

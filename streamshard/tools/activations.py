@@ -27,7 +27,7 @@ from streamshard.conventions import conventions
 from streamshard.errors import ConfigError, describe
 from streamshard.nested import cast, tensors_in
 from streamshard.planning.discovery import FoundUnit
-from streamshard.planning.structure import list_of, modules_inside, modules_of, params_of
+from streamshard.planning.structure import list_of, modules_inside, modules_of, params_of, replacing
 from streamshard.torch_private import FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass, wait_tensor
 
 _T = TypeVar("_T")
@@ -35,15 +35,6 @@ _fakes_log = logging.getLogger(FakeTensorMode.__module__)
 
 Build = Callable[[], nn.Module]
 """A function that makes a model."""
-
-
-def takes(build: Callable[..., nn.Module], *arguments: object) -> bool:
-    """Whether the function `build` can be called with `arguments`."""
-    try:
-        inspect.signature(build).bind(*arguments)
-    except TypeError:
-        return False
-    return True
 
 
 class Activations(NamedTuple):
@@ -207,7 +198,9 @@ def run_without_memory(model: nn.Module, batch: int, seq: int, run: Callable[[In
         ConfigError: no call succeeds, and what the first one raised.
     """
     errors = list[Exception]()
-    with _silence(), FakeTensorMode(), _Kernels(), conventions().taking_fakes_for_real():
+    silence = replacing((_fakes_log.__dict__, "disabled", True))  # operations may fail: other inputs may succeed
+    with warnings.catch_warnings(), silence, FakeTensorMode(), _Kernels(), conventions().taking_fakes_for_real():
+        warnings.simplefilter("ignore")
         for inputs in _inputs_of(model, batch, seq):
             try:
                 return run(inputs)
@@ -215,19 +208,6 @@ def run_without_memory(model: nn.Module, batch: int, seq: int, run: Callable[[In
                 errors.append(error)
     what = describe(errors[0]).partition("\n")[0]
     raise ConfigError(f"the model does not run on {batch} x {seq} tokens without memory: {what}") from errors[0]
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """No warnings, and no log of operations that fail: other inputs may succeed."""
-    before = _fakes_log.disabled
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _fakes_log.disabled = True
-        try:
-            yield
-        finally:
-            _fakes_log.disabled = before
 
 
 def _inputs_of(model: nn.Module, batch: int, seq: int) -> Iterator[Inputs]:

@@ -128,21 +128,12 @@ def _add_step(plan: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from streamshard.tools.plan import builder_of, plan
-    from streamshard.tools.plan_step import plan_step
 
-    build, ranks = builder_of(arguments.model), arguments.ranks
-    names = "units resident min_unit_size precision batch seq offload device_budget"
-    both = {name: getattr(arguments, name) for name in names.split()}
-    given = {name: getattr(arguments, name) for name in ("tp", "ep", "transport", "weight_slots", "budget")}
-    if (machine := _machine(arguments)) is not None and arguments.tp * arguments.ep != 1:
-        raise ConfigError("the time of a step is not predicted with --tp and --ep, whose exchanges no plan knows")
-    planned = plan(build, ranks, **both, **given)
-    text, told, stage = str(planned), dataclasses.asdict(planned), planned.stages[-1]
-    if machine is not None:
-        given = {name: getattr(arguments, name) for name in ("micro_batches", "is_checkpointed", "active")}
-        step = plan_step(build, ranks, machine, weight_slots=stage.weight_slots, **both, **given)
-        text, told["step"] = f"{text}\n\n{stage.name}, {step}", dataclasses.asdict(step)
-    print(json.dumps(told, indent=2) if arguments.json else text)
+    names = "units resident tp ep transport weight_slots budget batch seq micro_batches is_checkpointed active"
+    names += " min_unit_size precision offload device_budget"
+    given = {name: getattr(arguments, name) for name in names.split()}
+    planned = plan(builder_of(arguments.model), arguments.ranks, machine=_machine(arguments), **given)
+    print(json.dumps(dataclasses.asdict(planned), indent=2) if arguments.json else planned)
     if planned.fit is not None and planned.fit.choice is None:
         raise StreamShardError("nothing fits the budget")
 

@@ -27,17 +27,9 @@ from streamshard.comm.streams import Streams
 from streamshard.config import Precision, ReductionMode, SlotCount
 from streamshard.device import module_of, training_device
 from streamshard.errors import ConfigError, HostMemoryError, StreamShardError
-from streamshard.tools.activations import Build, takes
-from streamshard.tools.speed import (
-    NO_DTENSORS,
-    CollectiveSpeed,
-    Layer,
-    LayerSpeed,
-    host_gb_s,
-    link_gb_s,
-    matmul_tflops,
-    measure,
-)
+from streamshard.initialise import takes
+from streamshard.tools import speed
+from streamshard.tools.activations import Build
 
 _UNIT_NUMELS = tuple(mib << 19 for mib in (1, 16, 128))  # elements of units of so many MiB in bf16
 _HIDDEN = 0.1  # communication hides if it makes compute longer by at most this share
@@ -83,8 +75,8 @@ class Report:
     memory_bytes: int
     findings: list[Finding]
     transport: str | None = None
-    collectives: Sequence[CollectiveSpeed] = ()
-    layer: LayerSpeed | None = None
+    collectives: Sequence[speed.CollectiveSpeed] = ()
+    layer: speed.LayerSpeed | None = None
 
 
 def examine(build: Build | None, precision: Precision, batch: int | None, seq: int | None) -> Report | None:
@@ -106,7 +98,7 @@ def examine(build: Build | None, precision: Precision, batch: int | None, seq: i
         how = "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S"
         raise ConfigError(f"a model's layer is measured between ranks: {how}")
     if build is not None and not takes(build):
-        raise ConfigError(NO_DTENSORS)
+        raise ConfigError(speed.NO_DTENSORS)
     device = training_device(torch.device("cpu"), None, None)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if device.type == "cpu":
@@ -119,7 +111,7 @@ def examine(build: Build | None, precision: Precision, batch: int | None, seq: i
         report.findings = [*check_machine(device, local_size)]
     if world_size > 1:
         dtype = precision.param_dtype or torch.float32
-        make = None if build is None else lambda: Layer(build, dtype, (batch or 0, seq or 0), device)
+        make = None if build is None else lambda: speed.Layer(build, dtype, (batch or 0, seq or 0), device)
         try:
             _measure(report, device, make, precision)
         except StreamShardError as error:
@@ -139,7 +131,7 @@ def check_machine(device: torch.device, local_size: int) -> Iterator[Finding]:
     """
     yield from _check_cpu(local_size) if device.type == "cpu" else _check_gpus(device)
     yield from _check_host(device)
-    bf16, fp32 = (matmul_tflops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    bf16, fp32 = (speed.matmul_tflops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     slow = 'precision="fp32" computes faster here' if bf16 < fp32 else ""
     yield Finding("note" if slow else "ok", f"matmul: bf16 {bf16:.2f} TFLOP/s, fp32 {fp32:.2f} TFLOP/s", slow)
     for name, (bad, advice) in _TRAPS.items():
@@ -173,12 +165,12 @@ def _check_cpu(local_size: int) -> Iterator[Finding]:
 
 def _check_host(device: torch.device) -> Iterator[Finding]:
     """The speeds that ``offload`` needs."""
-    yield Finding("ok", f"host memory: {host_gb_s():.1f} GB/s")
+    yield Finding("ok", f"host memory: {speed.host_gb_s():.1f} GB/s")
     if device.type == "cpu":
         yield Finding("note", "there is no GPU, whose link to host memory would be measured")
         return
     try:
-        there, back, both = link_gb_s(device)
+        there, back, both = speed.link_gb_s(device)
     except HostMemoryError as error:
         yield Finding("note", 'offload="state" cannot run', str(error))
     else:
@@ -194,7 +186,9 @@ def _size(n_bytes: int) -> str:
 # -- measurements -----------------------------------------------------------------------------------------------------
 
 
-def _measure(report: Report, device: torch.device, make: Callable[[], Layer] | None, precision: Precision) -> None:
+def _measure(
+    report: Report, device: torch.device, make: Callable[[], speed.Layer] | None, precision: Precision
+) -> None:
     """Connect the ranks, exchange findings, and measure. Fills `report`. Collective."""
     ranks = Communicator(resolve_group(device), Streams(device))
     first, *others = ranks.gather_objects(report.findings)
@@ -204,7 +198,7 @@ def _measure(report: Report, device: torch.device, make: Callable[[], Layer] | N
     report.findings = first
     layer = None if make is None else run_on_all_ranks(ranks, "run a layer", make)
     sizes = [(numel, numel) for numel in _UNIT_NUMELS] if layer is None else [layer.size]
-    report.collectives, report.layer = measure(ranks, sizes, layer, precision)
+    report.collectives, report.layer = speed.measure(ranks, sizes, layer, precision)
     names = {SharedMemoryTransport: "shared-memory", PairwiseTransport: "sockets"}
     report.transport = names.get(type(ranks.transport), "nccl")
     what = f"{ranks.world_size} ranks on {report.machines} machine(s), over {report.transport}"

@@ -8,12 +8,12 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 from streamshard.config import SlotCount
 from streamshard.errors import ConfigError
 from streamshard.tools.activations import Activations
+from streamshard.tools.memory import MemoryReport
 
 _MARGIN = 20  # a budget's twentieth is for fragmentation
 _CONTEXT_BYTES = 2**30  # of a GPU, for the CUDA context and NCCL's buffers
@@ -28,9 +28,8 @@ class Stage:
     Attributes:
         name: such as "ZeRO-3".
         weight_slots, grad_slots: the arguments of `StreamShard`.
-        held_bytes, adam_bytes, host_bytes, host_adam_bytes, chunk_bytes: as in ``memory_report()``.
-        total_bytes: the sum on the device: `held_bytes`, `adam_bytes` and `chunk_bytes`.
-        host_total_bytes: the sum in host memory: `host_bytes` and `host_adam_bytes`.
+        memory: the planned ``memory_report()``.
+        total_bytes, host_total_bytes: the sums on the device and in host memory, with those for Adam.
         all_gathers, reductions: the number of collectives in one step: one forward, one backward.
         sent_bytes: bytes that the rank sends for these collectives.
     """
@@ -38,11 +37,7 @@ class Stage:
     name: str
     weight_slots: SlotCount
     grad_slots: SlotCount
-    held_bytes: Mapping[str, int]
-    adam_bytes: int
-    host_bytes: Mapping[str, int]
-    host_adam_bytes: int
-    chunk_bytes: int
+    memory: MemoryReport
     total_bytes: int
     host_total_bytes: int
     all_gathers: int
@@ -50,12 +45,13 @@ class Stage:
     sent_bytes: int
 
 
-class Room(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Room:
     """The memory of a rank.
 
     Attributes:
         budget_bytes: given.
-        margin_bytes: the part of it that no plan can know.
+        margin_bytes: the part of it that stays free, for what a plan cannot know.
         activations: None: not known, so not counted.
     """
 
@@ -87,30 +83,24 @@ class Fit:
     """What fits a budget.
 
     Attributes:
-        budget_bytes: the memory of a rank.
-        margin_bytes: the part of it that stays free, for what a plan cannot know.
+        room: the memory of a rank.
         fitting: names of the stages that fit.
         checkpointed: those of them that need activation checkpointing.
         choice: of those that fit, the one that sends least; stages without checkpointing go first. None: nothing fits.
-        counts_activations: whether they are known, and counted.
-        ranks: if nothing fits, the smallest number of ranks on which ZeRO-3 fits; None: on no number of ranks.
         ways: if nothing fits, single changes with which the smallest stage does.
     """
 
-    budget_bytes: int
-    margin_bytes: int
+    room: Room
     fitting: Sequence[str]
     checkpointed: Sequence[str]
     choice: str | None
-    counts_activations: bool
-    ranks: int | None = None
     ways: Sequence[str] = ()
 
     def lines(self, size: Callable[[int], str], *, on_gpus: bool) -> Iterator[str]:
         """In words."""
         what = "the CUDA context, NCCL and fragmentation" if on_gpus else "fragmentation"
-        yield f"of {size(self.budget_bytes)} per rank, {size(self.margin_bytes)} stay free for {what}"
-        if not self.counts_activations:
+        yield f"of {size(self.room.budget_bytes)} per rank, {size(self.room.margin_bytes)} stay free for {what}"
+        if self.room.activations is None:
             yield "activations are not counted"
         if self.choice is None:
             yield "nothing fits" + (", but this does:" if self.ways else f", nor does it with {_WAYS}, each alone")
@@ -122,7 +112,7 @@ class Fit:
         if self.checkpointed:
             yield f"fits with activation checkpointing: {', '.join(self.checkpointed)}"
         how = "with" if self.choice in self.checkpointed else "without"
-        yield f"take: {self.choice}" + f", {how} activation checkpointing" * self.counts_activations
+        yield f"take: {self.choice}" + f", {how} activation checkpointing" * (self.room.activations is not None)
 
 
 def choose(stages: Sequence[Stage], room: Room) -> Fit:
@@ -130,9 +120,7 @@ def choose(stages: Sequence[Stage], room: Room) -> Fit:
     fitting = [stage for stage in stages if room.fits(stage.total_bytes)]
     checkpointed = [stage.name for stage in fitting if room.needs_checkpointing(stage.total_bytes)]
     order = sorted(fitting, key=lambda each: (each.name in checkpointed, each.sent_bytes, each.total_bytes))
-    choice = order[0].name if order else None
-    names, counts_activations = [stage.name for stage in fitting], room.activations is not None
-    return Fit(room.budget_bytes, room.margin_bytes, names, checkpointed, choice, counts_activations)
+    return Fit(room, [stage.name for stage in fitting], checkpointed, order[0].name if order else None)
 
 
 def most_slots(streamed: int, stages: Sequence[Stage], total_bytes: Callable[[int], int], room: Room) -> int | None:

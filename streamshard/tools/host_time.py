@@ -36,6 +36,13 @@ from dataclasses import dataclass
 from streamshard.errors import ConfigError
 
 
+def want_positive(numbers: Mapping[str, float]) -> None:
+    """Raise a ConfigError that names the first of `numbers` that is not positive."""
+    for name, number in numbers.items():
+        if number <= 0:
+            raise ConfigError(f"{name}={number}: wanted a positive number")
+
+
 @dataclass(frozen=True)
 class Machine:
     """The speeds that count.
@@ -56,9 +63,7 @@ class Machine:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name, number in vars(self).items():
-            if number <= 0:
-                raise ConfigError(f"{name}={number:g}: wanted a positive number")
+        want_positive(vars(self))
 
     def __str__(self) -> str:
         ranks = f" for {self.ranks} ranks" if self.ranks > 1 else ""

@@ -25,17 +25,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard.build import Checked, check_model, plan_engine
 from streamshard.comm.communicator import PlannedRanks
-from streamshard.config import Offload, SlotCount, parse_bytes
+from streamshard.config import SlotCount, parse_bytes
 from streamshard.core.engine import Engine
 from streamshard.core.unit import Unit
 from streamshard.dtensors import axes_of, mark_experts
 from streamshard.errors import ConfigError
+from streamshard.initialise import takes
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
-from streamshard.tools.activations import Activations, Build, estimate_activations, takes
+from streamshard.tools.activations import Activations, Build, estimate_activations
 from streamshard.tools.fit import Fit, Room, Stage, choose, fewer_tokens, fewest_ranks, most_slots
+from streamshard.tools.host_time import Machine, StepTime, predict
 from streamshard.tools.memory import report_memory
-from streamshard.tools.plan_step import still_gathered
+from streamshard.tools.plan_step import inputs_of, load_of, still_gathered
 from streamshard.torch_private import fake_ranks
 
 BuildOnMesh = Callable[[DeviceMesh], nn.Module]
@@ -79,6 +81,7 @@ class Plan:
         activation_bytes: at most, without checkpointing and with layers checkpointed; None: not known.
         activations_unknown: why they are not known; "" if they are, or if nobody needs them.
         fit: what fits the budget; None: no budget is given.
+        step: the time of a step of the last stage; None: no machine is given.
     """
 
     model: str
@@ -92,6 +95,7 @@ class Plan:
     activation_bytes: Activations | None
     activations_unknown: str
     fit: Fit | None
+    step: StepTime | None
 
     def __str__(self) -> str:
         unit_name, unit_bytes = ("GiB", 2**30) if self.stages[-1].total_bytes >= 2**30 else ("MiB", 2**20)
@@ -136,19 +140,19 @@ class Plan:
         if self.fit is not None:
             on_gpus = self.transport == "nccl"
             lines += ["", *self.fit.lines(lambda n_bytes: f"{size(n_bytes)} {unit_name}", on_gpus=on_gpus)]
+        if self.step is not None:
+            lines.append(f"\n{self.stages[-1].name}, {self.step}")
         return "\n".join(lines)
 
     def _memory(self) -> dict[str, list[dict[str, int]]]:
         """By place, a table of each stage: bytes by name."""
         moments, chunks = "Adam's moments", "Adam's chunks"
-        here = [
-            {**each.held_bytes, moments: each.adam_bytes, chunks: each.chunk_bytes, "total": each.total_bytes}
-            for each in self.stages
-        ]
-        on_host = [
-            {**each.host_bytes, moments: each.host_adam_bytes, "total": each.host_total_bytes} for each in self.stages
-        ]
-        return {"per rank": here, **({"of host memory": on_host} if self.stages[0].host_bytes else {})}
+        here, on_host = [], []
+        for stage, memory in ((stage, stage.memory) for stage in self.stages):
+            ours = {moments: memory.adam_bytes, chunks: memory.chunk_bytes, "total": stage.total_bytes}
+            here.append({**memory.held_bytes, **ours})
+            on_host.append({**memory.host_bytes, moments: memory.host_adam_bytes, "total": stage.host_total_bytes})
+        return {"per rank": here, **({"of host memory": on_host} if self.stages[0].memory.host_bytes else {})}
 
 
 class _Ranks(NamedTuple):
@@ -162,11 +166,6 @@ class _Ranks(NamedTuple):
     tp: int
     ep: int
     transport: str
-
-    def engine(self, checked: Checked) -> Engine:
-        """The engine of rank 0."""
-        experts = PlannedRanks(self.world_size // self.ep, self.transport) if self.ep > 1 else None
-        return plan_engine(checked, PlannedRanks(self.world_size // self.tp, self.transport), experts)
 
 
 def plan(
@@ -182,6 +181,10 @@ def plan(
     budget: int | str | None = None,
     batch: int | None = None,
     seq: int | None = None,
+    machine: Machine | None = None,
+    micro_batches: int = 1,
+    is_checkpointed: bool = False,
+    active: float | None = None,
     **given: Any,
 ) -> Plan:
     """Plan training with AdamW, from ZeRO-3 to ZeRO-1. Needs no process group and no memory.
@@ -197,6 +200,8 @@ def plan(
             not, the largest number that fits.
         budget: memory of a rank: bytes, or text such as "80GiB".
         batch, seq: shape of a rank's tokens, for its activations.
+        machine: with ``offload``, predict the time of a step on it (see `streamshard.tools.host_time`).
+        micro_batches, is_checkpointed, active: of this step; see `load_of`.
         **given: other arguments of `StreamShard`: precision, min_unit_size, align_pieces_to, offload, device_budget.
 
     Raises:
@@ -209,6 +214,10 @@ def plan(
     if (batch is None) != (seq is None) or any(number is not None and number < 1 for number in (batch, seq)):
         raise ConfigError(f"batch={batch}, seq={seq}: wanted two positive numbers, or neither")
     tokens = None if batch is None or seq is None else (batch, seq)
+    if machine is not None and (tokens is None or tp * ep != 1):
+        raise ConfigError(
+            "the time of a step is predicted with batch and seq, and without tp and ep, whose exchanges no plan knows"
+        )
     ranks = _Ranks(world_size, tp, ep, transport)
     with _building(model, ranks) as build:
         with torch.device("meta"):
@@ -220,7 +229,16 @@ def plan(
         dtype, on_gpus = checked.settings.precision.param_dtype, transport == "nccl"
         again = None if built is model else build
         measure = partial(estimate_activations, built, checked.found, dtype, on_gpus=on_gpus, build=again)
-        return _plan(type(built).__name__, checked, ranks, measure, weight_slots, budget_bytes, tokens)
+        planner = _Planner(checked, ranks, measure)
+        planned = planner.plan(type(built).__name__, weight_slots, budget_bytes, tokens)
+        if machine is None or tokens is None:
+            return planned
+        if checked.settings.offload is None:
+            raise ConfigError('a step without offload copies nothing from host memory: give offload="state"')
+        load = load_of(built, checked.found, tokens, micro_batches, is_checkpointed, active)
+        machine = dataclasses.replace(machine, ranks=min(machine.ranks, world_size))
+        inputs = inputs_of(planner.engine(weight_slots=planned.stages[-1].weight_slots, grad_slots=2))
+        return dataclasses.replace(planned, step=predict(inputs, load, machine))
 
 
 @contextlib.contextmanager
@@ -267,101 +285,103 @@ def _check_parts(model: nn.Module, ranks: _Ranks) -> Sequence[int]:
     return () if axis is None else axis.ranks
 
 
-def _plan(
-    name: str,
-    checked: Checked,
-    ranks: _Ranks,
-    measure: Callable[[int, int], Activations],
-    weight_slots: int | None,
-    budget_bytes: int | None,
-    tokens: tuple[int, int] | None,
-) -> Plan:
-    """Plan a model that has been checked. For the other arguments see `plan`.
+class _Planner(NamedTuple):
+    """Plans a model that has been checked.
 
-    Args:
-        name: of the model.
-        measure: its activations, of a batch and a sequence.
+    Attributes:
+        checked: the model.
+        ranks: see `_Ranks`.
+        measure: returns its activations, of a batch and a sequence.
     """
-    stage = partial(_plan_stage, checked, ranks, checked.settings.offload)
-    stages = [stage("ZeRO-3", 2)]
-    if checked.settings.offload is None:
-        stages += stage("ZeRO-2", "all"), stage("ZeRO-1", "all", "all")
-    activations, unknown = (None, "") if tokens is None else _try(measure, *tokens)
-    room = None if budget_bytes is None else Room.of(budget_bytes, activations, on_gpus=ranks.transport == "nccl")
-    if weight_slots is None and room is not None:
-        streamed = sum(not unit.is_resident for unit in checked.found)
-        weight_slots = most_slots(streamed, stages, lambda count: stage("", count).total_bytes, room)
-    if weight_slots is not None and weight_slots != 2:
-        stages.insert(1, stage(f"{weight_slots} slots", weight_slots))
-    fit = None if room is None else choose(stages, room)
-    if room is not None and fit is not None and fit.choice is None:
-        smallest = min(stages, key=lambda stage: stage.total_bytes)
-        fit = _with_ways(fit, checked, ranks, smallest, room)
-        if tokens is not None and (shape := fewer_tokens(*tokens, room, smallest.total_bytes, measure)):
-            fit = dataclasses.replace(fit, ways=[*fit.ways, "with --batch {} --seq {}".format(*shape) + _CHECKPOINTED])
-    found = _units_of(checked, ranks)
-    numel = sum(unit.count * unit.numel for unit in found)
-    return Plan(name, numel, *ranks, found, stages, activations, unknown, fit)
 
+    checked: Checked
+    ranks: _Ranks
+    measure: Callable[[int, int], Activations]
 
-def _try(measure: Callable[[int, int], Activations], batch: int, seq: int) -> tuple[Activations | None, str]:
-    """The activations, or why they are not known."""
-    try:
-        return measure(batch, seq), ""
-    except ConfigError as error:
-        return None, str(error)
+    def plan(
+        self, name: str, weight_slots: int | None, budget_bytes: int | None, tokens: tuple[int, int] | None
+    ) -> Plan:
+        """Plan the model called `name`, without the time of a step. For the other arguments see `plan`."""
+        stages = [self.stage("ZeRO-3", 2)]
+        if self.checked.settings.offload is None:
+            stages += self.stage("ZeRO-2", "all"), self.stage("ZeRO-1", "all", "all")
+        activations, unknown = (None, "") if tokens is None else self._try(*tokens)
+        on_gpus = self.ranks.transport == "nccl"
+        room = None if budget_bytes is None else Room.of(budget_bytes, activations, on_gpus=on_gpus)
+        if weight_slots is None and room is not None:
+            streamed = sum(not unit.is_resident for unit in self.checked.found)
+            weight_slots = most_slots(streamed, stages, lambda count: self.stage("", count).total_bytes, room)
+        if weight_slots is not None and weight_slots != 2:
+            stages.insert(1, self.stage(f"{weight_slots} slots", weight_slots))
+        fit = None if room is None else choose(stages, room)
+        if room is not None and fit is not None and fit.choice is None:
+            smallest = min(stages, key=lambda stage: stage.total_bytes)
+            fit = dataclasses.replace(fit, ways=self._ways(smallest, room, tokens))
+        found = self._units()
+        numel = sum(unit.count * unit.numel for unit in found)
+        return Plan(name, numel, *self.ranks, found, stages, activations, unknown, fit, None)
 
+    def _try(self, batch: int, seq: int) -> tuple[Activations | None, str]:
+        """The activations, or why they are not known."""
+        try:
+            return self.measure(batch, seq), ""
+        except ConfigError as error:
+            return None, str(error)
 
-def _with_ways(fit: Fit, checked: Checked, ranks: _Ranks, smallest: Stage, room: Room) -> Fit:
-    """`fit` with the smallest number of ranks on which ZeRO-3 fits, and changes with which `smallest` does."""
-    offload, size = checked.settings.offload, max(ranks.tp, ranks.ep)
+    def _ways(self, smallest: Stage, room: Room, tokens: tuple[int, int] | None) -> list[str]:
+        """The smallest number of ranks on which ZeRO-3 fits, and changes with which `smallest` does."""
+        ranks, size = self.ranks, max(self.ranks.tp, self.ranks.ep)
 
-    def on_ranks(count: int) -> int:
-        return _plan_stage(checked, ranks._replace(world_size=count * size), offload, "", 2).total_bytes
+        def on_ranks(count: int) -> int:
+            return self._replace(ranks=ranks._replace(world_size=count * size)).stage("", 2).total_bytes
 
-    ways = list[tuple[str, int]]()  # and bytes of the engine and the optimizer
-    count = fewest_ranks(ranks.world_size // size, lambda count: room.fits(on_ranks(count)))
-    if count is not None:
-        ways.append((f"on {count * size} ranks", on_ranks(count)))
-    ways.append(("with 8-bit Adam", smallest.total_bytes - smallest.adam_bytes * 3 // 4))
-    if offload is None and ranks.transport == "nccl" and ranks.ep == 1:
-        offloaded = _plan_stage(checked, ranks, "state", "", 2)
-        host = f"{offloaded.host_total_bytes / 2**30:.2f} GiB of host memory per rank"
-        ways.append((f"with --offload state, which takes {host}", offloaded.total_bytes))
-    words = [way + _CHECKPOINTED * room.needs_checkpointing(total) for way, total in ways if room.fits(total)]
-    return dataclasses.replace(fit, ranks=count and count * size, ways=words)
+        ways = list[tuple[str, int]]()  # and bytes of the engine and the optimizer
+        count = fewest_ranks(ranks.world_size // size, lambda count: room.fits(on_ranks(count)))
+        if count is not None:
+            ways.append((f"on {count * size} ranks", on_ranks(count)))
+        ways.append(("with 8-bit Adam", smallest.total_bytes - smallest.memory.adam_bytes * 3 // 4))
+        if self.checked.settings.offload is None and ranks.transport == "nccl" and ranks.ep == 1:
+            offloaded = self.stage("", 2, offload="state")
+            host = f"{offloaded.host_total_bytes / 2**30:.2f} GiB of host memory per rank"
+            ways.append((f"with --offload state, which takes {host}", offloaded.total_bytes))
+        words = [way + _CHECKPOINTED * room.needs_checkpointing(total) for way, total in ways if room.fits(total)]
+        if tokens is not None and (shape := fewer_tokens(*tokens, room, smallest.total_bytes, self.measure)):
+            words.append("with --batch {} --seq {}".format(*shape) + _CHECKPOINTED)
+        return words
 
+    def engine(self, **settings: Any) -> Engine:
+        """The engine of rank 0, with some other settings."""
+        ranks, changed = self.ranks, dataclasses.replace(self.checked.settings, **settings)
+        experts = PlannedRanks(ranks.world_size // ranks.ep, ranks.transport) if ranks.ep > 1 else None
+        others = PlannedRanks(ranks.world_size // ranks.tp, ranks.transport)
+        return plan_engine(self.checked._replace(settings=changed), others, experts)
 
-def _plan_stage(
-    checked: Checked, ranks: _Ranks, offload: Offload, name: str, weights: SlotCount, grads: SlotCount = 2
-) -> Stage:
-    settings = dataclasses.replace(checked.settings, weight_slots=weights, grad_slots=grads, offload=offload)
-    engine = ranks.engine(checked._replace(settings=settings))
-    report, units = report_memory(engine), [unit.flat_params for unit in engine.units]
-    present = [*still_gathered(engine)], engine.plan.left_by(range(len(units)))  # as forward and backward begin
-    passes = [unit for there in present for number, unit in enumerate(units) if number not in there]
-    gathered = [flat for unit in passes for flat in unit if flat.layout.params and flat.ranks.world_size > 1]
-    reduced = [flat for unit in units for flat in unit if flat.kind.trains and flat.ranks.world_size > 1]
-    sent = [(flat, flat.kind.wire_dtype) for flat in gathered] + [(flat, flat.kind.grad_dtype) for flat in reduced]
-    # Each other rank receives this rank's shards, and chunks of this rank's gradients.
-    sent_bytes = sum((flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize for flat, dtype in sent)
-    moments, chunks, on_host = report.adam_bytes, report.chunk_bytes, report.host_adam_bytes
-    memory = report.held_bytes, moments, report.host_bytes, on_host, chunks
-    totals = report.total_bytes + moments + chunks, report.host_total_bytes + on_host
-    return Stage(name, weights, grads, *memory, *totals, len(gathered), len(reduced), sent_bytes)
+    def stage(self, name: str, weights: SlotCount, grads: SlotCount = 2, **settings: Any) -> Stage:
+        """Memory and communication with so many slots, and some other settings."""
+        engine = self.engine(weight_slots=weights, grad_slots=grads, **settings)
+        report, units = report_memory(engine), [unit.flat_params for unit in engine.units]
+        present = [*still_gathered(engine)], engine.plan.left_by(range(len(units)))  # as forward and backward begin
+        passes = [unit for there in present for number, unit in enumerate(units) if number not in there]
+        gathered = [flat for unit in passes for flat in unit if flat.layout.params and flat.ranks.world_size > 1]
+        reduced = [flat for unit in units for flat in unit if flat.kind.trains and flat.ranks.world_size > 1]
+        sent = [(flat, flat.kind.wire_dtype) for flat in gathered] + [(flat, flat.kind.grad_dtype) for flat in reduced]
+        # Each other rank receives this rank's shards, and chunks of this rank's gradients.
+        sent_bytes = sum((flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize for flat, dtype in sent)
+        here = report.total_bytes + report.adam_bytes + report.chunk_bytes
+        on_host = report.host_total_bytes + report.host_adam_bytes
+        return Stage(name, weights, grads, report, here, on_host, len(gathered), len(reduced), sent_bytes)
 
-
-def _units_of(checked: Checked, ranks: _Ranks) -> list[PlannedUnit]:
-    """The units, root unit first. Equal streamed units of a class, or equal resident units of a list, are one entry."""
-    alike: dict[tuple[str, int, bool], list[Unit]] = {}
-    for unit, found in zip(ranks.engine(checked).units, checked.found, strict=True):
-        name = type(found.modules[0]).__name__ if unit.is_streamed else list_of(unit.name)
-        alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
-    planned = []
-    for (name, numel, is_streamed), (first, *others) in alike.items():
-        shown, count = (name, 1 + len(others)) if others else (first.name, 1)
-        planned.append(PlannedUnit(shown, count, numel, first.layout.weight_bytes, not is_streamed))
-    return planned
+    def _units(self) -> list[PlannedUnit]:
+        """The units, root unit first. Equal streamed units of a class, or resident ones of a list, are one entry."""
+        alike: dict[tuple[str, int, bool], list[Unit]] = {}
+        for unit, found in zip(self.engine().units, self.checked.found, strict=True):
+            name = type(found.modules[0]).__name__ if unit.is_streamed else list_of(unit.name)
+            alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
+        planned = []
+        for (name, numel, is_streamed), (first, *others) in alike.items():
+            shown, count = (name, 1 + len(others)) if others else (first.name, 1)
+            planned.append(PlannedUnit(shown, count, numel, first.layout.weight_bytes, not is_streamed))
+        return planned
 
 
 def builder_of(source: str) -> Callable[..., nn.Module]:

@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from streamshard.checkpoint.directory import Partial, create_partial, publish_checkpoint
+from streamshard.checkpoint.directory import Partial, create_partial, publish_checkpoint, remove_partial
 from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, sealed
 from streamshard.checkpoint.safetensors_file import FileRecord
 
@@ -39,9 +39,10 @@ def begin(directory: Path, number: int) -> Partial:
 def publish(partial: Partial, number: int, saved_at: str = "2026-01-01", keep: int | None = None) -> Path:
     versions = {"streamshard": "0", "torch": "0", "saved_at": saved_at}
     state: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
-    return publish_checkpoint(
-        partial, Manifest(number, 1, versions, (FileRecord(FILE, 4, ["9be3e0a3"]),), {}, state), keep
-    )
+    manifest = Manifest(number, 1, versions, (FileRecord(FILE, 4, ["9be3e0a3"]),), {}, state)
+    path = publish_checkpoint(partial.path, manifest, keep)
+    remove_partial(partial)
+    return path
 
 
 def write_body(checkpoint: Path, body: bytes) -> None:

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.optim.owners import assign_owners, plan_rounds
+from streamshard.optim.rounds import assign_owners, plan_rounds
+
+
+def _rounds(costs: Sequence[float], numels: Sequence[int], owners: Sequence[int], limit: int) -> list[list[int]]:
+    """By round, the indices of its parameters."""
+    params: list[Any] = []
+    for cost, numel, owner in zip(costs, numels, owners, strict=True):
+        params.append(
+            SimpleNamespace(cost=cost, owner=owner, piece=SimpleNamespace(place=SimpleNamespace(numel=numel)))
+        )
+    return [
+        [next(k for k, one in enumerate(params) if one is each) for each in own] for own in plan_rounds(params, limit)
+    ]
 
 
 def _forced(costs: Sequence[float], ranks: int) -> float:
@@ -39,7 +53,7 @@ def test_no_rank_owns_more_in_a_round_than_fits(sizes: list[tuple[int, int]], ra
     """Or a single parameter that is larger; each parameter is in one round."""
     costs, numels = [float(cost) for cost, _ in sizes], [numel for _, numel in sizes]
     owners = assign_owners(costs, [0.0] * ranks)
-    rounds = plan_rounds(costs, numels, owners, limit)
+    rounds = _rounds(costs, numels, owners, limit)
     assert sorted(index for each in rounds for index in each) == list(range(len(sizes)))
     assert all(each == sorted(each) and each for each in rounds)
     for each in rounds:
@@ -50,5 +64,5 @@ def test_no_rank_owns_more_in_a_round_than_fits(sizes: list[tuple[int, int]], ra
 
 def test_all_ranks_work_in_each_round() -> None:
     """Sixteen equal matrices on four ranks, two to a round."""
-    rounds = plan_rounds([1.0] * 16, [10] * 16, assign_owners([1.0] * 16, [0.0] * 4), 20)
+    rounds = _rounds([1.0] * 16, [10] * 16, assign_owners([1.0] * 16, [0.0] * 4), 20)
     assert rounds == [list(range(8)), list(range(8, 16))]

@@ -62,9 +62,9 @@ def played_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         can_device_access_peer=lambda one, other: other < 2,
     )
     monkeypatch.setattr(devices, "get_device_module", lambda kind: module)
-    monkeypatch.setattr(doctor, "matmul_tflops", lambda device, dtype: 1.0)
-    monkeypatch.setattr(doctor, "host_gb_s", lambda: 150.0)
-    monkeypatch.setattr(doctor, "link_gb_s", lambda device: [55.0, 54.0, 48.0])
+    monkeypatch.setattr(speed, "matmul_tflops", lambda device, dtype: 1.0)
+    monkeypatch.setattr(speed, "host_gb_s", lambda: 150.0)
+    monkeypatch.setattr(speed, "link_gb_s", lambda device: [55.0, 54.0, 48.0])
 
 
 def _found(device: torch.device = CPU, local_size: int = 1) -> list[str]:
@@ -116,7 +116,7 @@ def test_a_driver_without_a_gpu_in_torch_is_a_problem(monkeypatch: pytest.Monkey
 def test_bf16_that_is_slower_than_fp32_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for bf16, level in ((2.0, "ok"), (0.5, "note")):
         monkeypatch.setattr(
-            doctor, "matmul_tflops", lambda device, dtype, bf16=bf16: {torch.bfloat16: bf16}.get(dtype, 1)
+            speed, "matmul_tflops", lambda device, dtype, bf16=bf16: {torch.bfloat16: bf16}.get(dtype, 1)
         )
         line = _found()[-1]
         assert line.startswith(f"{level:<8} matmul: bf16 {bf16:.2f} TFLOP/s, fp32 1.00 TFLOP/s")
@@ -144,7 +144,7 @@ def test_memory_that_cannot_be_pinned_is_noted(monkeypatch: pytest.MonkeyPatch) 
     def fail(device: torch.device) -> list[float]:
         raise HostMemoryError("look at ulimit -l")
 
-    monkeypatch.setattr(doctor, "link_gb_s", fail)
+    monkeypatch.setattr(speed, "link_gb_s", fail)
     assert 'note     offload="state" cannot run: look at ulimit -l' in _found(GPU)
 
 
@@ -226,7 +226,7 @@ def test_ranks_measure_on_gpus(context: RankContext) -> None:
     speeds, found = measure(ranks, [layer.size], layer, Precision())
     assert len(speeds) == 2 and found is not None and found.backward_beside_ms > 0
     with (
-        mock.patch.object(doctor, "matmul_tflops", return_value=1.0),  # a played device takes seconds for one
+        mock.patch.object(speed, "matmul_tflops", return_value=1.0),  # a played device takes seconds for one
         mock.patch.object(speed, "_COPIED_BYTES", 1 << 20),
     ):
         found = [] if context.device.type == "cpu" else _found(context.device)

@@ -130,5 +130,5 @@ def test_rates_are_numbers_with_a_unit() -> None:
     for text in ("50", "GB/s", "50GiB/s", "50GB"):
         with pytest.raises(ConfigError, match=f"link='{text}': wanted a number and GB/s, TB/s, PB/s"):
             parse_rate("link", text, "B/s")
-    with pytest.raises(ConfigError, match="flops=0: wanted a positive number"):
+    with pytest.raises(ConfigError, match="flops=0.0: wanted a positive number"):
         Machine(1.0, 1.0, 0.0)

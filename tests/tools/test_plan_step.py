@@ -1,4 +1,4 @@
-"""`plan_step`: the bytes of a step are those of a live one."""
+"""The planned bytes of a step with state in host memory are those of a live one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard import StreamShard
+from streamshard import StreamShard, plan
 from streamshard.errors import ConfigError
-from streamshard.tools.host_time import MACHINES
-from streamshard.tools.plan_step import plan_step
+from streamshard.tools.host_time import MACHINES, StepTime
 from tests.models import DIM, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, case, lm_step
 from tests.scenarios import BF16
 from tests.simulated import is_inside, pinned_blocks, simulated_device
+
+
+def _step(model: Any, world_size: int, machine: str, **given: Any) -> StepTime:
+    step = plan(model, world_size, machine=MACHINES[machine], **given).step
+    assert step is not None
+    return step
 
 
 class _Copied(TorchDispatchMode):
@@ -54,7 +59,7 @@ def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches
         settings: dict[str, Any] = {"offload": "state", "weight_slots": slots, "device_budget": budget}
         settings["precision"] = BF16
         run = {"batch": 2, "seq": 8, "micro_batches": micro_batches}
-        step = plan_step(functools.partial(build, frozen), context.world_size, MACHINES["pcie5"], **run, **settings)
+        step = _step(functools.partial(build, frozen), context.world_size, "pcie5", **run, **settings)
         with simulated_device(), pinned_blocks() as blocks:
             model = StreamShard(build(frozen), **settings)
             optimizer = adamw(model)
@@ -73,12 +78,12 @@ def test_a_step_is_predicted_for_offload_and_positive_numbers() -> None:
     run: dict[str, Any] = {"batch": 2, "seq": 8, "offload": "state"}
     for change, told in (
         ({"offload": None}, 'copies nothing from host memory: give offload="state"'),
-        ({"batch": 0}, "batch=0: wanted a positive number"),
+        ({"batch": 0}, "batch=0, seq=8: wanted two positive numbers"),
         ({"micro_batches": 0}, "micro_batches=0: wanted a positive number"),
         ({"active": 0.0}, "active=0.0: wanted a positive number"),
     ):
         with pytest.raises(ConfigError, match=told):
-            plan_step(TinyLM, 2, MACHINES["pcie5"], **{**run, **change})
+            _step(TinyLM, 2, "pcie5", **{**run, **change})
 
 
 def test_a_token_uses_all_parameters_but_embeddings_unless_told() -> None:
@@ -87,10 +92,10 @@ def test_a_token_uses_all_parameters_but_embeddings_unless_told() -> None:
     model = TinyLM(sizes)
     used = sum(param.numel() for param in model.parameters()) - 160 * DIM
     frozen = sum(param.numel() for param in model.blocks[0].requires_grad_(False).parameters())
-    step = plan_step(model, 2, MACHINES["pcie5x8"], **run)  # type: ignore[arg-type]
+    step = _step(model, 2, "pcie5x8", **run)
     assert (step.load.used, step.load.trained) == (used, used - frozen)
     assert (step.load.layers, step.load.width, step.machine.ranks) == (3, DIM, 2)
-    tied = plan_step(TinyLM(dataclasses.replace(sizes, tied=True)), 2, MACHINES["pcie5"], **run)  # type: ignore[arg-type]
+    tied = _step(TinyLM(dataclasses.replace(sizes, tied=True)), 2, "pcie5", **run)
     assert tied.load.used == used
-    part = plan_step(model, 2, MACHINES["pcie5"], active=1000, **run)  # type: ignore[arg-type]
+    part = _step(model, 2, "pcie5", active=1000, **run)
     assert (part.load.used, part.load.trained) == (1000, pytest.approx(1000 * (used - frozen) / used))

@@ -17,7 +17,7 @@ from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
 from streamshard.errors import ShardingError
 from streamshard.optim import WholeParameterOptimizer
-from streamshard.tools.timeline import Span, Trace
+from streamshard.tools.trace import Span, Trace
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.races import detect_races
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -299,7 +299,11 @@ def test_exchanges_with_owners_belong_to_the_optimizer(context: RankContext) -> 
     assert found.steps == 2 and len(waits) >= 4 and len(_of(found, "all_to_all")) >= 4
     outer = [span for span in _of(found, "optimizer") if any(_holds(span, wait) for wait in waits)]
     assert all(any(_holds(span, wait) for span in outer) for wait in waits)
-    total = sum(span.length_us for span in outer if not any(_holds(other, span) for other in outer if other != span))
+    total = sum(
+        span.stop_us - span.start_us
+        for span in outer
+        if not any(_holds(other, span) for other in outer if other != span)
+    )
     assert found.summary()["optimizer_s"] == pytest.approx(total / 2e6)
 
 

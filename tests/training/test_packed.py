@@ -212,7 +212,7 @@ def test_the_report_counts_packed_bytes_and_scales(context: RankContext, form: s
     assert held["quantization"] == sum(tensor.nbytes for tensor in scales) > 0
     if context.world_size == 2:
         assert 0 <= held["frozen weights"] - sum(param.nbytes for param in frozen) / 2 < 256  # padding
-    assert any(dict(stage.held_bytes) == dict(held) for stage in planned.stages)
+    assert any(dict(stage.memory.held_bytes) == dict(held) for stage in planned.stages)
     numel = sum(param.numel() for param in _Base([nn.Linear(_WIDTH, _WIDTH) for _ in range(3)]).parameters())
     assert planned.numel == report.numel == numel and f"{numel:,} parameters over" in repr(model)
     assert report.stored_numel <= report.padded_numel < report.stored_numel + 256
