@@ -43,11 +43,9 @@ class SlowTransport(NcclTransport):
 
     cycles_per_byte = 0.0
 
-    def start_gather(
-        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
-    ) -> Work | None:
+    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int, **settings: Any) -> Work | None:
         """See `Transport.start_gather`."""
-        work = super().start_gather(shard, slot, tag, is_published=is_published)
+        work = super().start_gather(shard, slot, tag, **settings)
         self._sleep(slot)
         return work
 

@@ -104,14 +104,21 @@ class AdversarialTransport(Transport):
         self._pending: deque[_Late] = deque() if pending is None else pending
 
     def start_gather(
-        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+        self,
+        shard: torch.Tensor,
+        slot: torch.Tensor,
+        tag: int,
+        *,
+        cast_to: torch.Tensor | None = None,
+        is_published: bool = True,
     ) -> Work | None:
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
         if is_published:
             self._issue(None, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
             with self.streams.on(self.stream):
                 _spoil(slot, keep=shard)
-        return self._start_gather(lambda: self.inner.start_gather(shard, slot, tag, is_published=is_published))
+        settings = {"cast_to": cast_to, "is_published": is_published}
+        return self._start_gather(lambda: self.inner.start_gather(shard, slot, tag, **settings))
 
     def _start_gather(self, gather: Callable[[], Work | None]) -> Work | None:
         readers: list[Work | None] = []

@@ -196,7 +196,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "shared_memory:mixed",
         ),
         ("SharedMemoryTransport._await", Drop("if counter is Counter.READ and"), "shared_memory:another_copies"),
-        ("SharedMemoryTransport.start_gather", Swap("among.index(self.rank) if among else ", ""), "transport"),
         ("ExpertsTransport.readers", Swap("self._model.readers(works)", "works"), "transport:same_experts"),
         ("ExpertsTransport.start_reduce", Swap("self._among", "self._model._all"), "transport:same_experts"),
     ],

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import state_of
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Reduction, Transport, cast_into, sum_in_rank_order
+from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
 # A flat parameter has one tag for its all-gathers, one for its reductions, and one for gathers of full tensors. gloo
@@ -23,15 +23,22 @@ class PairwiseTransport(Transport):
     """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without intermediate copies."""
 
     def start_gather(
-        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+        self,
+        shard: torch.Tensor,
+        slot: torch.Tensor,
+        tag: int,
+        *,
+        cast_to: torch.Tensor | None = None,
+        is_published: bool = True,
     ) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards arrive in the slot; this rank copies its own."""
         kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         chunks = slot.view(self.world_size, -1)
         received = [chunks[peer] for peer in self._peers()]
-        with self.streams.on(self.stream):
-            shard = cast_into(slot, shard, self.rank)
+        if cast_to is not None:
+            with self.streams.on(self.stream):
+                shard = cast_to.copy_(shard)
         messages = self._swap([shard] * len(received), received, tag * _TAGS_EACH + (0 if is_published else 2))
         if chunks[self.rank].data_ptr() != shard.data_ptr():
             with self.streams.on(self.stream):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Reduction, Transport, cast_into
+from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import ConfigError
 
@@ -41,13 +41,20 @@ class NcclTransport(Transport):
             dist.all_reduce(torch.zeros(1, device=self.streams.device), group=self.group)
 
     def start_gather(
-        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+        self,
+        shard: torch.Tensor,
+        slot: torch.Tensor,
+        tag: int,
+        *,
+        cast_to: torch.Tensor | None = None,
+        is_published: bool = True,
     ) -> Work | None:
         """See `Transport.start_gather`."""
         kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
-            _all_gather_single(slot, cast_into(slot, shard, self.rank), group=self.group)
+            sent = shard if cast_to is None else cast_to.copy_(shard)
+            _all_gather_single(slot, sent, group=self.group)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:

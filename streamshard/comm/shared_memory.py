@@ -53,7 +53,7 @@ from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import timeout_of
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Reduction, cast_into, sum_in_rank_order
+from streamshard.comm.transport import Reduction, sum_in_rank_order
 from streamshard.config import SHARED_MEMORY, ReductionMode
 
 _ORDERED = ("x86_64", "AMD64")  # processors on which stores become visible in program order, as counters need
@@ -222,9 +222,9 @@ class SharedMemoryTransport(PairwiseTransport):
         """No scratch: chunks are read in place, not received."""
         return 0
 
-    def can_gather(self, shard: torch.Tensor, slot: torch.Tensor) -> bool:
-        """Whether other ranks can read `shard`, or its cast in `slot`."""
-        return self._own.holds(shard if shard.dtype is slot.dtype else slot)
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in memory that other ranks read."""
+        return self._own.holds(tensor)
 
     def _everywhere(self, tensor: torch.Tensor, among: Sequence[int]) -> list[torch.Tensor]:
         """The tensor at the place of `tensor` in the memory of each rank of `among`."""
@@ -240,24 +240,27 @@ class SharedMemoryTransport(PairwiseTransport):
         slot: torch.Tensor,
         tag: int,
         *,
+        cast_to: torch.Tensor | None = None,
         is_published: bool = True,
         among: Sequence[int] = (),
     ) -> Work | None:
         """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then.
 
         Args:
-            shard, slot, tag, is_published: see there.
+            shard, slot, tag, cast_to, is_published: see there.
             among: the ranks that gather, while others gather among themselves; empty: all.
         """
-        key = tag, shard.data_ptr(), slot.data_ptr(), shard.numel(), shard.dtype
+        sent = shard if cast_to is None else cast_to
+        key = tag, sent.data_ptr(), slot.data_ptr(), sent.numel(), sent.dtype
         copies = self._copies.get(key)
         if copies is None or not is_published:
-            if not is_published or not self.can_gather(shard, slot):  # send it through gloo
-                return super().start_gather(shard, slot, tag, is_published=is_published)
-            copies = self._copies[key] = self._plan_copies(among or range(self.world_size), shard, slot)
+            if not is_published or not self.holds(sent):  # send it through gloo
+                return super().start_gather(shard, slot, tag, cast_to=cast_to, is_published=is_published)
+            copies = self._copies[key] = self._plan_copies(among or range(self.world_size), sent, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        with self._on_stream:
-            cast_into(slot, shard, among.index(self.rank) if among else self.rank)
+        if cast_to is not None:
+            with self._on_stream:
+                cast_to.copy_(shard)
         self._gathers.append(copies)
         self._own.counters[Counter.PUBLISHED] = count = self._own.counters[Counter.PUBLISHED] + 1
         return _Until(functools.partial(self.copy_until, count, for_all=False))
@@ -269,7 +272,7 @@ class SharedMemoryTransport(PairwiseTransport):
         own = among.index(self.rank)
         with torch.inference_mode(False):
             chunks = slot.view(len(among), -1).unbind()
-            if shard.dtype is slot.dtype and chunks[own].data_ptr() != shard.data_ptr():
+            if chunks[own].data_ptr() != shard.data_ptr():
                 return list(zip(chunks, self._everywhere(shard, among), strict=True))
             sources = [each.view(len(among), -1)[peer] for peer, each in enumerate(self._everywhere(slot, among))]
             pairs = list(zip(chunks, sources, strict=True))
@@ -412,12 +415,18 @@ class ExpertsTransport(PairwiseTransport):
         self._among, self._model = among, model
 
     def start_gather(
-        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+        self,
+        shard: torch.Tensor,
+        slot: torch.Tensor,
+        tag: int,
+        *,
+        cast_to: torch.Tensor | None = None,
+        is_published: bool = True,
     ) -> Work | None:
         """See `Transport.start_gather`."""
-        if not is_published or not self._model.can_gather(shard, slot):
-            return super().start_gather(shard, slot, tag, is_published=is_published)
-        return self._model.start_gather(shard, slot, tag, among=self._among)
+        if not is_published or not self._model.holds(shard if cast_to is None else cast_to):
+            return super().start_gather(shard, slot, tag, cast_to=cast_to, is_published=is_published)
+        return self._model.start_gather(shard, slot, tag, cast_to=cast_to, among=self._among)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`."""

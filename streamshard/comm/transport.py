@@ -102,14 +102,22 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def start_gather(
-        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+        self,
+        shard: torch.Tensor,
+        slot: torch.Tensor,
+        tag: int,
+        *,
+        cast_to: torch.Tensor | None = None,
+        is_published: bool = True,
     ) -> Work | None:
         """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel].
 
         Args:
-            shard: this rank's part. It is cast to the dtype of `slot`, in this rank's range of `slot`.
+            shard: this rank's part.
             slot: receives the parts of all ranks.
             tag: index of the flat parameter.
+            cast_to: this rank's range of `slot`: `shard` is cast to its dtype there first. None: `shard` is of this
+                dtype.
             is_published: `shard` belongs to a unit's step; False: another tensor, gathered outside of steps.
         """
 
@@ -199,7 +207,13 @@ class AloneTransport(Transport):
     """One rank. Its shards are the whole units, so data only move between buffers, if they are not one and the same."""
 
     def start_gather(
-        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+        self,
+        shard: torch.Tensor,
+        slot: torch.Tensor,
+        tag: int,
+        *,
+        cast_to: torch.Tensor | None = None,
+        is_published: bool = True,
     ) -> Work | None:
         """See `Transport.start_gather`."""
         self._move(Collective.ALL_GATHER, tag, shard, slot)
@@ -234,19 +248,6 @@ class AloneTransport(Transport):
     def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
         """No scratch."""
         return 0
-
-
-def cast_into(slot: torch.Tensor, shard: torch.Tensor, rank: int) -> torch.Tensor:
-    """The tensor that an all-gather sends: `shard`, or if its dtype is not that of `slot`, a copy in `slot`.
-
-    Args:
-        slot, shard: see `Transport.start_gather`.
-        rank: the place of `shard` in `slot`.
-    """
-    if shard.dtype is slot.dtype:
-        return shard
-    with torch.no_grad():
-        return slot.narrow(0, rank * shard.numel(), shard.numel()).copy_(shard)
 
 
 def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accumulate: bool, divisor: float) -> None:

@@ -255,8 +255,8 @@ class FlatParam:
         layout: of its parameters.
         main: [shard_numel] main_dtype. The user's Parameters are views of it.
         is_sent_as_is: all-gathers read main weights without a cast.
-        gather_input: [shard_numel], given to all-gathers: `main`, which they cast to wire_dtype; with ``offload`` this
-            rank's range of `gathered`.
+        gather_input: [shard_numel], given to all-gathers: `main`; with ``offload`` this rank's range of `gathered`.
+        cast_to: [shard_numel] wire_dtype, this rank's range of `gathered`, if all-gathers cast; else None.
         host_input: [shard_numel] wire_dtype, with ``offload``: copied to `gather_input`. It is `main` itself, if that
             is of the same dtype. Empty without ``offload``.
         gathered: [padded_numel] wire_dtype, written by all-gathers; `weights` itself, if that is of the same dtype.
@@ -300,6 +300,7 @@ class FlatParam:
                 kept_as, numel, kind.main_dtype, is_visible=self.is_sent_as_is, is_on_host=is_on_host
             )
         self.gather_input = own if is_on_host else self.main
+        self.cast_to = own if is_cast and not is_on_host else None
         if is_on_host:
             self.host_input = self.main
             if is_cast:

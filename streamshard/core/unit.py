@@ -173,7 +173,8 @@ class Unit:
             self.versions_sent = self.versions() if notes_versions else []
         works: list[Work | None] = []
         for flat in self.flat_params:
-            works.append(flat.ranks.transport.start_gather(flat.gather_input, flat.gathered, flat.tag))
+            start = flat.ranks.transport.start_gather
+            works.append(start(flat.gather_input, flat.gathered, flat.tag, cast_to=flat.cast_to))
         slot.arrived.record(*works)
         slot.read.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)

@@ -117,6 +117,7 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
     own = whole.narrow(0, ranks.rank * NUMEL, NUMEL)
     empty = transport.allocate_visible(0, dtype)
     main, cast = torch.empty(NUMEL, device=device), transport.allocate_visible(size * NUMEL, torch.bfloat16)
+    casts = {3: cast.narrow(0, ranks.rank * NUMEL, NUMEL)}
     assert not shard.any()
     slot = torch.empty(size * NUMEL, dtype=dtype, device=device)
     nothing = torch.empty(0, dtype=dtype, device=device)
@@ -130,7 +131,7 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
         _let_read(transport)
         works, readers = [], []
         for tag, pair in enumerate([(shard, slot), (own, whole), (empty, nothing), (main, cast)]):
-            works.append(transport.start_gather(*pair, tag))
+            works.append(transport.start_gather(*pair, tag, cast_to=casts.get(tag)))
             readers.extend(transport.readers(works[-1:]))
         for work in works:
             _wait(transport, work)
