@@ -121,11 +121,9 @@ def refuse_unreached(params: Sequence[torch.Tensor]) -> None:
     Raises:
         ShardingError: they have no gradients, because no backward has come to their model.
     """
-    for progress in list(_models):
-        if not progress.is_unreached or any(param.grad is not None for param in params):
-            continue
+    for progress in [each for each in _models if each.is_unreached]:
         trained = (progress.names[param] for param in params if param.requires_grad and param in progress.names)
-        if (first := next(trained, None)) is not None:
+        if all(param.grad is None for param in params) and (first := next(trained, None)) is not None:
             raise ShardingError(
                 f"an optimizer steps, and neither {first!r} nor any other of its parameters has a gradient, although "
                 "the model has run forward: no backward has come to it. backward(inputs=...) does not find sharded "
