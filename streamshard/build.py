@@ -401,16 +401,14 @@ def _allocate(
     """
     streams = ranks.streams
     ends = [layout.flat_params[-1] for layout in layouts]
+    allocate = functools.partial(ledger.allocate, dtype=torch.uint8, is_visible=True)
     weight_slots: dict[int, WeightSlot] = {}
     for slot, n_bytes in largest_of(plan.weights, [end.weights.stop for end in ends]).items():
-        buffer = ledger.allocate(Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=True)
+        buffer = allocate(Category.WEIGHT_SLOTS, n_bytes)
         is_shared = plan.weights.count(slot) > 1
         weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=is_shared)
     wire_bytes = largest_of(plan.weights, [end.wire.stop for end in ends])
-    wires = {
-        slot: ledger.allocate(Category.WIRE_BUFFERS, n_bytes, torch.uint8, is_visible=True)
-        for slot, n_bytes in wire_bytes.items()
-    }
+    wires = {slot: allocate(Category.WIRE_BUFFERS, n_bytes) for slot, n_bytes in wire_bytes.items()}
     flat_params: list[list[FlatParam]] = []
     for layout, slot, host in zip(layouts, plan.weights, hosts, strict=True):
         places = weight_slots[slot], wires[slot]
