@@ -185,7 +185,7 @@ def test_bytes_on_the_device_do_not_depend_on_the_number_of_layers(context: Rank
     with simulated_device():
         few, many = (StreamShard(TinyLM(TinyConfig(depth=depth)), offload="state").memory_report() for depth in (4, 12))
     params = many.numel / few.numel
-    assert few.total_bytes == pytest.approx(many.total_bytes, rel=0.01)  # flags and norms: some bytes a parameter
+    assert few.total_bytes == pytest.approx(many.total_bytes, rel=0.015)  # flags and norms: some bytes a parameter
     assert many.host_total_bytes > 0.9 * params * few.host_total_bytes > few.host_total_bytes
 
 
