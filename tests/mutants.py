@@ -183,7 +183,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("NcclTransport.start_reduce", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_reduce", Swap("  out.mul_(", f"  {_ON_COMPUTE} out.mul_("), _STREAMS),
         ("NcclTransport.start_reduce", Drop("if before > 1:"), "transport"),
-        ("NcclTransport.start_reduce", Swap("self.rank * out.numel(), out", "0, out"), "transport"),
+        ("NcclTransport.start_reduce", Swap("self.rank * out.numel(), out", "0, out"), _STREAMS),
         ("NcclTransport.start_reduce", Swap(" and not accumulate:", ":"), "transport"),
     ],
     "comm/shared_memory": [

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -238,8 +239,10 @@ class StreamChecker(TorchDispatchMode, Observer):
 
     Attributes:
         found: what is wrong: operations of two streams on the same bytes that no event orders; memory that goes back
-            to the stream that allocated it while another one may use it; collectives on a stream that is not theirs.
+            to the stream that allocated it while another one may use it; collectives on a stream that is not theirs,
+            or with a shard at another rank's place.
         collectives: of torch, by name and stream.
+        in_place: by name, how many collectives had their shard inside of the whole.
         accesses: how many were looked at.
         leaves: streams on which gradients of parameters were made.
     """
@@ -254,6 +257,7 @@ class StreamChecker(TorchDispatchMode, Observer):
         self.pinned: list[torch.Tensor] = []  # blocks that only the host and copies use
         self._memory: dict[int, _Memory] = {}
         self._declared: SimulatedStream | None = None
+        self.in_place: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
@@ -272,6 +276,17 @@ class StreamChecker(TorchDispatchMode, Observer):
         if stream is not StreamName.COMM or not self._is_alone:  # else no operator of c10d follows
             self._declared = issued_on
 
+    def _check_place(self, func: Any, args: Any) -> None:
+        """NCCL allows a shard inside of the whole only at this rank's place."""
+        if func._opname in ("_reduce_scatter_base_", "_allgather_base_"):
+            shard, whole = sorted(args[:2], key=torch.Tensor.numel)
+            place = shard.data_ptr() - whole.data_ptr()
+            if not 0 <= place < whole.nbytes:
+                return
+            self.in_place[func._opname] += 1
+            if place != dist.ProcessGroup.unbox(args[2]).rank() * shard.nbytes:
+                self.found.append(f"{func} is not in place, but its tensors overlap")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         stream, result = self._device.current_stream(CPU), func(*args, **kwargs)
@@ -281,6 +296,7 @@ class StreamChecker(TorchDispatchMode, Observer):
                 if self._declared not in (None, stream):
                     self.found.append(f"{func} is on another stream than its transport's")
                 self._declared = None
+                self._check_place(func, args)
                 touched = [(each, place == 0) for place, value in enumerate(args) for each in tensors_in(value)]
                 outputs = []
             else:

@@ -89,6 +89,8 @@ def test_every_precision_is_reduced_right(context: RankContext, precision: str) 
             train(model, "micro-batches", context)
             found = full_weights(model)
     assert_same(found, reference(context, "micro-batches", PRECISIONS[precision]), "weights", tolerance)
+    assert bool(streams.in_place["_allgather_base_"]) is (precision != "fp32")
+    assert bool(streams.in_place["_reduce_scatter_base_"]) is (precision != "16-bit wire")
 
 
 @on_ranks(2)
