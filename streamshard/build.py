@@ -324,7 +324,7 @@ def _connect(
 def _problem_of_host(who: Groups, device: torch.device) -> ConfigError | None:
     """Why state cannot lie in host memory; None: it can."""
     if not has_streams(device):
-        return ConfigError(f'offload="state": the model trains on {device}, whose memory is the host\'s: leave it away')
+        return ConfigError(f'offload="state": the model trains on {device}, whose memory is the host\'s: leave it out')
     if who.experts is not None:
         return ConfigError(_EXPERTS_STAY)
     if who.replicate is not None:

@@ -221,6 +221,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "execution",
         ),
         ("Backward._close_pass", Drop("engine.reductions.start(unit)"), "execution passes"),
+        ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "not skipped"), "matrix"),
+        ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "True"), "execution matrix"),
         ("Backward.begin", Swap("engine.inputs.grad_scale == 1.0", "True"), "join"),
         ("Backward.recover", Drop("while self.callback_of() is not None:"), "exceptions"),
         ("Backward.break_off", Drop("self._engine.reductions.leaves_small = False"), "exceptions"),

@@ -127,6 +127,11 @@ def _route_by_rank(model: nn.Module, call: Call) -> None:
     _on([0, 1, 2, 3, 4], [0, 2, 4], [1, 3])(model, call._replace(step=call.step + call.rank))
 
 
+def _recompute_by_rank(model: nn.Module, call: Call) -> None:
+    model.route = ([0, 1, 2, 3, 4], [0], [0, 2, 4], [1, 3])[(call.step + call.rank) % 4]  # type: ignore[assignment]
+    _differentiable_input(model, call)
+
+
 def _repeat_by_rank(model: nn.Module, call: Call) -> None:
     """After the first step each rank alone repeats its first layers, in turn, or uses them last, or not at all."""
     routes = ([0, 1, 2, 0, 1, 2, 3, 4, 5], [3, 4, 5], [0, 1, 0, 1, 2, 3, 4, 5], [3, 4, 5, 2, 0])
@@ -280,6 +285,7 @@ SCENARIOS: dict[str, Scenario] = {
     "resident layers repeated on some ranks": Scenario(
         lambda: RoutedStack(6), _repeat_by_rank, resident=("layers.0", "layers.1", "layers.2")
     ),
+    "layers unused on some ranks, recomputed": Scenario(lambda: RoutedStack(reentrant=True), _recompute_by_rank),
 }
 
 

@@ -249,6 +249,8 @@ class FlightRecorder:
             time.sleep(0.05)
         # gloo's is: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [..]. This is typically caused by ..
         text = re.sub(r"^\[\S*gloo\S*\] ", "", str(error)).partition(". This is typically caused")[0]
+        if text.endswith("has died"):  # the shared memory transport knows
+            return f"{text}: its own output may say why"
         details = f"{text}. {missing}" if missing else text
         if "connecting" in details or "connectFullMesh" in details:
             return f"{details}. Another rank may have died{connection_advice()}"

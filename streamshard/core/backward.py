@@ -166,7 +166,7 @@ class Backward(Phase):
     # -- recomputation --------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> Use:
-        """See `Phase`. The next unit of the program is simply early; any other is all-gathered beside the program."""
+        """See `Phase`. The next unit that this rank has called is simply early, any other is beside the program."""
         self._recompute(unit)
         self._recomputing.append(unit)
         self._engine.streams.observe(StepEvent.RECOMPUTATION_BEGINS, unit.index)
@@ -185,10 +185,12 @@ class Backward(Phase):
     def _recompute(self, unit: Unit) -> None:
         # A resident unit is in place. Its recomputation does not end the visit of the unit before: one checkpoint may
         # recompute several resident units in the order of forward, before backward comes to the last one's gradients.
-        visits, following = self._schedule.visits, self._schedule.position + (self._computing is not None)
-        is_next = following < len(visits) and visits[following] == unit.index
-        if unit.is_streamed and self._computing is not unit and is_next:
-            self._advance(unit)
+        if unit.is_streamed and self._computing is not unit:
+            visit, following = self._schedule.find(unit.index), self._schedule.position + (self._computing is not None)
+            if visit is not None and self.graph is not None:
+                skipped = self._schedule.visits[following:visit]  # by this rank, if it is the next unit
+                if self.graph.called.isdisjoint(skipped):
+                    self._advance(unit)
         self._unshard(unit, binds=True)
 
     # -- gradients ------------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ class Graph:
     Attributes:
         versions: by unit, see `Unit.versions`: of the root unit, and of each resident unit whose weights were read
             while none of its layers ran. The graph holds these unsharded parameters themselves.
-        called, called_again: resident units of which this rank has called layers once, or several times.
+        called: units of which this rank has called layers.
+        called_again: resident units of which this rank has called layers several times.
         visits: units in the order in which the forward all-gathered them; filled at its end.
     """
 

@@ -128,10 +128,10 @@ class Forward(Phase):
             self._begin_use(unit)
             unit.set_bound(True)
         self._running.append(unit)
-        is_first = False
-        if not unit.is_streamed:
-            is_first = unit.index not in self.graph.called
-            (self.graph.called if is_first else self.graph.called_again).add(unit.index)
+        is_first = unit.index not in self.graph.called
+        self.graph.called.add(unit.index)
+        if not is_first and not unit.is_streamed:
+            self.graph.called_again.add(unit.index)
         return Use(unit, self.graph, unit.versions(), is_inside, is_first)
 
     def post_forward(self, unit: Unit) -> None:

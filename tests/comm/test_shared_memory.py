@@ -338,6 +338,7 @@ def _die(context: RankContext, where: str) -> str:
     with mock.patch.object(flight_recorder, "_LOGS_WITHIN_S", 0.2), pytest.raises(CommunicationError) as caught:
         for _ in range(3):
             model(vector_batch(1, context.rank)).sum().backward()
+    assert "rank 1 has died: its own output may say why" in str(caught.value)
     return str(caught.value)
 
 

@@ -20,6 +20,9 @@ from tests.reference import (
     assert_trains_like_ddp,
     assert_trains_like_plain,
     case,
+    counted_collectives,
+    engine_inside,
+    sharded_model,
     stack_step,
 )
 from tests.scenarios import RoutedStack, over_sockets
@@ -98,6 +101,29 @@ class CheckpointedTower(RoutedStack):
         for _ in range(list(self.route).count(0)):
             x = x + checkpoint(nn.Sequential(*self.layers[:3]), x, use_reentrant=self.reentrant)
         return self.head(self.layers[4](self.layers[3](x)))  # type: ignore[no-any-return]
+
+
+class _InPairs(RoutedStack):
+    """Each reentrant checkpoint has two layers."""
+
+    def order(self) -> Any:
+        layers = list(self.layers)
+        for pair in zip(layers[::2], layers[1::2], strict=True):
+            yield lambda x, pair=pair: checkpoint(lambda y: pair[1](pair[0](y)), x, use_reentrant=True)
+
+
+@on_ranks(2)
+def test_layers_of_one_reentrant_checkpoint_are_reduced_once(context: RankContext) -> None:
+    """Backward comes to the second layer first, although the first one is recomputed first."""
+    model = sharded_model(lambda: _InPairs(4))
+
+    def step(number: int) -> None:
+        model(vector_batch(number, context.rank).requires_grad_()).square().mean().backward()
+
+    step(0)
+    with counted_collectives(model) as counts:
+        step(1)
+    assert counts["reduce_scatter"] == len(engine_inside(model).units)
 
 
 @on_ranks(2)

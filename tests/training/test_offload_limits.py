@@ -222,7 +222,7 @@ def test_a_backward_through_weights_in_host_memory_raises(context: RankContext, 
 @on_ranks(2)
 def test_settings_that_do_not_go_with_offload_are_refused(context: RankContext) -> None:
     """Each error says what to do."""
-    with pytest.raises(ConfigError, match="whose memory is the host's: leave it away"):
+    with pytest.raises(ConfigError, match="whose memory is the host's: leave it out"):
         StreamShard(built(), **OFFLOAD)
     with simulated_device():
         for slots in ({"weight_slots": "all"}, {"grad_slots": "all"}):
