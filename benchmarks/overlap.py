@@ -26,7 +26,7 @@ from streamshard import Precision, StreamShard, trace
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Work
-from streamshard.comm.transport import Reduction
+from streamshard.comm.transport import Gather, Reduction
 
 RANKS = 8
 WARMUP = 3
@@ -43,10 +43,10 @@ class SlowTransport(NcclTransport):
 
     cycles_per_byte = 0.0
 
-    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int, **settings: Any) -> Work | None:
+    def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`."""
-        work = super().start_gather(shard, slot, tag, **settings)
-        self._sleep(slot)
+        work = super().start_gather(gather)
+        self._sleep(gather.slot)
         return work
 
     def start_reduce(self, reduction: Reduction) -> Work | None:

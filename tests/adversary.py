@@ -25,7 +25,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, StreamName, Streams, Work
-from streamshard.comm.transport import AllToAll, Reduction, Transport
+from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport
 from streamshard.config import ReductionMode
 from streamshard.core.module_state import engine_of
 
@@ -103,22 +103,13 @@ class AdversarialTransport(Transport):
         self.inner = ranks.transport
         self._pending: deque[_Late] = deque() if pending is None else pending
 
-    def start_gather(
-        self,
-        shard: torch.Tensor,
-        slot: torch.Tensor,
-        tag: int,
-        *,
-        cast_to: torch.Tensor | None = None,
-        is_published: bool = True,
-    ) -> Work | None:
+    def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
-        if is_published:
-            self._issue(None, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        if gather.is_published:
+            self._issue(None, Collective.ALL_GATHER, gather.tag, reads=(gather.shard,), writes=(gather.slot,))
             with self.streams.on(self.stream):
-                _spoil(slot, keep=shard)
-        settings = {"cast_to": cast_to, "is_published": is_published}
-        return self._start_gather(lambda: self.inner.start_gather(shard, slot, tag, **settings))
+                _spoil(gather.slot, keep=gather.shard)
+        return self._start_gather(lambda: self.inner.start_gather(gather))
 
     def _start_gather(self, gather: Callable[[], Work | None]) -> Work | None:
         readers: list[Work | None] = []

@@ -227,7 +227,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.recover", Drop("while self.callback_of() is not None:"), "exceptions"),
         ("Backward.break_off", Drop("self._engine.reductions.leaves_small = False"), "exceptions"),
         ("Backward.begin", Drop("unit.copy_trainability()"), "graphs"),
-        ("Backward.begin", Drop("engine.written.wait()"), "simulated_device:once_each"),
+        ("Backward.begin", Drop("engine.weights_written.wait()"), "simulated_device:once_each"),
         ("Backward._unshard", Drop("unit.wait_until_ready()"), "matrix"),
         ("Backward.begin", Drop("engine.progress.is_unreached = False"), "loops"),
         ("Backward.reach", Drop("refuse_changed(engine.units[index], versions)"), "graphs"),
@@ -253,7 +253,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "core/forward": [
         ("begin_forward", Drop("engine.recover()"), "exceptions"),
-        ("Forward.begin", Drop("engine.written.wait()"), "races"),
+        ("Forward.begin", Drop("engine.weights_written.wait()"), "races"),
         ("Forward.finish", Drop("unit.guard.mark_absent(in_forward=False)"), "absent_weights"),
         ("Forward.finish", Drop("engine.finish_reading()"), "simulated_device:weights_may"),
         (

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from streamshard import Precision
 from streamshard.comm.streams import Rule, StreamName
+from streamshard.comm.transport import Gather
 from tests.adversary import make_adversarial
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -76,7 +77,7 @@ def test_leaving_the_adversary_completes_pending_collectives(context: RankContex
     model = sharded_model()
     slot = torch.zeros(2)
     with make_adversarial(model) as late:
-        late.start_gather(torch.tensor([float(context.rank)]), slot, 0)
+        late.start_gather(Gather(torch.tensor([float(context.rank)]), slot, 0))
     assert slot.tolist() == [0.0, 1.0]
     own = engine_inside(model).ranks.transport
     with pytest.raises(ZeroDivisionError), make_adversarial(model):

@@ -13,7 +13,7 @@ from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import Parts, alive, close_connections, host_group_of, weak
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Fence, RankWait, Rule, StreamName, Streams, Work
-from streamshard.comm.transport import AloneTransport, Transport
+from streamshard.comm.transport import AloneTransport, Gather, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError
 
@@ -127,7 +127,7 @@ class Communicator(RankGroup):
             tag: index of the flat parameter whose data these are.
         """
         with self.waiting("a gather of full tensors"), self._beside_compute("full tensors") as works:
-            works.append(self.transport.start_gather(shard, full, tag, is_published=False))
+            works.append(self.transport.start_gather(Gather(shard, full, tag, is_published=False)))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, is_part: bool = False) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import state_of
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
 # A flat parameter has one tag for its all-gathers, one for its reductions, and one for gathers of full tensors. gloo
@@ -22,16 +22,9 @@ _TAGS_EACH = 3
 class PairwiseTransport(Transport):
     """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without intermediate copies."""
 
-    def start_gather(
-        self,
-        shard: torch.Tensor,
-        slot: torch.Tensor,
-        tag: int,
-        *,
-        cast_to: torch.Tensor | None = None,
-        is_published: bool = True,
-    ) -> Work | None:
+    def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards arrive in the slot; this rank copies its own."""
+        shard, slot, tag, cast_to, is_published = gather
         kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         chunks = slot.view(self.world_size, -1)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Reduction, Transport
+from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import ConfigError
 
@@ -40,16 +40,9 @@ class NcclTransport(Transport):
         with self.streams.on(self.stream):
             dist.all_reduce(torch.zeros(1, device=self.streams.device), group=self.group)
 
-    def start_gather(
-        self,
-        shard: torch.Tensor,
-        slot: torch.Tensor,
-        tag: int,
-        *,
-        cast_to: torch.Tensor | None = None,
-        is_published: bool = True,
-    ) -> Work | None:
+    def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`."""
+        shard, slot, tag, cast_to, is_published = gather
         kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):

@@ -53,7 +53,7 @@ from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import timeout_of
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Reduction, sum_in_rank_order
+from streamshard.comm.transport import Gather, Reduction, sum_in_rank_order
 from streamshard.config import SHARED_MEMORY, ReductionMode
 
 _ORDERED = ("x86_64", "AMD64")  # processors on which stores become visible in program order, as counters need
@@ -234,28 +234,20 @@ class SharedMemoryTransport(PairwiseTransport):
 
     # -- all-gathers ------------------------------------------------------------------------------------------------
 
-    def start_gather(
-        self,
-        shard: torch.Tensor,
-        slot: torch.Tensor,
-        tag: int,
-        *,
-        cast_to: torch.Tensor | None = None,
-        is_published: bool = True,
-        among: Sequence[int] = (),
-    ) -> Work | None:
+    def start_gather(self, gather: Gather, among: Sequence[int] = ()) -> Work | None:
         """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then.
 
         Args:
-            shard, slot, tag, cast_to, is_published: see there.
+            gather: see there.
             among: the ranks that gather, while others gather among themselves; empty: all.
         """
+        shard, slot, tag, cast_to, is_published = gather
         sent = shard if cast_to is None else cast_to
         key = tag, sent.data_ptr(), slot.data_ptr(), sent.numel(), sent.dtype
         copies = self._copies.get(key)
         if copies is None or not is_published:
             if not is_published or not self.holds(sent):  # send it through gloo
-                return super().start_gather(shard, slot, tag, cast_to=cast_to, is_published=is_published)
+                return super().start_gather(gather)
             copies = self._copies[key] = self._plan_copies(among or range(self.world_size), sent, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         if cast_to is not None:
@@ -414,19 +406,12 @@ class ExpertsTransport(PairwiseTransport):
         super().__init__(ranks)
         self._among, self._model = among, model
 
-    def start_gather(
-        self,
-        shard: torch.Tensor,
-        slot: torch.Tensor,
-        tag: int,
-        *,
-        cast_to: torch.Tensor | None = None,
-        is_published: bool = True,
-    ) -> Work | None:
+    def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`."""
-        if not is_published or not self._model.holds(shard if cast_to is None else cast_to):
-            return super().start_gather(shard, slot, tag, cast_to=cast_to, is_published=is_published)
-        return self._model.start_gather(shard, slot, tag, cast_to=cast_to, among=self._among)
+        sent = gather.shard if gather.cast_to is None else gather.cast_to
+        if not gather.is_published or not self._model.holds(sent):
+            return super().start_gather(gather)
+        return self._model.start_gather(gather, self._among)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`."""

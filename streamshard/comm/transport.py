@@ -32,6 +32,25 @@ _blocks_of = operator.methodcaller("split", _SUM_BLOCK)
 _Tensors = Sequence[torch.Tensor]
 
 
+class Gather(NamedTuple):
+    """One all-gather: each rank's shard into the slots of all ranks.
+
+    Attributes:
+        shard: [shard_numel] this rank's.
+        slot: [N * shard_numel] receives the shards of all ranks, in rank order.
+        tag: number of the flat parameter.
+        cast_to: this rank's range of `slot`: the shard is cast to its dtype there, and sent from there. None: the shard
+            has the dtype of `slot`, and is sent as it is.
+        is_published: the all-gather belongs to a unit's step; False: to something else.
+    """
+
+    shard: torch.Tensor
+    slot: torch.Tensor
+    tag: int
+    cast_to: torch.Tensor | None = None
+    is_published: bool = True
+
+
 class Reduction(NamedTuple):
     """One reduction: the sum over ranks of each rank's slice of a grad slot, divided, into main grads.
 
@@ -101,25 +120,8 @@ class Transport(abc.ABC):
         """Connect the ranks now instead of in the first collective. Collective."""
 
     @abc.abstractmethod
-    def start_gather(
-        self,
-        shard: torch.Tensor,
-        slot: torch.Tensor,
-        tag: int,
-        *,
-        cast_to: torch.Tensor | None = None,
-        is_published: bool = True,
-    ) -> Work | None:
-        """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel].
-
-        Args:
-            shard: this rank's part.
-            slot: receives the parts of all ranks.
-            tag: index of the flat parameter.
-            cast_to: this rank's range of `slot`: `shard` is cast to its dtype there first. None: `shard` is of this
-                dtype.
-            is_published: `shard` belongs to a unit's step; False: another tensor, gathered outside of steps.
-        """
+    def start_gather(self, gather: Gather) -> Work | None:
+        """Start an all-gather."""
 
     @abc.abstractmethod
     def start_reduce(self, reduction: Reduction) -> Work | None:
@@ -142,7 +144,7 @@ class Transport(abc.ABC):
             gathered: [`flags_numel`] uint8; the maximum over its rows of F is that of all ranks.
             tag: of the message.
         """
-        return self.start_gather(flags, gathered, tag)
+        return self.start_gather(Gather(flags, gathered, tag))
 
     def flags_numel(self, count: int) -> int:
         """The length of `gathered` in `start_flags`, for `count` flags."""
@@ -206,17 +208,9 @@ class Transport(abc.ABC):
 class AloneTransport(Transport):
     """One rank. Its shards are the whole units, so data only move between buffers, if they are not one and the same."""
 
-    def start_gather(
-        self,
-        shard: torch.Tensor,
-        slot: torch.Tensor,
-        tag: int,
-        *,
-        cast_to: torch.Tensor | None = None,
-        is_published: bool = True,
-    ) -> Work | None:
+    def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`."""
-        self._move(Collective.ALL_GATHER, tag, shard, slot)
+        self._move(Collective.ALL_GATHER, gather.tag, gather.shard, gather.slot)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:

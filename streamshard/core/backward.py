@@ -84,8 +84,8 @@ class Backward(Phase):
             is_last=not self._leaves_unreduced,
             leaves_small=engine.inputs.grad_scale == 1.0,
         )
-        engine.written.record()
-        engine.written.wait()  # rule 5
+        engine.weights_written.record()
+        engine.weights_written.wait()  # rule 5
         self._unshard(engine.root_unit, binds=True)
 
     def break_off(self, callback: object) -> None:

@@ -142,7 +142,7 @@ class Engine:
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         is_loss_unseen: no pass with gradients has returned so far.
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
-        written: fence of rule 5, recorded when a pass begins: the user has written the main weights before.
+        weights_written: fence of rule 5, recorded when a pass begins: the user has written the main weights before.
     """
 
     units: list[Unit]
@@ -174,7 +174,7 @@ class Engine:
         self._warnings: set[str] = set()
         self._ending = self.ranks.waiting("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
-        self.written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights")
+        self.weights_written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights")
 
     @property
     def params(self) -> list[Param]:

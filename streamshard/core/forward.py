@@ -98,8 +98,8 @@ class Forward(Phase):
         for unit in engine.resident:
             unit.guard.set_present(False, marks=False)
         engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
-        engine.written.record()
-        engine.written.wait()  # rule 5
+        engine.weights_written.record()
+        engine.weights_written.wait()  # rule 5
         self._reach(engine.root_unit)
         self._begin_use(engine.root_unit)
         engine.root_unit.set_bound(True)

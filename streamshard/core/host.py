@@ -198,7 +198,7 @@ class HostState:
         self._stored[unit.index].wait()  # rule 8
         stepped = self._late_params(unit.index)
         pairs = [
-            (flat.gather_input, flat.host_input)
+            (flat.gather.shard, flat.host_input)
             for flat in unit.flat_params
             if not stepped.issuperset(param for param in flat.params if param.local.numel)
         ]

@@ -167,7 +167,7 @@ class _Chunk:
         """What `step` reads and writes outside of the chunk."""
         flats = [(part, part.entry.flat) for part in self._parts]
         read = [part.of(shard) for part, flat in flats for shard in (flat.main, flat.main_grads)]
-        return read, [part.of(flat.gather_input) for part, flat in flats] if fills_slot else []
+        return read, [part.of(flat.gather.shard) for part, flat in flats] if fills_slot else []
 
     def stored(self) -> list[torch.Tensor]:
         """What `store` writes."""
@@ -192,7 +192,7 @@ class _Chunk:
             flat, weights = part.entry.flat, param.detach()
             sent = weights.to(flat.kind.wire_dtype)
             if fills_slot:
-                part.of(flat.gather_input).copy_(sent)
+                part.of(flat.gather.shard).copy_(sent)
             self._pairs.append((part.of(flat.main), weights))
             if flat.host_input is not flat.main:
                 self._pairs.append((part.of(flat.host_input), sent))

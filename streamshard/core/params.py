@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from streamshard.comm.communicator import Communicator
+from streamshard.comm.transport import Gather
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
 from streamshard.forms import Form, form_of, take_form
@@ -254,11 +255,9 @@ class FlatParam:
         kind: its dtypes, and whether it trains.
         layout: of its parameters.
         main: [shard_numel] main_dtype. The user's Parameters are views of it.
-        is_sent_as_is: all-gathers read main weights without a cast.
-        gather_input: [shard_numel], given to all-gathers: `main`; with ``offload`` this rank's range of `gathered`.
-        cast_to: [shard_numel] wire_dtype, this rank's range of `gathered`, if all-gathers cast; else None.
-        host_input: [shard_numel] wire_dtype, with ``offload``: copied to `gather_input`. It is `main` itself, if that
-            is of the same dtype. Empty without ``offload``.
+        gather: its all-gathers. Their shard is `main`, with ``offload`` this rank's range of `gathered`.
+        host_input: [shard_numel] wire_dtype, with ``offload``: copied to that range. It is `main` itself, if that is of
+            the same dtype. Empty without ``offload``.
         gathered: [padded_numel] wire_dtype, written by all-gathers; `weights` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype. Layers compute with views of it.
         grads: [padded_numel] grad_dtype, its range of the gradient slot; empty if it is frozen.
@@ -287,20 +286,20 @@ class FlatParam:
         self._plan, self.ranks, self._ledger_of = plan, ranks, weakref.ref(ledger)
         numel, kind = plan.layout.shard_numel, plan.kind
         is_cast = kind.main_dtype is not kind.wire_dtype
-        self.is_sent_as_is = not (is_cast or is_on_host)
+        is_sent_as_is = not (is_cast or is_on_host)
         kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
         self.weights = self.gathered = slot.buffer.narrow(0, *plan.weights).view(kind.compute_dtype)
         if wire is not None and kind.wire_dtype is not kind.compute_dtype:
             self.gathered = wire.narrow(0, *plan.wire).view(kind.wire_dtype)
         own = self.gathered.narrow(0, ranks.rank * numel, numel)
-        if keeps_slot and self.is_sent_as_is and self.gathered is self.weights:
+        if keeps_slot and is_sent_as_is and self.gathered is self.weights:
             self.main = own
         else:
             self.main = ledger.allocate(
-                kept_as, numel, kind.main_dtype, is_visible=self.is_sent_as_is, is_on_host=is_on_host
+                kept_as, numel, kind.main_dtype, is_visible=is_sent_as_is, is_on_host=is_on_host
             )
-        self.gather_input = own if is_on_host else self.main
-        self.cast_to = own if is_cast and not is_on_host else None
+        cast_to = own if is_cast and not is_on_host else None
+        self.gather = Gather(own if is_on_host else self.main, self.gathered, plan.tag, cast_to)
         if is_on_host:
             self.host_input = self.main
             if is_cast:

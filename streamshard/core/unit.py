@@ -95,7 +95,7 @@ class Unit:
         self.name = layout.name or "the root unit"
         self.params: list[Param] = []
         self.is_bound = self.is_trainable = False
-        self.is_sent_as_is = any(flat.is_sent_as_is for flat in self.flat_params)
+        self.is_sent_as_is = any(flat.gather.cast_to is None and not flat.is_on_host for flat in self.flat_params)
         self.has_small_grads = self.has_taken = self.has_spilled = self.has_unreduced = False
         self.guard = WeightGuard(weight_slot.is_shared)
         self.gathering = ranks.waiting("the gather of", self.name)
@@ -147,7 +147,7 @@ class Unit:
             self.weight_slot.move(WeightState.EMPTY, None)
 
     def expire_stepped(self, params: Collection[Param]) -> None:
-        """A late step of `params` is due. It writes the all-gather input too, so no cast is due, if none was before."""
+        """A late step of `params` is due. It writes the all-gather input on the host too, which needs no cast then."""
         was_cast = self.versions_sent == self.versions()
         with AsTensors():
             torch.autograd.graph.increment_version([param.sharded for param in params])
@@ -173,8 +173,7 @@ class Unit:
             self.versions_sent = self.versions() if notes_versions else []
         works: list[Work | None] = []
         for flat in self.flat_params:
-            start = flat.ranks.transport.start_gather
-            works.append(start(flat.gather_input, flat.gathered, flat.tag, cast_to=flat.cast_to))
+            works.append(flat.ranks.transport.start_gather(flat.gather))
         slot.arrived.record(*works)
         slot.read.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)

@@ -121,7 +121,7 @@ def refuse_unreached(params: Sequence[torch.Tensor]) -> None:
     Raises:
         ShardingError: they have no gradients, because no backward has come to their model.
     """
-    for progress in [each for each in _models if each.is_unreached]:
+    for progress in filter(operator.attrgetter("is_unreached"), list(_models)):
         trained = (progress.names[param] for param in params if param.requires_grad and param in progress.names)
         if all(param.grad is None for param in params) and (first := next(trained, None)) is not None:
             raise ShardingError(

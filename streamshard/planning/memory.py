@@ -30,9 +30,9 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     staging             with ``offload``: 8 times the elements of the largest shard that trains
     norms               with ``offload``: 4 per parameter that trains
 
-An all-gather input is cast into this rank's range of the weight slot, or wire buffer, so it takes no memory. With
-``offload`` the first three rows lie in host memory, but for units in the device budget; so do all-gather inputs: w S of
-flat parameters whose storage dtype is not the wire dtype, w bytes per element of it. With "all" weight slots, main or
+All-gathers cast into this rank's range of the weight slot, or wire buffer, which takes no other memory. With
+``offload`` the first three rows lie in host memory, except for units in the device budget. All-gather inputs do too: w
+bytes of the wire dtype per element, of flat parameters with another storage dtype. With "all" weight slots, main or
 frozen weights of the compute dtype lie in the slots.
 """
 

@@ -35,7 +35,7 @@ from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
 from streamshard.tools.activations import Activations, Build, estimate_activations
 from streamshard.tools.fit import Fit, Room, Stage, choose, fewer_tokens, fewest_ranks, most_slots
-from streamshard.tools.host_time import Machine, StepTime, predict
+from streamshard.tools.host_time import Load, Machine, StepTime, predict
 from streamshard.tools.memory import report_memory
 from streamshard.tools.plan_step import inputs_of, load_of, still_gathered
 from streamshard.torch_private import fake_ranks
@@ -211,15 +211,8 @@ def plan(
     if "mesh" in given:
         raise ConfigError("mesh: a plan is of the ranks that share one replica of the model, world_size says how many")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
-    if (batch is None) != (seq is None) or any(number is not None and number < 1 for number in (batch, seq)):
-        raise ConfigError(f"batch={batch}, seq={seq}: wanted two positive numbers, or neither")
-    tokens = None if batch is None or seq is None else (batch, seq)
-    if machine is not None and (tokens is None or tp * ep != 1):
-        raise ConfigError(
-            "the time of a step is predicted with batch and seq, and without tp and ep, whose exchanges no plan knows"
-        )
-    ranks = _Ranks(world_size, tp, ep, transport)
-    with _building(model, ranks) as build:
+    tokens = _tokens_of(batch, seq, predicts=machine is not None, parts=tp * ep)
+    with _building(model, ranks := _Ranks(world_size, tp, ep, transport)) as build:
         with torch.device("meta"):
             built = build()
         cut_over = _check_parts(built, ranks)
@@ -233,12 +226,20 @@ def plan(
         planned = planner.plan(type(built).__name__, weight_slots, budget_bytes, tokens)
         if machine is None or tokens is None:
             return planned
-        if checked.settings.offload is None:
-            raise ConfigError('a step without offload copies nothing from host memory: give offload="state"')
         load = load_of(built, checked.found, tokens, micro_batches, is_checkpointed, active)
-        machine = dataclasses.replace(machine, ranks=min(machine.ranks, world_size))
-        inputs = inputs_of(planner.engine(weight_slots=planned.stages[-1].weight_slots, grad_slots=2))
-        return dataclasses.replace(planned, step=predict(inputs, load, machine))
+        return dataclasses.replace(planned, step=planner.time(load, machine, planned.stages[-1].weight_slots))
+
+
+def _tokens_of(batch: int | None, seq: int | None, *, predicts: bool, parts: int) -> tuple[int, int] | None:
+    """The shape of a rank's tokens, if it is given. Raises if it cannot be used, or is needed to predict a time."""
+    tokens = None if batch is None or seq is None else (batch, seq)
+    if (batch is None) != (seq is None) or min(tokens or (1,)) < 1:
+        raise ConfigError(f"batch={batch}, seq={seq}: wanted two positive numbers, or neither")
+    if predicts and (tokens is None or parts != 1):
+        raise ConfigError(
+            "the time of a step is predicted with batch and seq, and without tp and ep, whose exchanges no plan knows"
+        )
+    return tokens
 
 
 @contextlib.contextmanager
@@ -348,6 +349,17 @@ class _Planner(NamedTuple):
         if tokens is not None and (shape := fewer_tokens(*tokens, room, smallest.total_bytes, self.measure)):
             words.append("with --batch {} --seq {}".format(*shape) + _CHECKPOINTED)
         return words
+
+    def time(self, load: Load, machine: Machine, weight_slots: SlotCount) -> StepTime:
+        """The time of a step of `load` on `machine`, with state in host memory.
+
+        Raises:
+            ConfigError: the state lies on the device.
+        """
+        if self.checked.settings.offload is None:
+            raise ConfigError('a step without offload copies nothing from host memory: give offload="state"')
+        inputs = inputs_of(self.engine(weight_slots=weight_slots, grad_slots=2))
+        return predict(inputs, load, dataclasses.replace(machine, ranks=min(machine.ranks, self.ranks.world_size)))
 
     def engine(self, **settings: Any) -> Engine:
         """The engine of rank 0, with some other settings."""

@@ -23,7 +23,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
-from streamshard.comm.transport import Reduction
+from streamshard.comm.transport import Gather, Reduction
 from streamshard.config import Precision
 from streamshard.device import has_streams, module_of
 from streamshard.dtensors import axes_of
@@ -128,10 +128,9 @@ class _Unit:
         kind = kind_of(torch.float32, precision, trains=True, in_fp32=False)
         shard, part = (-(-count // ranks.world_size) for count in (numel, trained))
         self._ranks, transport, device = ranks, ranks.transport, ranks.streams.device
-        self._tag = tag
         self.bytes = numel * kind.wire_dtype.itemsize, trained * kind.grad_dtype.itemsize
-        self._shard = transport.allocate_visible(shard, kind.wire_dtype)
-        self._slot = torch.zeros(ranks.world_size * shard, dtype=kind.wire_dtype, device=device)
+        slot = torch.zeros(ranks.world_size * shard, dtype=kind.wire_dtype, device=device)
+        self._gather = Gather(transport.allocate_visible(shard, kind.wire_dtype), slot, tag)
         grads = transport.allocate_visible(ranks.world_size * part, kind.grad_dtype)
         scratch = torch.zeros(transport.scratch_numel(part, kind.mode), dtype=kind.grad_dtype, device=device)
         self._reduction = Reduction(grads, torch.zeros(part, device=device), scratch, kind.mode, False, tag, 1.0)
@@ -144,7 +143,7 @@ class _Unit:
         self._ready.record()
         self._ready.wait()
         if gather:
-            works.append(transport.start_gather(self._shard, self._slot, self._tag))
+            works.append(transport.start_gather(self._gather))
         if reduce and self.bytes[1]:
             works.append(transport.start_reduce(self._reduction))
         self._done.record(*works)

@@ -215,7 +215,7 @@ def test_a_rank_sums_while_it_waits_until_another_copies(context: RankContext) -
     """The other one waits for the sum before it copies."""
     model = StreamShard(Stack(), precision=BF16)
     transport, flat = _shared(model), engine_inside(model).units[1].flat_params[0]
-    transport.start_gather(flat.gather_input, flat.gathered, flat.tag, cast_to=flat.cast_to)
+    transport.start_gather(flat.gather)
     given = flat.grads, flat.main_grads, flat.scratch, flat.kind.mode, False, flat.tag, 2.0
     works = [transport.readers(())[-1], transport.start_reduce(Reduction(*given))]
     for work in works if context.rank == 0 else reversed(works):

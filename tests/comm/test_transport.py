@@ -14,7 +14,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.shared_memory import ExpertsTransport, SharedMemoryTransport
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
-from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
 from tests.adversary import AdversarialTransport
 from tests.ranks import RankContext, on_ranks
@@ -131,7 +131,7 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
         _let_read(transport)
         works, readers = [], []
         for tag, pair in enumerate([(shard, slot), (own, whole), (empty, nothing), (main, cast)]):
-            works.append(transport.start_gather(*pair, tag, cast_to=casts.get(tag)))
+            works.append(transport.start_gather(Gather(*pair, tag, casts.get(tag))))
             readers.extend(transport.readers(works[-1:]))
         for work in works:
             _wait(transport, work)
@@ -322,7 +322,7 @@ def test_abandoned_messages_do_not_block_others(context: RankContext, how: str) 
     store = dist.distributed_c10d._get_default_store()
     shard, slot = torch.ones(NUMEL), torch.empty(2 * NUMEL)
     if context.rank == 0:
-        work: Any = transport.start_gather(shard, slot, 0)
+        work: Any = transport.start_gather(Gather(shard, slot, 0))
         if how == "interrupted":
             work.messages.insert(0, _Interrupted())
             with pytest.raises(KeyboardInterrupt):
@@ -331,5 +331,5 @@ def test_abandoned_messages_do_not_block_others(context: RankContext, how: str) 
         store.set("nobody waits", "")
     else:
         store.wait(["nobody waits"])
-        _wait(transport, transport.start_gather(shard, slot, 0))
+        _wait(transport, transport.start_gather(Gather(shard, slot, 0)))
     dist.barrier()
