@@ -130,7 +130,8 @@ _SET_UP = {
         from streamshard import StreamShard, save_checkpoint
         from streamshard.optim import WholeParameterOptimizer
         directory, Model, loader = "runs", type(model), [batch]
-        model = StreamShard(model)
+        online, target, predictor = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 5)
+        model, _ = StreamShard(model), StreamShard(nn.ModuleList([online, target, predictor]))
     """,
     "docs/guide/host_memory.md": """
         from torch.utils.checkpoint import checkpoint

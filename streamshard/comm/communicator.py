@@ -13,7 +13,7 @@ from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.groups import Parts, alive, close_connections, host_group_of, weak
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Fence, RankWait, Rule, StreamName, Streams, Work
-from streamshard.comm.transport import AloneTransport, Gather, Transport
+from streamshard.comm.transport import AllToAll, AloneTransport, Gather, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError
 
@@ -90,6 +90,10 @@ class Communicator(RankGroup):
         """The number of replicas of the model."""
         return self.total_size // (self.world_size * self.n_parts)
 
+    def are_the_ranks_of(self, other: Communicator) -> bool:
+        """Whether the shard groups of both have the same processes, in the same order."""
+        return self is other or dist.get_process_group_ranks(self.group) == dist.get_process_group_ranks(other.group)
+
     def share_memory(self, nbytes: int, units: int) -> None:
         """Switch to the shared-memory transport if all CPU ranks can map each other's memory. Collective.
 
@@ -128,6 +132,11 @@ class Communicator(RankGroup):
         """
         with self.waiting("a gather of full tensors"), self._beside_compute("full tensors") as works:
             works.append(self.transport.start_gather(Gather(shard, full, tag, is_published=False)))
+
+    def exchange_now(self, exchange: AllToAll) -> None:
+        """All-to-all of the shard group outside of steps. On return the compute stream can use the result."""
+        with self.waiting("an exchange of pieces"), self._beside_compute("pieces") as works:
+            works.append(self.transport.start_all_to_all(exchange))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, is_part: bool = False) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from streamshard.comm.communicator import Communicator
+from streamshard.comm.transport import AllToAll
 from streamshard.forms import Box, part_of
 from streamshard.planning.layout import FlatParamLayout, LocalRange, ParamLayout
 
@@ -114,6 +115,23 @@ class Piece(NamedTuple):
         """Whether both are cut at the same places. All ranks get the same answer."""
         return self._cuts == other._cuts
 
+    def can_recut(self, other: Piece) -> bool:
+        """Whether `recut` takes a piece described by `other`. All ranks get the same answer."""
+        return (self.shape, self.box) == (other.shape, other.box) and self.ranks.are_the_ranks_of(other.ranks)
+
+    def recut(self, local: torch.Tensor, other: Piece) -> torch.Tensor:
+        """The elements that this piece describes, from `local`, a plain tensor that `other` describes. Collective.
+
+        Ranks own ranges in rank order. So the elements for each rank already lie one after another in `local`.
+        """
+        everyone, rank = range(self.ranks.world_size), self.ranks.rank
+        sent = [_overlap(other.range_of(rank), self.range_of(each)) for each in everyone]
+        received = [_overlap(other.range_of(each), self.range_of(rank)) for each in everyone]
+        source = local.detach().to(self.ranks.streams.device).reshape(-1)
+        result = source.new_empty(sum(received))
+        self.ranks.exchange_now(AllToAll(source, sent, result, received))
+        return result.view(self.local_shape).to(local.device)
+
     def takes(self, local: torch.Tensor) -> bool:
         """Whether `local`, a plain tensor, may be used as a piece. Optimizers keep plain tensors of the piece's shape.
 
@@ -122,3 +140,7 @@ class Piece(NamedTuple):
         row = self.place.shape[-1] if len(self.shape) > 1 else 0
         is_row = self.stop - self.start == row and self.start % max(row, 1) != 0
         return tuple(local.shape) == self.local_shape and not is_row
+
+
+def _overlap(one: LocalRange, other: LocalRange) -> int:
+    return max(min(one.stop, other.stop) - max(one.start, other.start), 0)

@@ -184,11 +184,14 @@ def _multiply_late(host: Any, func: Callable[..., Any], args: Any) -> bool:
 
 
 def _elementwise(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Operate on this rank's elements, with numbers and pieces cut at the same places. New tensors are pieces."""
-    values = (*args, *kwargs.values())
+    """Operate on this rank's elements, with numbers and pieces. New tensors are pieces, cut as the first one is."""
     if not func.__name__.startswith("_foreach_"):
+        args = _cut_alike(args)
+        values = (*args, *kwargs.values())
         piece = _common(func, values)
         return _wrapped(func(*args, **kwargs), piece, values)
+    args = _lists_cut_alike(args)
+    values = (*args, *kwargs.values())
     lists = [value for value in values if isinstance(value, list | tuple)]
     others = [value for value in values if not isinstance(value, list | tuple)]
     rows = [(*row, *others) for row in zip(*lists, strict=True)]
@@ -197,6 +200,31 @@ def _elementwise(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwa
     if not isinstance(results, list | tuple):
         return results
     return type(results)(_wrapped(*each) for each in zip(results, pieces, rows, strict=True))
+
+
+def _cut_alike(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`values`, in which all pieces are cut as the first one is. Collective if some are cut at other places.
+
+    A module and its running average are equal, but lie beside other parameters in their units. So their pieces differ.
+    """
+    first = next((value for value in values if isinstance(value, ShardedTensor)), None)
+    if first is None:
+        return values
+    return tuple(_recut(value, first.piece) if isinstance(value, ShardedTensor) else value for value in values)
+
+
+def _recut(tensor: ShardedTensor, piece: Piece) -> torch.Tensor:
+    has_graph = tensor.requires_grad and torch.is_grad_enabled()
+    if tensor.piece.is_like(piece) or has_graph or not piece.can_recut(tensor.piece):
+        return tensor  # refused by `_common`, if it is cut at other places
+    return ShardedTensor.wrap(piece.recut(tensor.as_subclass(torch.Tensor), tensor.piece), piece)
+
+
+def _lists_cut_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a function of lists, in which each row of tensors is cut alike."""
+    lists = [value for value in args if isinstance(value, list | tuple)]
+    columns = zip(*map(_cut_alike, zip(*lists, strict=True)), strict=True)
+    return tuple(next(columns, value) if isinstance(value, list | tuple) else value for value in args)
 
 
 def _wrapped(result: Any, piece: Piece | None, values: tuple[Any, ...]) -> Any:
@@ -226,7 +254,7 @@ def _common(func: Callable[..., Any], values: tuple[Any, ...]) -> Piece | None:
     for tensor in tensors:
         if isinstance(tensor, ShardedTensor):
             if not tensor.piece.is_like(first.piece):
-                refuse(func, first, f"{tensor.piece.what} is cut at other places ({tensor.piece})")
+                refuse(func, first, _why_not_alike(tensor, first))
         elif tensor.ndim == 0:
             if tensor.requires_grad and torch.is_grad_enabled():
                 refuse(func, first, "The other number needs a gradient, which no rank has in full: detach() it")
@@ -234,6 +262,12 @@ def _common(func: Callable[..., Any], values: tuple[Any, ...]) -> Piece | None:
             made = "make an average of weights after sharding. " * (tensor.shape == first.piece.shape) + _MADE
             refuse(func, first, f"The other tensor, {tuple(tensor.shape)}, is no piece of the same elements: {made}")
     return first.piece
+
+
+def _why_not_alike(tensor: ShardedTensor, first: ShardedTensor) -> str:
+    if not first.piece.can_recut(tensor.piece):
+        return f"{tensor.piece.what} has another shape, {tensor.piece.shape}, or lies on other ranks"
+    return f"{tensor.piece.what} is cut at other places, and no graph can go through the exchange: detach() it"
 
 
 def _random(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -306,6 +340,7 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def _are_equal(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether two pieces are equal, or close, on all ranks. Collective."""
+    args = _cut_alike(args)
     _common(func, (*args, *kwargs.values()))
     holds = torch.tensor(float(func(*args, **kwargs)), device=tensor.device)  # of no elements it does
     return bool(global_extreme(holds, largest=False, ranks=tensor.piece.ranks))

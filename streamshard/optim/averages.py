@@ -28,11 +28,12 @@ def update_parameters(
 ) -> None:
     """Average `model` into `averaged_model`, as ``torch.optim.swa_utils.AveragedModel.update_parameters`` does.
 
-    Call it on every rank. Each rank averages its own pieces, and sends nothing. Integer buffers, such as the counter of
-    batch norm, are copied.
+    Call it on every rank. Each rank averages its own pieces, and sends nothing if both models are cut at the same
+    places: with the same settings, and the same parameters frozen or all of the average's. Integer buffers, such as the
+    counter of batch norm, are copied.
 
     Args:
-        averaged_model: made by `StreamShard` with the model's settings, of the model's class. It may be frozen, and its
+        averaged_model: made by `StreamShard`, of the model's class. It may be frozen, and its
             state may lie elsewhere (``offload``). The average is computed there.
         model: made by `StreamShard`.
         n_averaged: how many models are in the average so far. With 0 the average becomes a copy of `model`; it may be
@@ -47,7 +48,7 @@ def update_parameters(
     Raises:
         ConfigError: `n_averaged` is not a number of models, or both functions are given.
         ShardingError: nothing has changed; names the first parameter or buffer that only one model has, or that has
-            another shape, dtype or pieces in the other model.
+            another shape, dtype or ranks in the other model.
     """
     if not isinstance(n_averaged, int) or n_averaged < 0:
         raise ConfigError(f"n_averaged={n_averaged!r}: wanted the number of models in the average so far, at least 0")
@@ -88,12 +89,12 @@ def _pairs(kind: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, tor
     for name, tensor in mine.items():
         other = theirs[name]
         pieces = piece_of(tensor), piece_of(other)
-        is_cut_alike = pieces[0] is None or pieces[1] is None or pieces[0].is_like(pieces[1])
+        are_exchanged = pieces[0] is None or pieces[1] is None or pieces[0].can_recut(pieces[1])
         found, wanted = (f"{tuple(each.shape)} {each.dtype}" for each in (tensor, other))
-        if found != wanted or not is_cut_alike:
+        if found != wanted or not are_exchanged:
             raise ShardingError(
-                f"update_parameters: {kind} {name!r} has another shape, dtype or cut in the averaged model ({found}, "
+                f"update_parameters: {kind} {name!r} has another shape, dtype or ranks in the averaged model ({found}, "
                 f"{pieces[0] or 'whole'}) than in the model ({wanted}, {pieces[1] or 'whole'}): shard two models of "
-                "one class with the same settings on the same ranks, and freeze the same parameters in both"
+                "one class on the same ranks"
             )
     return [(tensor.detach(), theirs[name].detach()) for name, tensor in mine.items()]

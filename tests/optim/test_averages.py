@@ -14,7 +14,7 @@ from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard.optim import update_parameters
 from tests.models import DIM, NormStack, Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, Tolerance, assert_same, sgd, stack_step
+from tests.reference import EXACT, FP32, Call, Tolerance, assert_same, counted_collectives, sgd, stack_step
 
 
 def _state_of_first(model: Any) -> dict[str, Tensor]:
@@ -50,18 +50,13 @@ def test_averages_equal_those_of_averaged_model(context: RankContext, kind: str,
 def test_models_that_do_not_fit_together_are_not_averaged(context: RankContext) -> None:
     """Each error names the first tensor. Nothing has changed."""
 
-    def half_frozen() -> nn.Module:
-        model = Stack()
-        model.layers[0].linear.weight.requires_grad_(False)
-        return model
-
     model, average = StreamShard(Stack(), precision=FP32), StreamShard(Stack().requires_grad_(False), precision=FP32)
     before = average.full_state_dict(rank0_only=False)
     for other, said in (
         (NormStack(), "the model alone has the buffer 'norms.0.running_mean'"),
         (Stack((DIM,) * 4), "the averaged model alone has the parameter 'layers.3"),
         (Stack().bfloat16().requires_grad_(False), "bfloat16"),
-        (half_frozen(), "another shape, dtype or cut"),
+        (Stack((2 * DIM,) * 5), "another shape, dtype or ranks"),
     ):
         precision = "bf16" if "bfloat16" in said else FP32
         with pytest.raises(ShardingError, match=said):
@@ -83,3 +78,89 @@ def test_an_average_from_the_meta_device_begins_as_a_copy(context: RankContext) 
         update_parameters(average, model, 1)
     update_parameters(average, model, 0)
     assert_same(average.full_state_dict(rank0_only=False), model.full_state_dict(rank0_only=False), "average", EXACT)
+
+
+class Online(nn.Module):
+    """A tower and a predictor, and perhaps the tower's running average, as BYOL has them."""
+
+    def __init__(self, *, has_target: bool) -> None:
+        super().__init__()
+        self.tower, self.predictor = Stack(), nn.Linear(1, 7)
+        if has_target:
+            self.target = Stack().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 7]"""
+        out: Tensor = self.predictor(self.tower(x))
+        return out
+
+
+def _by_data(average: list[Any], params: list[Any]) -> None:
+    for mine, theirs in zip(average, params, strict=True):
+        mine.data.mul_(0.75).add_(theirs.data, alpha=0.25)
+
+
+def _by_lists(average: list[Any], params: list[Any]) -> None:
+    torch._foreach_lerp_(average, params, 0.25)
+
+
+def _by_copies(average: list[Any], params: list[Any]) -> None:
+    for mine, theirs in zip(average, params, strict=True):
+        mine.copy_(mine * 0.75 + theirs.to(mine.dtype) * 0.25)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("update", [_by_data, _by_lists, _by_copies])
+@pytest.mark.parametrize("is_one_model", [True, False])
+def test_a_tower_averages_a_tower_that_is_cut_at_other_places(
+    context: RankContext, update: Any, is_one_model: bool
+) -> None:
+    """The predictor moves the cuts of the tower's head. Pieces that are cut alike are not sent."""
+    model = StreamShard(Online(has_target=is_one_model), precision=FP32)
+    target = model.target if is_one_model else StreamShard(Stack().requires_grad_(False), precision=FP32)
+    holder, optimizer = (model if is_one_model else target), sgd(model)
+
+    def values(root: nn.Module, of: Any) -> list[Tensor]:
+        with of.summon_full_params():
+            return [param.detach().clone() for param in root.parameters()]
+
+    for step in range(2):
+        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = values(target, holder)
+        with torch.no_grad():
+            update(wanted, values(model.tower, model))
+            with counted_collectives(model if is_one_model else target) as sent:
+                update(list(target.parameters()), list(model.tower.parameters()))
+        assert sent.get("all_to_all") == 2, sent  # the weight and the bias of the head
+        assert_same(dict(enumerate(values(target, holder))), dict(enumerate(wanted)), "average", EXACT)
+
+
+@on_ranks(2)
+def test_a_model_with_other_frozen_parameters_is_averaged(context: RankContext) -> None:
+    """Its pieces are cut at other places."""
+    half_frozen = Stack()
+    half_frozen.layers[0].linear.weight.requires_grad_(False)
+    model, average = StreamShard(half_frozen), StreamShard(Stack().requires_grad_(False), align_pieces_to=8)
+    update_parameters(average, model, 0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    wanted = {name: full - 0.5 for name, full in model.full_state_dict(rank0_only=False).items()}
+    update_parameters(average, model, 1)
+    assert_same(average.full_state_dict(rank0_only=False), wanted, "average", Tolerance())
+
+
+@on_ranks(2)
+def test_exchanged_pieces_have_no_graph(context: RankContext) -> None:
+    """A penalty on the distance of two towers detaches one, or raises by name. Another shape raises too."""
+    model = StreamShard(Online(has_target=True), precision=FP32)
+    trained, target = model.tower.head.weight, model.target.head.weight
+    with pytest.raises(ShardingError, match=r"'tower.head.weight' is cut at other places.*detach\(\)"):
+        target - trained
+    (trained - target).square().sum().backward()
+    difference = (target - trained.detach()).abs().max()
+    assert difference == (trained.grad / 2).abs().max()
+    with pytest.raises(ShardingError, match="'tower.head.weight' has another shape"):
+        model.predictor.weight.detach() - trained.detach()
