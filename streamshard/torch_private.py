@@ -92,6 +92,13 @@ active_ddp: Callable[[], object] = functools.partial(
 # The saved-tensor hooks that are active now. torch.autograd.graph can set hooks, but not read them.
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+# Where to replace the hooks around the steps of all optimizers by none: see `streamshard.planning.structure.replacing`.
+# torch can only add hooks, and remove each by its handle.
+NO_STEP_HOOKS: Any = [
+    (vars(importlib.import_module("torch.optim.optimizer")), f"_global_optimizer_{when}_hooks", {})
+    for when in ("pre", "post")
+]
+
 # Waits for the result of a functional collective, such as those of DTensors. The public functions return such results.
 wait_tensor: OpOverload = torch.ops._c10d_functional.wait_tensor.default
 

@@ -22,14 +22,17 @@ from streamshard.core.host import HostState, HostUnit
 from streamshard.core.params import FlatParam, Param
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
-from streamshard.torch_private import AsTensors, get_grad
+from streamshard.planning.structure import replacing
+from streamshard.torch_private import NO_STEP_HOOKS, AsTensors, get_grad
 
 # Elements of a chunk, over which an optimizer's kernels run at once. Adam moves 16 bytes of each to the device.
 CHUNK_NUMEL = 1 << 24
 
 NUMBERS = ("step", "mu_product", "eta", "mu")  # state with these names is a counter, even if the parameter is a scalar
 
-_REPLACED = ("param_groups", "state")  # attributes that a stand-in has of its own
+# Attributes that a stand-in has of its own. The hooks have run around the user's `step()`.
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_REPLACED = ("param_groups", "state", *_HOOKS)
 
 
 def chunk_bytes(units: Iterable[HostUnit]) -> int:
@@ -140,10 +143,12 @@ class LateStep:
         stand_in = object.__new__(kind)
         stand_in.__dict__ = {
             **_copied(self._attributes),
+            **dict.fromkeys(_HOOKS, {}),
             "param_groups": [{**_copied(opts), "params": groups.get(i, [])} for i, opts in enumerate(self._options)],
             "state": defaultdict(dict, state),
         }
-        kind.step.__wrapped__(stand_in)  # without hooks, which have run around `step()`
+        with replacing(*NO_STEP_HOOKS):  # for a class whose step calls super().step()
+            kind.step.__wrapped__(stand_in)
         state.update(stand_in.state)
 
 

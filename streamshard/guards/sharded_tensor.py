@@ -134,16 +134,17 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
     for tensor in tensors:
         if tensor.why_unusable and answer is not _shape:
             tensor.refuse_unusable(name_of(func))
-    hosts = {tensor.piece.host for tensor in tensors if tensor.piece.is_on_host} - {None}  # of several models
-    if not hosts:
+    on_host = [tensor for tensor in tensors if tensor.piece.is_on_host and tensor.piece.host is not None]
+    if not on_host:
         return _compute(answer, func, tensors[0], args, kwargs)
-    if _multiply_late(tensors[0].piece.host, func, args):
+    first = on_host[0]  # others may lie on the device, or belong to other models
+    if _multiply_late(first.piece.host, func, args):
         return None if func.__name__ == "_foreach_mul_" else args[0]
-    for host in hosts if answer not in (_norm, _foreach_norm) else ():
-        host.settle()
+    for tensor in on_host if answer not in (_norm, _foreach_norm) else ():
+        tensor.piece.settle()
     args = (*args[:1], *map_tensors(args[1:], _number_on_host))
     kwargs = kwargs if "out" in kwargs else map_tensors(kwargs, _number_on_host)
-    return no_backward(_compute(answer, func, tensors[0], args, kwargs), tensors[0].piece.what)
+    return no_backward(_compute(answer, func, first, args, kwargs), first.piece.what)
 
 
 def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, args: Any, kwargs: Any) -> Any:

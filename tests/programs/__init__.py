@@ -8,6 +8,6 @@ and weights. What StreamShard refuses, and plain torch does not, is left out: ot
 from __future__ import annotations
 
 from tests.programs.generate import Program, programs
-from tests.programs.run import run_program
+from tests.programs.run import run_program, run_program_in_host_memory
 
-__all__ = ["Program", "programs", "run_program"]
+__all__ = ["Program", "programs", "run_program", "run_program_in_host_memory"]

@@ -22,6 +22,7 @@ class Program:
         optimizer: "sgd" (with momentum) or "adamw".
         units: "layers", "layers and head", or "found": by StreamShard.
         sockets: between ranks, not shared memory.
+        device_budget: of state, where the rest of it lies in host memory.
     """
 
     ops: tuple[Operation, ...] = ()
@@ -35,6 +36,7 @@ class Program:
     min_unit_size: int = 0
     align_pieces_to: int | str = 1
     sockets: bool = False
+    device_budget: str | int = 0
 
 
 PARTS = st.none() | st.integers(-1, 3)
@@ -125,4 +127,5 @@ def programs(draw: st.DrawFn, longest: int = 16) -> Program:
         min_unit_size=draw(st.sampled_from([0, 0, 1500])),
         align_pieces_to=draw(_rarely(st.just(4), 1)),
         sockets=draw(st.booleans()),
+        device_budget=draw(st.sampled_from([0, "9KB"])),
     )

@@ -11,10 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from streamshard import ConfigError, StreamShard
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName
 from streamshard.core import late_step
+from streamshard.optim import elementwise
 from tests.models import Stack, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
@@ -226,6 +228,34 @@ def test_a_step_leaves_the_weights_of_other_layers_in_their_slots(context: RankC
                 model(x)
     names = [engine_inside(model).units[unit].name for unit in gathers.units if unit]
     assert names == ["layers.2", "layers.3"]
+
+
+class _Extended(torch.optim.AdamW):
+    """Calls the step of a class that torch has put hooks around."""
+
+    def step(self, closure: Any = None) -> Any:
+        """See `torch.optim.AdamW`."""
+        return super().step(closure)
+
+
+@on_ranks(1)
+def test_hooks_run_as_often_as_without_offload(context: RankContext) -> None:
+    """An optimizer's own hooks and those of all optimizers, around the step of a class and of the class it extends."""
+    adamw(built())
+    elementwise(_Extended)
+    counts = []
+    with simulated_device():
+        for settings in ({"weight_slots": 2, "grad_slots": 2}, OFFLOAD):
+            model: Any = StreamShard(built(), precision=FP32, **settings)
+            optimizer, seen = _Extended(model.parameters()), []
+            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("own"))
+            handle = register_optimizer_step_post_hook(lambda *_, seen=seen: seen.append("all"))
+            stack_step(model, Call(0, 0, 1, 1.0))
+            optimizer.step()
+            stack_step(model, Call(1, 0, 1, 1.0))
+            handle.remove()
+            counts.append(seen)
+    assert counts[0] == counts[1] == ["own", "all"] * 2
 
 
 # -- a GPU ------------------------------------------------------------------------------------------------------------

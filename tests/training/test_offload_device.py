@@ -20,7 +20,7 @@ from streamshard.optim import update_parameters
 from tests.integrations.models import make_model
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, adamw, assert_same, built, case, engine_inside, full_weights
+from tests.reference import EXACT, FP32, adamw, assert_same, built, case, engine_inside, full_grads, full_weights
 from tests.training.test_offload_events import OFFLOAD, RESIDENT, device_of
 
 META = torch.device("meta")
@@ -142,3 +142,34 @@ def test_an_average_may_be_in_other_memory_than_its_model(context: RankContext, 
         for ours, theirs in itertools.product(places, places):
             with case((ours, theirs)):
                 assert_same(_averaged(context, ours, theirs, **given), wanted, "the average", EXACT)
+
+
+_LISTS: dict[str, Any] = {
+    "a factor": lambda grads: torch._foreach_mul_(grads, torch.tensor(0.5, device=grads[0].piece.ranks.streams.device)),
+    "a number": lambda grads: torch._foreach_mul_(grads, 0.5),
+    "norms": lambda grads: [norm + 0.0 for norm in torch._foreach_norm(grads)],
+    "sums": lambda grads: torch._foreach_add_(grads, grads),
+}
+
+
+def _from_lists(context: RankContext, *, is_reversed: bool, **settings: Any) -> dict[str, Tensor]:
+    model: Any = StreamShard(built().to(context.device), precision=FP32, **settings)
+    model(vector_batch(0, context.rank).to(context.device)).square().mean().backward()
+    grads = [param.grad for param in model.parameters()]
+    found: dict[str, Tensor] = {}
+    for name, use in _LISTS.items():
+        with case((name, settings)):
+            used: Any = use(grads[::-1] if is_reversed else grads) or ()
+            found |= {f"{name} {number}": each.detach().cpu() for number, each in enumerate(used) if name == "norms"}
+    return found | {"clipped": model.clip_grad_norm_(0.1).cpu()} | full_grads(model)
+
+
+@on_ranks(1, 2, backend="of accelerator")
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_lists_of_gradients_may_lie_on_both_sides(context: RankContext, is_reversed: bool) -> None:
+    """The first one on the device, or in host memory."""
+    with device_of(context):
+        wanted = _from_lists(context, is_reversed=is_reversed, **RESIDENT)
+        for budget in (0, "9KB"):
+            found = _from_lists(context, is_reversed=is_reversed, **OFFLOAD, device_budget=budget)
+            assert_same(found, wanted, f"norms and gradients, budget {budget}", EXACT)
