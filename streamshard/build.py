@@ -31,7 +31,7 @@ from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.device import has_streams, module_of, training_device, warn_if_untested
-from streamshard.dtensors import groups_with_dtensors, lower_model, mark_experts
+from streamshard.dtensors import groups_with_dtensors, lower_model, mark_experts, warn_of_shared_sequences
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is_of_this_rank
 from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
@@ -100,6 +100,8 @@ def accept_model(
     who = groups_with_dtensors(
         None if mesh is None else groups_of(mesh), module, functools.partial(_check_module, module)
     )
+    if isinstance(mesh, DeviceMesh) and who is not None:
+        warn_of_shared_sequences(mesh, who)
     try:
         checked = check_model(module, units, resident, given)
         if who is not None and who.experts is not None:

@@ -7,11 +7,13 @@ same experts cut them. A model may have both. Then the axis of experts may have 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from streamshard.comm.groups import Experts, Groups, Parts, group_of_ranks
@@ -20,8 +22,10 @@ from streamshard.errors import ConfigError, RankMismatchError, ShardingError, wa
 from streamshard.forms import DTensorForm, form_of, lower
 from streamshard.planning.discovery import FoundParam, FoundUnit
 from streamshard.planning.structure import InFp32, join_names, modules_inside, modules_of, params_of
+from streamshard.torch_private import root_mesh
 
 _ranks_of: Callable[[dist.ProcessGroup], list[int]] = dist.get_process_group_ranks
+_OF_SEQUENCES = re.compile("cp|context|seq")  # names of mesh axes whose ranks share sequences
 
 
 class Axis(NamedTuple):
@@ -116,6 +120,19 @@ def _warn_of_experts(module: nn.Module, axes: Axes) -> None:
         )
 
 
+def warn_of_shared_sequences(mesh: DeviceMesh, who: Groups) -> None:
+    """Warn if ranks that share a sequence, by the name of their axis of the whole mesh, do not train one model."""
+    root, model = root_mesh(mesh), set(_ranks_of(who.all_ranks))
+    for name in filter(_OF_SEQUENCES.search, root.mesh_dim_names or ()):
+        ranks = _ranks_of(root.get_group(name))
+        if not model.issuperset(ranks) and dist.get_rank() == root.mesh.flatten()[0]:
+            warn_user(
+                f"mesh= leaves out ranks along {name!r}: ranks {ranks} would train copies of the model that nothing "
+                "averages. If they share sequences (context parallelism), they shard the model together: "
+                f'StreamShard(model, mesh=mesh["dp", {name!r}]._flatten("all"))'
+            )
+
+
 def _dtensors_of(module: object) -> dict[str, tuple[nn.Parameter, DTensorForm]]:
     """The DTensors among the parameters, by name."""
     params = params_of(module) if isinstance(module, nn.Module) else {}
@@ -175,7 +192,7 @@ def _with_tensor_parallel(who: Groups | None, axis: Axis, beside: dict[int, Axis
     )
     if len(everyone) != who.all_ranks.size() * len(axis.ranks):
         _refuse_to_divide(who, axis)
-    parts = Parts(len(axis.ranks), axis.number, group_of_ranks(model), who.all_ranks)
+    parts = Parts(len(axis.ranks), axis.number, group_of_ranks(model), who.all_ranks, axis=axis.ranks[0])
     return who._replace(all_ranks=group_of_ranks(everyone), tensor_parallel=parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from streamshard.forms import DTensorForm, form_of
 from streamshard.guards.global_ops import global_norm
 from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, exchange, grad_of, refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
+from streamshard.nested import sums_of_bits
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _Take = Callable[[Param, torch.Tensor], torch.Tensor]
@@ -123,7 +124,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         RankMismatchError: at the end: ranks would write back pieces of different tensors.
     """
     full, _ = gather_full(engine, lambda _, tensor: tensor)
-    before = None if writeback else _sums_of_bits(full.values())
+    before = None if writeback else sums_of_bits(full.values())
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {param.sharded for param in full}))
     edited: dict[Param, torch.Tensor] = {}
     failure: Exception | None = None
@@ -144,13 +145,6 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
     finally:
         steps.remove()
         engine.expire_weights()  # the next pass casts the weights again, in no_sync() too
-
-
-def _sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """By tensor, the sum of its elements' bits, read as integers: exact, and equal for equal tensors."""
-    integers = {1: torch.int8, 2: torch.int16}
-    bits = [t.reshape(-1).view(integers.get(t.dtype.itemsize, torch.int32)) for t in tensors]
-    return [] if not bits else torch.stack([each.sum() for each in bits]).tolist()
 
 
 def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int] | None) -> dict[Param, torch.Tensor]:
@@ -175,7 +169,7 @@ def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int
     edited = {param: memory[param].detach().to(tensor) for param, tensor in full.items()}
     if before is None:
         return edited
-    for param, was, now in zip(edited, before, _sums_of_bits(edited.values()), strict=True):
+    for param, was, now in zip(edited, before, sums_of_bits(edited.values()), strict=True):
         if was != now:
             what = f"parameter {param.name!r} was changed inside summon_full_params(writeback=False)"
             raise ShardingError(f"{what}, and the change is lost: leave writeback out to keep it")
@@ -193,7 +187,7 @@ def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], fail
 
     def sums() -> list[int]:
         raise_if(failure)
-        return _sums_of_bits(edited.values())
+        return sums_of_bits(edited.values())
 
     try:
         doing = "write back what changed inside summon_full_params"

@@ -110,6 +110,13 @@ def _copy_with(value: Any, changed: Mapping[Any, Any]) -> Any:
     return new
 
 
+def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """By tensor, the sum of its elements' bits, read as integers: exact, and equal for equal tensors."""
+    integers = {1: torch.int8, 2: torch.int16}
+    bits = [t.detach().reshape(-1).view(integers.get(t.dtype.itemsize, torch.int32)) for t in tensors]
+    return [] if not bits else torch.stack([each.sum() for each in bits]).tolist()
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """`value` on `device` if all of its tensors are in host memory, where a parameter with ``offload`` says that it is.
 

@@ -31,6 +31,7 @@ from torch._dynamo.decorators import skip as skip
 from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions as AllgatherOptions  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -98,6 +99,9 @@ NO_STEP_HOOKS: Any = [
     (vars(importlib.import_module("torch.optim.optimizer")), f"_global_optimizer_{when}_hooks", {})
     for when in ("pre", "post")
 ]
+
+# The mesh of which a mesh is a slice. torch has no public function for it.
+root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 # Waits for the result of a functional collective, such as those of DTensors. The public functions return such results.
 wait_tensor: OpOverload = torch.ops._c10d_functional.wait_tensor.default

@@ -31,6 +31,7 @@ class Communicator(RankGroup):
 
     Attributes:
         n_parts: the number of parts of each DTensor.
+        axis: names the ranks that have all parts, and get the same batches.
         counts_parts: sums and norms count this rank's part.
         counts_copies: of a tensor that the ranks of all parts have, sums and norms count this rank's copy.
         transport: moves bytes between the ranks; chosen by the device of `streams`. Tests replace it.
@@ -43,7 +44,7 @@ class Communicator(RankGroup):
 
     transport: Transport
     counts_copies = counts_parts = True
-    n_parts = 1
+    n_parts, axis = 1, 0
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Communicator(RankGroup):
         self._model_group_of, self._same_group_of = self.group_of, weak(self.all_ranks)
         if parts is not None:
             self.n_parts, self.counts_copies, self.counts_parts = parts.size, parts.number == 0, parts.counts
+            self.axis = parts.axis
             self._model_group_of, self._same_group_of = map(weak, others)
         self.transport = _make_transport(self, "nccl" if streams.has_streams else "sockets")
         self.grad_divisor = float(self.world_size if parts is None else parts.model.size() // parts.size)

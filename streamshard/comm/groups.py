@@ -54,6 +54,7 @@ class Parts(NamedTuple):
         model: ranks that share one replica of the model.
         same: ranks with the same part, in all replicas.
         counts: sums and norms count this rank's part; another rank outside of its group of shards may have a copy.
+        axis: global number of the first rank of the axis. It names the axis: its ranks have all parts.
     """
 
     size: int
@@ -61,6 +62,7 @@ class Parts(NamedTuple):
     model: dist.ProcessGroup
     same: dist.ProcessGroup
     counts: bool = True
+    axis: int = 0
 
 
 class Experts(NamedTuple):

@@ -102,7 +102,9 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         args, kwargs = untraced(moved, (args, kwargs), engine.host.device)
     if handle.cast_dtype is not None:
         args, kwargs = untraced(cast, (args, kwargs), handle.cast_dtype)
-    forward: Forward = untraced(functools.partial(begin_forward, engine, handle.units, is_whole_model=handle.is_root))
+    forward: Forward = untraced(
+        functools.partial(begin_forward, engine, handle.units, (args, kwargs), is_whole_model=handle.is_root)
+    )
     error: BaseException | None = None
     try:
         output = call(*args, **kwargs)

@@ -13,21 +13,23 @@ from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.guards.loop import refuse_transforms
+from streamshard.guards.loop import refuse_other_inputs, refuse_transforms
 from streamshard.planning.program import Schedule
 from streamshard.torch_private import is_profiled
 
 
-def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool) -> Forward:
+def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_whole_model: bool) -> Forward:
     """A forward pass begins: the root unit's weights are in place and bound afterwards.
 
     Args:
         engine: between passes.
         units: which units the pass may use, the root unit included.
+        inputs: the arguments of the call.
         is_whole_model: the model is called, not a part of it. As under DDP, a part leaves buffers alone.
 
     Raises:
         ShardingError: no pass can begin; says why.
+        RankMismatchError: see `refuse_other_inputs`.
     """
     if engine.phase is not None:
         engine.recover()
@@ -49,6 +51,8 @@ def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool
     if engine.host is not None:
         engine.host.refuse_failed()
     engine.inputs.before_pass()
+    if engine.ranks.n_parts > 1 and is_whole_model and torch.is_grad_enabled() and not engine.order.is_settled:
+        refuse_other_inputs(engine.ranks, inputs)
     if is_whole_model and engine.buffers.are_sent:
         trains = torch.is_grad_enabled() and engine.is_synced
         engine.buffers.before_pass(trains=trains, source=engine.inputs.buffer_source)

@@ -1,4 +1,4 @@
-"""Mistakes of a training loop around the model: transforms, exchanged modules, steps without a backward."""
+"""Mistakes of a training loop around the model: transforms, different inputs, exchanged modules, no backward."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Streams
-from streamshard.errors import ShardingError
+from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.guards.sharded_tensor import CALL_BACKWARD
+from streamshard.nested import sums_of_bits, tensors_in
 from streamshard.planning.structure import join_names, modules_of, params_of
-from streamshard.torch_private import innermost_transform, is_autograd_compiled, transform_level
+from streamshard.torch_private import (
+    innermost_transform,
+    is_autograd_compiled,
+    is_traceable_wrapper_subclass,
+    transform_level,
+)
 
 
 def refuse_transforms(streams: Streams | None = None) -> None:
@@ -46,6 +53,28 @@ def refuse_transforms(streams: Streams | None = None) -> None:
             f"a StreamShard model inside torch.func ({transform}): such transforms allow no writes, and an all-gather "
             "writes weights. Use backward() or torch.autograd.grad; for forward-mode torch.autograd.forward_ad"
         )
+
+
+def refuse_other_inputs(ranks: Communicator, inputs: object) -> None:
+    """Raise if ranks along the axis of DTensors, which compute one loss together, get different inputs. Collective.
+
+    DTensors in `inputs` may be cut. Sparse and nested tensors are not compared.
+
+    Raises:
+        RankMismatchError: on all ranks.
+    """
+    plain = [t for t in tensors_in(inputs) if not is_traceable_wrapper_subclass(t) and t.layout is torch.strided]
+    told = [f"{tuple(t.shape)} {t.dtype} {bits}" for t, bits in zip(plain, map(sums_of_bits, zip(plain)), strict=True)]
+    first: dict[int, tuple[int, list[str]]] = {}
+    for rank, (axis, theirs) in enumerate(ranks.gather_objects((ranks.axis, told))):
+        number, wanted = first.setdefault(axis, (rank, theirs))
+        if theirs != wanted:
+            raise RankMismatchError(
+                f"ranks {number} and {rank} of the model have parts of the same tensors (tensor parallelism, experts "
+                "beside the ranks that shard), and their forwards got different inputs: give all ranks along such an "
+                'axis the same batches, as DistributedSampler(data, num_replicas=mesh["dp"].size(), '
+                'rank=mesh.get_local_rank("dp")) does, and seed random inputs alike'
+            )
 
 
 class Members:

@@ -120,7 +120,7 @@ class UnevenInputs(Inputs):
             engine.set_synced(not announced.no_sync)
             self._shadows = True
             with torch.set_grad_enabled(announced.gradients):
-                forward = begin_forward(engine, frozenset(range(len(engine.units))), is_whole_model=True)
+                forward = begin_forward(engine, frozenset(range(len(engine.units))), (), is_whole_model=True)
                 graph = forward.finish(None)
             if graph is not None:
                 run_empty_backward(engine, graph)

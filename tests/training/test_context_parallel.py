@@ -70,6 +70,15 @@ def test_the_example_trains_what_one_process_trains(context: RankContext, cp: in
     assert losses[-1] < losses[0] - 0.3
 
 
+@on_ranks(4)
+def test_a_mesh_without_the_ranks_that_share_a_sequence_is_warned_of(context: RankContext) -> None:
+    """By the first rank. The mesh that the warning names raises no warning: all other tests use it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    warning = pytest.warns(UserWarning, match=r"leaves out ranks along 'cp': ranks \[0, 1\] .*'cp'\]\._flatten\(")
+    with warning if context.rank == 0 else contextlib.nullcontext():
+        StreamShard(_example()["make_model"]("sdpa"), mesh=mesh["dp"])
+
+
 def _mesh_of(arrangement: str, mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp", "cp"] if arrangement == "a replica for each dp rank" else mesh["dp", "cp"]._flatten("dp_cp")
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from streamshard import (
     ConfigError,
+    RankMismatchError,
     ShardingError,
     StreamShard,
     export_safetensors,
@@ -231,7 +232,9 @@ def test_a_mesh_beside_the_experts_is_warned_of(context: RankContext) -> None:
     for layer in model.layers:
         layer.experts.place_on(world["of experts"])
     with pytest.warns(UserWarning, match=r"stacked experts on ranks \[\d, \d\], .* have to get the same batches"):
-        StreamShard(model, mesh=world["beside experts"])
+        sharded = StreamShard(model, mesh=world["beside experts"])
+    with pytest.raises(RankMismatchError, match="experts beside the ranks that shard"):
+        sharded(torch.full((2, 6), context.rank))
 
 
 @on_ranks(2)

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data.distributed import DistributedSampler
 
 from streamshard import (
     ConfigError,
@@ -212,6 +213,20 @@ def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext,
     state = peer.state_dict().items()
     theirs = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state}
     assert difference(found[2], wanted[2]) <= 1.5 * difference(theirs, wanted[2])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("other", ["tokens", "rows"])
+def test_different_batches_along_the_axis_raise_before_a_layer_runs(context: RankContext, other: str) -> None:
+    """As from a DistributedSampler over all ranks. With the same batches along the axis the model trains on."""
+    world = _mesh(2, 2)
+    model, optimizer = _run_of(world, 0)
+    own = torch.full((2 + context.rank, 4), 3) if other == "rows" else torch.full((2, 4), context.rank)
+    with pytest.raises(RankMismatchError, match="ranks 0 and 1 of the model .* different inputs: give all ranks"):
+        model(own)
+    sampler = DistributedSampler(range(8), world.dp.size(), world.dp.get_local_rank(), shuffle=False)
+    model(torch.tensor([[*sampler]])).square().mean().backward()
+    optimizer.step()
 
 
 @on_ranks(4)
