@@ -242,8 +242,10 @@ class Backward(Phase):
                 unit.leave_unreduced()
             engine.phase = None
             return
-        given = engine.reductions.finish()
+        given = engine.reductions.finish(follows_step=engine.progress.has_stepped or engine.inputs.compares_steps)
+        engine.progress.has_stepped = False
         engine.phase = None
+        engine.reductions.used.refuse_out_of_step()
         for param in given:  # last: a hook may step and clear the gradient
             with AsTensors():
                 hooks = param._post_accumulate_grad_hooks

@@ -100,8 +100,10 @@ class Inputs:
     Attributes:
         grad_scale: multiplies gradients before they are reduced.
         buffer_source: number of the rank that sends its buffers to all ranks.
+        compares_steps: this object compares the ranks' steps, so that backward need not.
     """
 
+    compares_steps = False
     grad_scale = 1.0
     buffer_source = 0
 

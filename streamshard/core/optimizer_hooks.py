@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from streamshard.core.late_step import NUMBERS, host_of, late_steps
 from streamshard.errors import ShardingError
 from streamshard.forms import successor
-from streamshard.guards.loop import refuse_unreached
+from streamshard.guards.loop import note_step, refuse_unreached
 from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
@@ -114,6 +114,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = params_in(optimizer.param_groups)
     if _closure_of(args, kwargs) is None:
         refuse_unreached(params)
+    note_step(params)
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
         _refuse_on_host(optimizer, params, "steps whole parameters")
         return

@@ -145,12 +145,16 @@ class Reductions:
         if self.replicas is not None:
             self.replicas.add(unit, works)
 
-    def finish(self) -> list[nn.Parameter]:
+    def finish(self, *, follows_step: bool) -> list[nn.Parameter]:
         """Let the compute stream wait for all reductions, and set ``.grad``.
+
+        Args:
+            follows_step: see `UsedParams`.
 
         Returns:
             The parameters that have a new gradient.
         """
+        self.used.follows_step = follows_step
         self.complete(sends_flags=True)
         used = self.used.finish()
         given: list[nn.Parameter] = []
@@ -179,11 +183,17 @@ class Reductions:
 class UsedParams:
     """The exchange of one flag per parameter: whether it had a gradient. Owns its fences, two for each stage.
 
+    Two more flags say whether this backward follows a step of an optimizer, and whether it does not: both are set if
+    ranks have come out of step.
+
     Args:
         units: all units; each knows which of its parameters were used here.
         ranks: the shard group, the first stage.
         ledger: allocates uint8, see `Transport.start_flags`.
         replicas: the replicate axis, the second stage; None on a 1-D mesh.
+
+    Attributes:
+        follows_step: an optimizer has stepped since the last exchange.
     """
 
     def __init__(
@@ -193,13 +203,17 @@ class UsedParams:
         self._ranks = ranks
         # The communicators of the exchanges, in order, without communicators of one rank.
         self._stages = [stage for stage in (ranks, replicas) if stage is not None and stage.world_size > 1]
-        count = sum(len(unit.layout.params) for unit in units) if self._stages else 0
+        count = sum(len(unit.layout.params) for unit in units) + 2 if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8, is_visible=True)]
         self._readers: Sequence[Work | None] = ()  # of this rank's flags
         for stage in self._stages:
             count = stage.transport.flags_numel(count)
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
+        self.follows_step = True
+        self._steps: torch.Tensor | None = None  # on a device: the last two flags of all ranks, on the host
+        self._seen: Any = None  # the same memory, as NumPy sees it
+        self._event: Any = None  # on a device: they have arrived there
         self._exchanging = ranks.waiting("the exchange of which parameters were used")
         self._tag = sum(len(unit.flat_params) for unit in units)  # behind the tags of the flat parameters
         self._written = [
@@ -214,18 +228,25 @@ class UsedParams:
         """Start to tell the other ranks which parameters had a gradient on this rank."""
         if not self._stages:
             return
+        if self._sent and self._ranks.streams.has_streams:
+            self._fetch_steps()
         flags: list[bool] = []
         for unit in self._units:
             flags += map(use_of, unit.params)
+        flags += self.follows_step, not self.follows_step
         with self._exchanging:
             if flags != self._sent:  # else the last exchange has sent the same
-                self._sent = flags
                 self._arrived[0].wait()  # rule 6: the last exchange, also of other ranks, has read the flags
                 for readers in filter(None, self._readers):
                     readers.wait()
-                is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
-                told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
-                self._flags[0].copy_(told, non_blocking=is_remote)
+                if flags[:-2] == self._sent[:-2]:  # then the host sends nothing
+                    steps = self._flags[0][-2:]
+                    steps.copy_(steps.flip(0))
+                else:
+                    is_remote = self._flags[0].device.type != "cpu"  # pinned memory, for which the host need not wait
+                    told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
+                    self._flags[0].copy_(told, non_blocking=is_remote)
+                self._sent = flags
             for arrived in self._arrived[1:]:  # the last exchange over replicas has read what this one writes
                 arrived.wait()
             self._start(0)
@@ -260,5 +281,40 @@ class UsedParams:
                     self._arrived[stage].wait()  # rule 7
         if is_complete:
             return None
-        anywhere = iter(self._flags[-1].view(-1, self._flags[0].numel()).amax(0).bool().tolist())
+        anywhere = iter(self._anywhere().amax(0).bool().tolist())
         return [list(itertools.islice(anywhere, len(unit.params))) for unit in self._units]
+
+    def _anywhere(self) -> torch.Tensor:
+        """[rows, flags] uint8, whose maximum over rows is that of all ranks."""
+        return self._flags[-1].view(-1, self._flags[0].numel())
+
+    def _fetch_steps(self) -> None:
+        """On a device, copy the two flags of the last exchange, which is long over, to the host."""
+        self._arrived[-1].wait()  # rule 7
+        streams, flags = self._ranks.streams, self._anywhere()[:, -2:].amax(0)
+        if self._steps is None:
+            self._steps = torch.zeros(2, dtype=torch.uint8, pin_memory=flags.device.type != "cpu")
+            self._seen, self._event = self._steps.numpy(), streams.module.Event()
+        self._steps.copy_(flags, non_blocking=True)
+        self._event.record(streams.device_stream(StreamName.COMPUTE))
+
+    def refuse_out_of_step(self) -> None:
+        """Raise on all ranks if some have stepped since the exchange before, and others have not.
+
+        On a device this looks at an earlier exchange, whose result has arrived, so that the host does not wait.
+
+        Raises:
+            RankMismatchError: a rank has run more passes than others, such as two halves of a batch.
+        """
+        if not self._stages:
+            return
+        if self._ranks.streams.has_streams:
+            are_mixed = self._event is not None and self._event.query() and self._seen.all()
+        else:
+            are_mixed = bool(self._anywhere()[:, -2:].amax(0).all())
+        if are_mixed:
+            raise RankMismatchError(
+                "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on "
+                "others. Has a rank split a batch after an out-of-memory error, or left out a micro-batch? All ranks "
+                "have to run as many passes per step: decide together, such as by an all_reduce of a flag"
+            )

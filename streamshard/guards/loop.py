@@ -128,11 +128,13 @@ class Progress:
 
     Attributes:
         is_unreached: the model has run forward with gradients, and not backward since.
+        has_stepped: an optimizer has stepped the model's parameters since ranks last exchanged flags.
         names: of the model's parameters.
     """
 
     def __init__(self) -> None:
         self.is_unreached = False
+        self.has_stepped = True
         self.names: Mapping[Any, str] = {}
 
     def begin(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -142,6 +144,12 @@ class Progress:
 
 
 _models: WeakSet[Progress] = WeakSet()
+
+
+def note_step(params: Sequence[torch.Tensor]) -> None:
+    """An optimizer, any of the process, is about to step `params`."""
+    for progress in list(_models):
+        progress.has_stepped = progress.has_stepped or any(param in progress.names for param in params)
 
 
 def refuse_unreached(params: Sequence[torch.Tensor]) -> None:

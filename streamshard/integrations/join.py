@@ -62,6 +62,8 @@ class UnevenInputs(Inputs):
             ranks with inputs.
     """
 
+    compares_steps = True
+
     def __init__(self, model: nn.Module, repeat: Callable[[], object] | None, divides_by_all: bool) -> None:
         self._model = model
         self._engine = engine_of(model)
@@ -151,6 +153,7 @@ class UnevenInputs(Inputs):
         self._handle.remove()
         if self._engine.inputs is self:
             self._engine.inputs = Inputs()
+            self._engine.progress.has_stepped = True  # ranks without inputs may have taken no step
             self._model.__dict__.pop("_join_config", None)
 
     # -- on all ranks -------------------------------------------------------------------------------------------------

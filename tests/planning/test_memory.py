@@ -53,7 +53,7 @@ def _formula(
     slots = [units[0], max(units[1::2], default=0), max(units[2::2], default=0)]
     # The other ranks' chunks; through shared memory they are read where they are.
     scratch = [slot * (world_size - 1) // world_size if receives else 0 for slot in slots]
-    flags = (world_size + 1) * sum(len(numels) for numels in (edge, *blocks))
+    flags = (world_size + 1) * (2 + sum(len(numels) for numels in (edge, *blocks)))  # two say who has stepped
     held = {
         "main weights": 4 * shards,
         "main grads": 4 * shards,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from streamshard import StreamShard
+from streamshard import RankMismatchError, StreamShard
 from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -33,6 +34,7 @@ from tests.reference import (
     sharded_model,
     stack_step,
 )
+from tests.simulated import simulated_device
 
 
 def _micro(model: nn.Module, call: Call, number: int, of: int) -> Tensor:
@@ -169,3 +171,31 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext
     optimizer.step()
     assert not optimizer.state
     assert_same(full_weights(model), before, "weights after a skipped step", EXACT)
+
+
+def _train_in_parts(model: Any, rank: int, parts: list[int]) -> int:
+    """Steps of so many passes each; returns the pass in which ranks are found to be out of step, -1 if in none."""
+    passes, optimizer = 0, adamw(model)
+    for count in parts:
+        for _ in range(count):
+            loss = model(vector_batch(passes, rank)).square().mean()
+            try:
+                loss.backward()
+            except RankMismatchError as error:
+                assert re.search("out of step.* split a batch .* as many passes per step", str(error))
+                return passes
+            passes += 1
+        optimizer.step()
+        optimizer.zero_grad()
+    return -1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_streams", [False, True])
+def test_a_rank_that_splits_a_batch_alone_is_found_out_of_step(context: RankContext, has_streams: bool) -> None:
+    """In its second half, with which other ranks begin the next step. On a device later, without a wait."""
+    for everyone, found in ((True, -1), (False, 4 if has_streams else 3)):
+        with simulated_device() if has_streams else contextlib.nullcontext():
+            model: Any = StreamShard(Stack(), precision=FP32)
+            parts = [1, 1, 2 if everyone or context.rank == 0 else 1, 1, 1, 1]
+            assert _train_in_parts(model, context.rank, parts) == found

@@ -237,7 +237,7 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict
             step(number)
         with counting_waits(device) as waits:
             step(2)
-            assert not waits
+            assert not waits, waits
         with counting_waits(device) as waits:
             model.clip_grad_norm_(1.0).item()
         assert "item" in waits
