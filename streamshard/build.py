@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from streamshard import __version__
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.ranks import raise_if, refuse_together
@@ -339,7 +340,8 @@ def _problem_of_host(who: Groups, device: torch.device) -> ConfigError | None:
 
 def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked) -> None:
     """Raise unless all ranks are about to shard the same model in the same way."""
-    settings = [f"{field.name}={getattr(checked.settings, field.name)!r}" for field in fields(Settings)]
+    settings = [f"StreamShard {__version__} and torch {torch.__version__}"]
+    settings += [f"{field.name}={getattr(checked.settings, field.name)!r}" for field in fields(Settings)]
     rows = settings + [
         f"unit {index} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
         f"requires_grad={p.param.requires_grad} {form_of(p.param).facts(p.param)}".rstrip()

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard import StreamShard
+from streamshard import StreamShard, build
 from streamshard.errors import (
     ConfigError,
     RankMismatchError,
@@ -207,6 +208,13 @@ def test_ranks_with_different_models_are_refused_on_every_rank(context: RankCont
     model = build(min(context.rank, 1))
     assert_refused(model, RankMismatchError, f"(?s){match}")
     dist.barrier()
+
+
+@on_ranks(2)
+def test_another_version_on_a_rank_is_refused_on_every_rank(context: RankContext) -> None:
+    with mock.patch.object(build, "__version__", f"0.{context.rank}"):
+        told = "rank 0 has StreamShard 0.0 and torch 2.*, rank 1 has StreamShard 0.1 and torch 2"
+        assert_refused(Stack(), RankMismatchError, told)
 
 
 @on_ranks(2)

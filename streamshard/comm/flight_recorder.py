@@ -81,6 +81,7 @@ class Shown(NamedTuple):
         time_s: Unix time of the last entry.
         others: the number of collectives on the default process group so far, other libraries' included.
         place: the line of its script that the rank has reached, see `line_reached`.
+        has_left: the rank's model is gone, so that nothing follows.
     """
 
     entries: Mapping[int, Entry]
@@ -88,6 +89,7 @@ class Shown(NamedTuple):
     time_s: float
     others: int
     place: str = ""
+    has_left: bool = False
 
     @classmethod
     def of(cls, log: IssueLog) -> Shown:
@@ -133,6 +135,7 @@ class FlightRecorder:
         log: this rank's log.
         names: names of units, by tag, for messages.
         difference: why this rank's wait can never succeed; None: the watchdog has found no reason.
+        has_left: `leave` was called.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, has_streams: bool = False) -> None:
@@ -144,6 +147,7 @@ class FlightRecorder:
         self._peers = sorted((self._rank + step) % self._world_size for step in others)
         self._has_streams = has_streams
         self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
+        self.has_left = False
         self._reports = 0  # warnings of this wait so far: after 30, 60, 120, .. seconds
         self._key = ""
         self._store: Any = None  # None: there is one rank, or the process that hosts the store has ended
@@ -171,8 +175,21 @@ class FlightRecorder:
         shown = Shown.of(self.log)
         if (shown.total, shown.others) != self._shown:
             self._shown = shown.total, shown.others
-            shown = shown._replace(place=line_reached())
-            self._ask("set", f"{self._key}{self._rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
+            self._write(shown)
+
+    def _write(self, shown: Shown) -> None:
+        shown = shown._replace(place=line_reached())
+        self._ask("set", f"{self._key}{self._rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
+
+    def leave(self) -> None:
+        """Tell the other ranks that this rank's model is gone: its last entry alone. A second call does nothing."""
+        if self.has_left:
+            return
+        self.has_left = True
+        if self.log.failure is None:  # else others read the failure, and compare the whole log
+            shown = Shown.of(self.log)
+            last = {number: entry for number, entry in shown.entries.items() if number + 1 == shown.total}
+            self._write(shown._replace(entries=last, has_left=True))
 
     def _show_if_idle(self) -> None:
         """Show the log when this rank has issued nothing for a while. Remove it when the rank goes on."""
@@ -193,11 +210,14 @@ class FlightRecorder:
         return logs
 
     def _find_difference(self, logs: Mapping[int, Shown]) -> str | None:
-        """Why this wait can never succeed: logs differ, or a missing rank waits in another library's collective."""
+        """Why this wait can never succeed: logs differ; a missing rank is gone, or in another library's collective."""
         if found := describe_difference(logs, self.names):
             return found
         own = logs[self._rank]
         for peer, shown in sorted(logs.items()):
+            if shown.total < own.total and shown.has_left:
+                did = f"its model is gone (last: it {shown.last(self.names)}), and it is at {shown.place}"
+                return f"rank {peer} has not come: {did}. Has it caught an error that it alone met? {_ADVICE}"
             if not self._has_streams and shown.total < own.total and shown.others > own.others:
                 where = f"another library's collective on the default process group, which rank {self._rank}"
                 return f"rank {peer} has not come: it is in {where} has not called: {shown.place}. {_ADVICE}"
@@ -242,7 +262,7 @@ class FlightRecorder:
         while True:
             logs = self._read()
             missing = self._describe_missing(logs)
-            if found := describe_difference(logs, self.names) or self.read_failure():
+            if found := self._find_difference(logs) or self.read_failure():
                 return found
             if missing is None or self._store is None or time.monotonic() > deadline:
                 break

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from streamshard.comm import flight_recorder
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
-from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, weak
+from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, state_of, weak
 from streamshard.comm.streams import RankWait, StreamName, Streams
 from streamshard.errors import (
     CheckpointError,
@@ -110,6 +110,11 @@ class RankGroup:
     def group(self) -> dist.ProcessGroup:
         """The ranks that share one replica. Raises as `users_group` does."""
         return alive(self.group_of)
+
+    def refuse_destroyed(self) -> None:
+        """Raise as `users_group` does. Ranks that share memory could go on, and the ends of their waits could not."""
+        if self.total_size > 1:
+            alive(self._users_group_of)
 
     def waiting(self, action: str, subject: str = "") -> RankWait:
         """A context around collectives, and around waits for them. See `RankWait`."""
@@ -258,10 +263,15 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None, to
 
     Raises:
         ShardingError: this rank accepts its model, but another rank refuses. Names that rank and its reason.
-        CommunicationError: another rank did not come.
+        CommunicationError: another rank did not come, or an earlier error has closed the group.
     """
     meeting = "the start of StreamShard(model), which all ranks have to call"
-    ranks = RankGroup(group or dist.group.WORLD, meeting=meeting)
+    if (group := group or dist.group.WORLD) is not None and state_of(group).is_closed:
+        raise CommunicationError(
+            "StreamShard(model): an earlier error, raised then, has ended all exchanges of this process group, so that "
+            "no rank waits for ever: start the processes again"
+        )
+    ranks = RankGroup(group, meeting=meeting)
 
     def tell() -> object:
         raise_if(error)
@@ -312,26 +322,30 @@ class _Watchdog:
 
     def __init__(self, inherited: Sequence[RankGroup] = ()) -> None:
         self.inherited = inherited
-        self._ranks_of: tuple[Callable[[], RankGroup | None], ...] = ()
+        self._watched: tuple[tuple[Callable[[], RankGroup | None], FlightRecorder], ...] = ()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def watch(self, ranks: RankGroup) -> None:
         """Look after `ranks` too, as long as they live."""
-        self._ranks_of = (*(of for of in self._ranks_of if of() is not None), weakref.ref(ranks))
+        known = (watched for watched in self._watched if watched[0]() is not None or not watched[1].has_left)
+        self._watched = (*known, (weakref.ref(ranks), ranks.recorder))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="streamshard watchdog", daemon=True)
             self._thread.start()
 
     def ranks(self) -> list[RankGroup]:
         """The `RankGroup` objects that are alive."""
-        return [ranks for of in self._ranks_of if (ranks := of()) is not None]
+        return [ranks for of, _ in self._watched if (ranks := of()) is not None]
 
     def _run(self) -> None:
         while not self._is_over.wait(flight_recorder.PATIENCE_S / 2):
             self._look()
 
     def _look(self) -> None:  # a method of its own, so that no variable keeps ranks alive between looks
+        for of, recorder in self._watched:
+            if of() is None:
+                recorder.leave()
         for ranks in self.ranks():
             ranks.recorder.look(ranks.abort)
 

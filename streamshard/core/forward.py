@@ -30,6 +30,7 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     Raises:
         ShardingError: no pass can begin; says why.
         RankMismatchError: see `refuse_other_inputs`.
+        CommunicationError: the process group has been destroyed.
     """
     if engine.phase is not None:
         engine.recover()
@@ -50,6 +51,7 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
         engine.refuse_empty("a forward")
     if engine.host is not None:
         engine.host.refuse_failed()
+    engine.ranks.refuse_destroyed()
     engine.inputs.before_pass()
     if engine.ranks.n_parts > 1 and is_whole_model and torch.is_grad_enabled() and not engine.order.is_settled:
         refuse_other_inputs(engine.ranks, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import logging
 import os
 import queue
@@ -101,6 +102,8 @@ def _caught(context: RankContext, over: str, way: str) -> str:
             WAYS[way](model, context.rank)
     with pytest.raises(CommunicationError, match="is not possible any more: .*ranks do not do the same"):
         model(vector_batch(0, context.rank))
+    with pytest.raises(CommunicationError, match="an earlier error, .* start the processes again"):
+        _model(over)
     return str(caught.value).partition("ranks do not do the same: ")[2].partition(". All ranks")[0]
 
 
@@ -187,6 +190,23 @@ def test_a_rank_alone_raises_the_line_of_the_others_who_log_it_before_their_wait
             stories = [told.get_nowait() for _ in range(told.qsize())]
             first = next(story for story in stories if "waited for" not in story)  # a machine may be slow
             assert re.match(f"rank 1: rank 0 has failed: .*: rank 1 has not come: .*{missing}", first), stories
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_a_rank_whose_model_is_gone_ends_the_others_wait(context: RankContext, over: str) -> None:
+    """It has caught an error, and left the function that held the model."""
+    with mock.patch.object(recorder, "PATIENCE_S", 0.1):
+        model = _model(over)
+        model(vector_batch(0, context.rank)).sum().backward()
+        if context.rank == 1:
+            del model
+            gc.collect()
+        else:
+            gone = r"rank 1 has not come: its model is gone \(last: it ends a backward\), and it is at dist.barrier"
+            with pytest.raises(CommunicationError, match=gone):
+                model.clip_grad_norm_(1.0)
+        dist.barrier()  # of the user's group, which stays open
 
 
 _ENDS_FIRST = """

@@ -254,6 +254,18 @@ def test_gloo_gets_a_fifth_of_the_time_to_connect(context: RankContext) -> None:
     assert made.call_args.args[1] == timedelta(seconds=4)
 
 
+@on_ranks(2)
+def test_a_pass_without_its_process_group_raises(context: RankContext) -> None:
+    """Over shared memory ranks could go on, but nothing would end their waits."""
+    group: Any = dist.new_group([0, 1])
+    model: Any = StreamShard(Stack(), mesh=group)
+    model(vector_batch(0, context.rank))
+    dist.destroy_process_group(group)
+    del group
+    with pytest.raises(CommunicationError, match="was destroyed"):
+        model(vector_batch(0, context.rank))
+
+
 # -- two hosts ---------------------------------------------------------------------------------------------------------
 
 _TWO_HOSTS = """
