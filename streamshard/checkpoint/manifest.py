@@ -16,8 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, combinations, starmap
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ FORMAT = 9
 MAX_GENERATION = 1 << 40
 """No run saves as often. A larger generation is damage: no later checkpoint could be newer."""
 
+_PRIME = (1 << 127) - 1
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = b"\n}\n"
 
@@ -86,46 +89,59 @@ class TensorRecord(NamedTuple):
             TypeError: starts are not numbers.
         """
         pieces = tuple(sorted(self.pieces, key=lambda piece: (piece.box, piece.start, piece.stop)))
-        boxes: dict[Box, list[tuple[int, int]]] = {} if pieces else {(): []}
+        whole = tuple((0, size, size) for size in self.shape)
+        ranges: dict[Box, list[int]] = {} if pieces else {whole: []}  # by box
         for piece in pieces:
-            boxes.setdefault(piece.box, []).append((piece.start, piece.stop))
-        numbers = (*self.shape, *chain(*(piece[:3] for piece in pieces)), *chain(*chain(*boxes)))
-        are_sizes = all(type(each) is int and each >= 0 for each in numbers)
-        if (
-            not are_sizes
-            or not self._is_tiled(boxes)
-            or not all(map(_is_filled, map(self._numel, boxes), boxes.values()))
-        ):
+            ranges.setdefault(piece.box or whole, []).extend(piece[1:3])
+        sizes = [tuple(size for *_, size in box) for box in ranges]
+        numbers = (*self.shape, *chain(*sizes), *chain(*(piece[:3] for piece in pieces)))
+        fit = (
+            _are_sizes(numbers)
+            and len({*sizes}) == 1
+            and math.prod(sizes[0]) == math.prod(self.shape)
+            and are_tiles(sizes[0], [[(start, length) for start, length, _ in box] for box in ranges])
+            and all(_is_filled(math.prod(length for _, length, _ in box), own) for box, own in ranges.items())
+        )
+        if not fit:
             places = ((each, f"{list(each.box)} of " * bool(each.box)) for each in pieces)
             have = ", ".join(f"{each.start}:{each.stop} of {of}{self.shape} in file {each.file}" for each, of in places)
             raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have or 'none':.300}")
         return self._replace(pieces=pieces)
 
-    def _numel(self, box: Box) -> int:
-        return math.prod([length for _, length, _ in box] if box else self.shape)
 
-    def _is_tiled(self, boxes: Collection[Box]) -> bool:
-        """Whether `boxes` have each element of the tensor once."""
-        if () in boxes:
-            return len(boxes) == 1
-        sizes = {tuple(size for *_, size in box) for box in boxes}
-        fit = all(start + length <= size for box in boxes for start, length, size in box)
-        fit = fit and len(sizes) == 1 and math.prod(*sizes) == self._numel(())
-        return (
-            fit and sum(map(self._numel, boxes)) == self._numel(()) and not any(starmap(_meet, combinations(boxes, 2)))
-        )
-
-
-def _is_filled(numel: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Whether `ranges`, in order, have each of `numel` elements once."""
-    edges = [0, *chain(*ranges), numel]
+def _is_filled(numel: int, starts_and_stops: Sequence[int]) -> bool:
+    """Whether ranges, in order, have each of `numel` elements once."""
+    edges = [0, *starts_and_stops, numel]
     return edges[::2] == edges[1::2] and edges == sorted(edges)
 
 
-def _meet(one: Box, other: Box) -> bool:
-    """Whether two boxes have elements in common."""
-    pairs = zip(one, other, strict=True)
-    return all(max(a, b) < min(a + mine, b + theirs) for (a, mine, _), (b, theirs, _) in pairs)
+def are_tiles(shape: Sequence[int], boxes: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    """Whether `boxes` have each element of a tensor of `shape` once. The time is in proportion to the number of boxes.
+
+    Boxes have each element once if and only if their corners, counted with alternating signs, cancel except for the
+    tensor's own. To compare them without listing them, each coordinate gets a random number modulo a prime, and a
+    corner the product of its coordinates' numbers. So the corners of one box sum up to a product of differences. Boxes
+    that are no tiles pass with a probability of dims / `_PRIME` (Schwartz 1980, Fast probabilistic algorithms for
+    verification of polynomial identities).
+
+    Args:
+        shape: of the tensor.
+        boxes: for each dim, the start and the length. Anybody may have written them.
+    """
+    drawn: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbits(127))
+
+    def corners(box: Sequence[tuple[int, int]]) -> int:
+        product = 1
+        for dim, (start, length) in enumerate(box):
+            product = product * (drawn[dim, start] - drawn[dim, start + length]) % _PRIME
+        return product
+
+    are_boxes = all(len(box) == len(shape) and _are_sizes(chain(*box)) for box in boxes)
+    return are_boxes and (sum(map(corners, boxes)) - corners([(0, size) for size in shape])) % _PRIME == 0
+
+
+def _are_sizes(numbers: Iterable[object]) -> bool:
+    return all(type(each) is int and each >= 0 for each in numbers)
 
 
 def runs_in(box: Box, start: int, numel: int) -> Iterator[tuple[int, int]]:
@@ -160,14 +176,14 @@ def join_records(by_rank: Iterable[Mapping[str, TensorRecord]]) -> dict[str, Ten
     Raises:
         CheckpointError: pieces of a tensor leave gaps or overlap, or their records differ in shape or dtype.
     """
-    found: dict[str, TensorRecord] = {}
+    found: dict[str, tuple[TensorRecord, list[PieceRecord]]] = {}
     for records in by_rank:
         for name, record in records.items():
-            known = found.setdefault(name, record._replace(pieces=()))
+            known, pieces = found.setdefault(name, (record, []))
             if known[:2] != record[:2]:
                 raise CheckpointError(f"ranks do not have the same {name!r}, but {known[:2]} and {record[:2]}")
-            found[name] = known._replace(pieces=known.pieces + record.pieces)
-    return {name: record.ordered(name) for name, record in found.items()}
+            pieces.extend(record.pieces)
+    return {name: known._replace(pieces=tuple(pieces)).ordered(name) for name, (known, pieces) in found.items()}
 
 
 class Manifest(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import shutil
 import traceback
 import zlib
@@ -26,6 +27,7 @@ from streamshard.checkpoint.manifest import (
     Manifest,
     PieceRecord,
     TensorRecord,
+    are_tiles,
     join_records,
     read_manifest,
 )
@@ -145,6 +147,41 @@ def test_pieces_of_ranks_with_a_gap_or_an_overlap_are_refused(other: tuple[int, 
     words = rf"each element of 'w' once, but 0:4 of \(2, 3\) in file 0, {other[1]}:{other[2]} of"
     with pytest.raises(CheckpointError, match=words):
         join_records([_record(0, 0, 4), _record(*other)])
+
+
+def test_boxes_are_tiles_if_each_element_is_in_one_of_them() -> None:
+    """As counted element by element: for boxes that tile, and for the same with one box moved, resized or left out."""
+    draw = random.Random(0)
+    seen = set()
+    for _ in range(2000):
+        shape = [draw.randrange(1, 5) for _ in range(draw.randrange(4))]
+        boxes = [[(0, size) for size in shape]]
+        for _ in range(draw.randrange(5) if shape else 0):  # cut one of the boxes in two
+            box, dim = boxes.pop(draw.randrange(len(boxes))), draw.randrange(len(shape))
+            (start, length), cut = box[dim], draw.randrange(box[dim][1] + 1)
+            ends = ((start, cut), (start + cut, length - cut))
+            boxes += [[*box[:dim], end, *box[dim + 1 :]] for end in ends]
+        if shape and draw.random() < 0.7:
+            box, dim = draw.choice(boxes), draw.randrange(len(shape))
+            box[dim] = draw.randrange(-1, 5), draw.randrange(-1, 5)
+        if draw.random() < 0.2:
+            boxes.pop()
+        count = torch.zeros([12] * len(shape))
+        for box in boxes:
+            count[tuple(slice(start + 4, start + length + 4) for start, length in box)] += 1
+        inside = count[tuple(slice(4, size + 4) for size in shape)]
+        once = set(inside.flatten().tolist()) == {1} and count.sum().item() == inside.numel()
+        once = once and all(number >= 0 for box in boxes for pair in box for number in pair)
+        assert are_tiles(shape, boxes) == once, (shape, boxes)
+        seen.add(once)
+    assert seen == {True, False}
+
+
+def test_many_boxes_are_compared_without_comparing_every_pair() -> None:
+    """A pair takes a microsecond, and there are 800 million."""
+    boxes = [[(row, 1), (column, 1)] for row in range(200) for column in range(200)]
+    assert are_tiles([200, 200], boxes)
+    assert not are_tiles([200, 200], [*boxes[1:], boxes[1]])
 
 
 def test_ranks_that_have_a_tensor_in_two_dtypes_are_refused() -> None:
