@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import pickle
 import warnings
@@ -31,12 +30,13 @@ from streamshard.checkpoint.block_state import is_part
 from streamshard.checkpoint.directory import next_number, open_intact, write_together
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, encode
-from streamshard.checkpoint.manifest import CheckpointFiles
+from streamshard.checkpoint.manifest import CheckpointFiles, are_tiles
 from streamshard.checkpoint.safetensors_file import FILE_NAME, digest_of, open_regular, read_text, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.comm.ranks import RankGroup
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError, describe
+from streamshard.nested import tensors_in
 
 _METADATA_NAME = ".metadata"
 
@@ -231,6 +231,8 @@ def _files_of(root: Path) -> list[DcpFiles]:
 class DcpFiles:
     """The files of a DCP directory. Their pickles run no code, and files outside of the directory are not opened.
 
+    Each byte of a file is read once and not inflated. So values take no more memory than the files have bytes.
+
     Args:
         root: the directory.
 
@@ -243,8 +245,9 @@ class DcpFiles:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._unread: dict[str, int] = {}  # bytes, by file
         with self._reading(_METADATA_NAME):
-            found = _Unpickler(io.BytesIO(read_text(root / _METADATA_NAME))).load()
+            found = _Unpickler(io.BytesIO(read_text(self._path(_METADATA_NAME)))).load()
             self.entries: dict[str, Any] = found.state_dict_metadata
             self._parts = {(i.fqn, getattr(i, "offset", None)): part for i, part in found.storage_data.items()}
 
@@ -256,6 +259,11 @@ class DcpFiles:
         except Exception as error:  # Python's modules and torch raise errors of many kinds about malformed files
             cause = describe(error).partition("\n")[0]
             raise CheckpointError(f"cannot read {what!r:.200} of {self._root}: {cause}") from error
+
+    def _path(self, file: str) -> Path:
+        if (path := self._root / file).is_symlink():
+            raise CheckpointError(f"{file} is a link, maybe to another directory: copy the files (cp -rL)")
+        return path
 
     def is_tensor(self, key: str) -> bool:
         """Whether `key` is the key of a tensor, not of a value."""
@@ -272,11 +280,11 @@ class DcpFiles:
                 return self._load(key, None)
             entry = self.entries[key]
             shape, dtype = entry.size, entry.properties.state[0]
-            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(shape):
+            boxes = [[*zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in entry.chunks]
+            if not are_tiles(shape, boxes):
                 raise CheckpointError(f"its pieces do not hold each element of a tensor of shape {list(shape)} once")
             whole = torch.empty(shape, dtype=dtype)
-            for chunk in entry.chunks:
-                box = zip(chunk.offsets, chunk.sizes, strict=True)
+            for chunk, box in zip(entry.chunks, boxes, strict=True):
                 piece = whole[tuple(slice(start, start + size) for start, size in box)]
                 stored = self._load(key, chunk.offsets)
                 if stored.shape != piece.shape or stored.dtype != dtype:
@@ -291,14 +299,24 @@ class DcpFiles:
             raise CheckpointError(f"it is in a file {part.relative_path!r:.80}, wanted a file in the directory")
         if getattr(part, "transform_descriptors", None):
             raise CheckpointError("its files are compressed: save them without extensions")
-        with open_regular(self._root / part.relative_path) as file:
+        with open_regular(self._path(part.relative_path)) as file:
+            unread = self._unread.get(part.relative_path, os.fstat(file.fileno()).st_size)
             file.seek(part.offset)
             archive = file.read(part.length)
-        if damaged := zipfile.ZipFile(io.BytesIO(archive)).testzip():  # torch.load does not compare checksums
+        self._unread[part.relative_path] = unread - len(archive)
+        stored = zipfile.ZipFile(io.BytesIO(archive))
+        if len(archive) > unread or sum(each.file_size for each in stored.infolist()) > len(archive):
+            raise CheckpointError(
+                f"parts of {part.relative_path} overlap or are compressed, and torch writes none such"
+            )
+        if damaged := stored.testzip():  # torch.load does not compare checksums
             raise CheckpointError(f"{damaged} in {part.relative_path} is damaged")
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive)):
             raise CheckpointError(f"it holds {', '.join(unsafe)}, which torch.load(weights_only=True) does not load")
-        return torch.load(io.BytesIO(archive), map_location=CPU, weights_only=True)
+        value = torch.load(io.BytesIO(archive), map_location=CPU, weights_only=True)
+        if sum(tensor.nbytes for tensor in tensors_in(value)) > len(archive):
+            raise CheckpointError(f"its tensors are larger than their part of {part.relative_path}")
+        return value
 
 
 class _Unpickler(pickle.Unpickler):

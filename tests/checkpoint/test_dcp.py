@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -307,8 +310,14 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
         "do not hold each element of a tensor",
     ),
     "a lost piece": (lambda each: _tensor(each).chunks.clear(), "do not hold each element of a tensor"),
+    "a piece that lies outside": (
+        lambda each: setattr(_tensor(each).chunks[0], "offsets", torch.Size([1, 0])),
+        "do not hold each element of a tensor",
+    ),
     "another shape": (
-        lambda each: setattr(_tensor(each).chunks[0], "sizes", torch.Size([3, 2])),
+        lambda each: _tensor(each).__dict__.update(
+            size=(shape := torch.Size([3, 2])), chunks=[ChunkStorageMetadata(torch.Size([0, 0]), shape)]
+        ),
         r"does not hold a piece of shape \[3, 2\]",
     ),
     "another dtype": (
@@ -327,6 +336,42 @@ def test_files_that_do_not_fit_their_metadata_are_refused(tmp_path: Path, what: 
     with pytest.raises(CheckpointError, match=f"cannot read .*({told})"):
         from_dcp(tmp_path / "dcp", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_values_take_no_more_memory_than_the_files_have_bytes(tmp_path: Path) -> None:
+    """Not with a compressed part, one number in the place of a million, or a part for two tensors. Nor with a link."""
+    zeros = torch.zeros(1000, 1000)
+    told = {
+        "compressed": "overlap or are compressed",
+        "expanded": "larger than their part",
+        "twice": "parts of .*overlap",
+    }
+    for name, words in told.items():
+        file = tmp_path / f"{name}.distcp"
+        torch.save(torch.zeros(1).expand(1000, 1000) if name == "expanded" else zeros, file)
+        if name == "compressed":
+            with zipfile.ZipFile(file) as stored:
+                entries = {each: stored.read(each) for each in stored.namelist()}
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as compressed:
+                for each, content in entries.items():
+                    compressed.writestr(each, content)
+
+        def change(metadata: Any, file: Path = file) -> None:
+            for part in metadata.storage_data.values():
+                vars(part).update(relative_path=file.name, offset=0, length=file.stat().st_size)
+
+        write_dcp(tmp_path / name, {"model": {"a": zeros, "b": zeros}}, change)
+        os.rename(file, tmp_path / name / file.name)
+        with pytest.raises(CheckpointError, match=f"cannot read 'model.[ab]' of .*{words}"):
+            from_dcp(tmp_path / name, tmp_path / "run")
+    write_dcp(tmp_path / "linked", STATE)
+    for name in ("__0_0.distcp", ".metadata"):
+        os.rename(tmp_path / "linked" / name, tmp_path / name)
+        os.symlink(tmp_path / name, tmp_path / "linked" / name)
+        with pytest.raises(CheckpointError, match=f"{name} is a link, maybe to another directory: copy the files"):
+            from_dcp(tmp_path / "linked", tmp_path / "run")
+    shutil.copytree(tmp_path / "linked", tmp_path / "copied")
+    from_dcp(tmp_path / "copied", tmp_path / "run")
 
 
 def test_a_flipped_bit_in_a_weight_is_noticed(tmp_path: Path) -> None:
