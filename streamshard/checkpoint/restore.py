@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -41,12 +41,24 @@ class Loaded(dict[str, Any]):
     Attributes:
         path: the checkpoint's path.
         passed_over: by path, why a checkpoint was not loaded that is newer, or unreadable and maybe newer.
+        by_rank: by key, the values of all ranks that saved, in their order. It has the keys whose values differed
+            between these ranks, if their number is not this run's.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: Path, passed_over: Mapping[Path, str]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        path: Path,
+        passed_over: Mapping[Path, str],
+        by_rank: Mapping[str, list[Any]],
+    ) -> None:
         super().__init__(values)
         self.path = path
         self.passed_over = dict(passed_over)
+        self.by_rank = dict(by_rank)
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise KeyError(f"{key!r} differs between the ranks that saved it: see by_rank" if key in self.by_rank else key)
 
 
 @torch.no_grad()
@@ -59,7 +71,8 @@ def load_checkpoint(
     """Continue from a checkpoint of `save_checkpoint`, on any number of ranks, with any units, slots and meshes.
 
     On the same number of ranks training continues bit for bit. Ranks verify all files before anything changes. Then
-    each rank reads only its own parts.
+    each rank reads only its own parts. A value that differed between ranks goes back to its rank, or into
+    `Loaded.by_rank` on another number of ranks. There modules' extra state that differed is rank 0's.
 
     Args:
         directory: a directory of checkpoints, whose newest intact one is loaded, or the path of one checkpoint. If
@@ -73,8 +86,9 @@ def load_checkpoint(
         The values that were saved as `extra`, by key.
 
     Raises:
-        CheckpointError: on every rank, before any weight changes. Names all parameters that do not fit, or the damaged
-            file of each checkpoint that was tried, and the newest intact checkpoint beside a damaged one.
+        CheckpointError: on every rank, before any weight changes. Names all parameters that do not fit, an object that
+            differed between another number of ranks, or the damaged file of each checkpoint that was tried, and the
+            newest intact checkpoint beside a damaged one.
         ConfigError: an argument that cannot work.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
@@ -97,7 +111,7 @@ def load_checkpoint(
         engine.fill(set(saved_names(each, engine).values()))
         compute_buffers(engine, each)
     log.info("loaded %s", printable(str(path)))
-    return Loaded(plan.values, path, passed_over)
+    return Loaded(plan.values, path, passed_over, plan.by_rank)
 
 
 # ------------------------------------------------------------------------------------------------ comparing
@@ -114,6 +128,7 @@ class LoadPlan:
         loads: calls of ``load_state_dict`` of the user's objects, which may raise.
         steps: run after `loads`, in order: copies from the mapped files, and calls that need these copies.
         values: saved plain values, by the user's key.
+        by_rank: see `Loaded`.
 
     Raises:
         CheckpointError: names all tensors that are missing, not expected, or of another shape.
@@ -123,6 +138,7 @@ class LoadPlan:
         self.loads: list[Callable[[], object]] = []
         self.steps: list[Callable[[], object]] = []
         self.values: dict[str, Any] = {}
+        self.by_rank: dict[str, list[Any]] = {}
         self._parts, self._files, self._tensors = parts, files, files.manifest.tensors
         self._device = parts.engine.streams.device
         self._wrong: list[str] = []
@@ -228,21 +244,33 @@ class LoadPlan:
         mine, ranks = self._parts.trees, self._parts.engine.ranks
         self._wrong += [f"it has no {name!r}" for name in mine if name not in trees and name.startswith("extra.")]
         for name in sorted(trees, key=lambda name: name == RANDOM):  # other objects may draw random numbers
-            saved = trees[name]
-            if name not in mine and not name.startswith("extra."):
+            saved, key = trees[name], name.removeprefix("extra.")
+            if name not in mine and key == name:
                 continue  # not asked for
-            if len(saved) not in (1, ranks.total_size):
-                if name != RANDOM:
-                    advice = f"load it on as many, not on {ranks.total_size}"
-                    self._wrong.append(f"{name!r} differs between the {len(saved)} ranks that saved it: {advice}")
-                continue
-            tree = saved[ranks.total_rank if len(saved) > 1 else 0]
-            value = decode(tree, self._files.read_whole, self._device, partial(self._read_piece, name))
-            if has_state(mine.get(name)):
-                self.loads.append(partial(mine[name].load_state_dict, value))
-                value = mine[name]
-            if name.startswith("extra."):
-                self.values[name.removeprefix("extra.")] = value
+            if len(saved) not in (1, self._files.manifest.world_size):
+                raise CheckpointError(f"{name!r} has values of {len(saved)} ranks")
+            told = f"{name!r} differs between the {len(saved)} ranks that saved it"
+            if len(saved) in (1, ranks.total_size):
+                self._plan_tree(name, saved[ranks.total_rank if len(saved) > 1 else 0])
+            elif key != name and has_state(mine.get(name)):
+                self._wrong.append(
+                    f"{told}: leave it out of extra=, then by_rank[{key!r}] of the result has each value"
+                )
+            elif key != name:
+                self.by_rank[key] = [self._decode(tree) for tree in saved]
+            elif name != RANDOM:
+                if ranks.is_first:
+                    log.warning("%s: now all ranks have the first rank's", told)
+                self._plan_tree(name, saved[0])
+
+    def _plan_tree(self, name: str, saved: Any) -> None:
+        value = decode(saved, self._files.read_whole, self._device, partial(self._read_piece, name))
+        mine: Any = self._parts.trees.get(name)
+        if has_state(mine):
+            self.loads.append(partial(mine.load_state_dict, value))
+            value = mine
+        if name.startswith("extra."):
+            self.values[name.removeprefix("extra.")] = value
 
 
 def _other_class(optimizer: Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> str:

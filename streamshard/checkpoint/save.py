@@ -13,6 +13,7 @@ This module owns the save in the background (at most one per process), and the p
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import threading
 from collections import Counter
@@ -28,7 +29,7 @@ from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
 from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_replica, settle
-from streamshard.checkpoint.run_parts import Models, Optimizers, Parts, facts_of, has_state
+from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, Parts, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import make_host_group, state_of, weak
@@ -71,7 +72,7 @@ def save_checkpoint(
         optimizer: an optimizer of the model's parameters, or a dict of optimizers.
         extra: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, a gradient scaler,
             a data loader or a plain module, and values (numbers, strings, lists, dicts, tensors, arrays). All ranks
-            pass the same names. Their objects and values may differ; then only as many ranks can load them.
+            pass the same names. Their objects and values may differ: see `load_checkpoint`. Rank 0 logs which do.
         keep: number of checkpoints to keep. Older ones are deleted when the new one is complete. None: keep all.
         step: the checkpoint's number, as in ``checkpoint-1000``. None: one more than the largest in `directory`. If
             ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten.
@@ -167,6 +168,8 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
     for name in parts.optimizers:
         saved["optimizers"][name] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
     differing = {name for name in trees if len({digests[name] for _, digests in told}) > 1}
+    if ranks.is_first and (named := ", ".join(sorted(differing - {RANDOM}))):
+        _say_what_differs(named)
     trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank), keeps_pieces=True) for name in differing}
     their_trees = ranks.gather_results("save", lambda: {name: trees[name][0] for name in differing})
     for name, (tree, tensors) in trees.items():
@@ -177,6 +180,15 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
             raise CheckpointError(f"{name} has pieces of parameters, and other values that differ between ranks")
         pieces.extend(of_replica(cut, parts.engine))
     return saved, pieces
+
+
+@functools.cache  # once per process
+def _say_what_differs(names: str) -> None:
+    log.warning(
+        "%s: values differ between ranks. Each of as many ranks gets its own back; on another number of ranks they are "
+        "in load_checkpoint(..).by_rank",
+        names,
+    )
 
 
 def _common(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

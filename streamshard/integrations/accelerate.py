@@ -23,7 +23,7 @@ from streamshard.config import AnyPath, Precision, parse_path, parse_precision
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_hooks import follow_model
 from streamshard.device import accelerator as accelerator_kind
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, log
 from streamshard.forms import successor
 from streamshard.full import clip_grads
 from streamshard.functions import export_safetensors
@@ -274,7 +274,11 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """
         saved = load_checkpoint(self._directory(input_dir), **self._parts())
         for name, loader in self._loaders().items():
-            if name in saved:
+            if name in saved.by_rank:
+                if self.is_main_process:
+                    log.warning("%s: its position differs between the ranks that saved it: its epoch starts anew", name)
+                _load_loader(loader, {**saved.by_rank[name][0], "stateful": {}})
+            elif name in saved:
                 _load_loader(loader, saved[name])
         self.step = saved["accelerator"]["step"]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -41,13 +42,20 @@ from streamshard import (
 from streamshard.checkpoint import save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.comm import flight_recorder
-from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
+from streamshard.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    RankMismatchError,
+    ShardingError,
+    log,
+)
 from tests.checkpoint.changes import CHANGES, at_change
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.launched import Launched, run_script
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_weights, piece_of, stack_step
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_same_state, full_weights, piece_of, stack_step
 
 
 def _save(directory: Path, run: Run, extra: Any = None, **settings: Any) -> Path:
@@ -652,24 +660,40 @@ def test_names_that_files_cannot_hold_are_refused(context: RankContext, tmp_path
     assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
 
 
-def _save_a_loader(context: RankContext, path: Path) -> None:
-    model = StreamShard(Stack(), precision=FP32)
-    save_checkpoint(path, model, extra={"loader": Position(dist.get_rank())})
+def _save_what_differs(context: RankContext, path: Path) -> Any:
+    run = start(0)
+    steps(run, 0, 1)
+    run.model.calls["seen"] += context.rank
+    save._say_what_differs.cache_clear()
+    with patch.object(log, "warning") as warn:
+        for _ in range(2):
+            save_checkpoint(path, *run[:2], {"loader": Position(3 + context.rank), "best": [context.rank], "step": 1})
+    told = [str(call) for call in warn.mock_calls]
+    assert len(told) == (context.rank == 0)
+    assert all("'extra.best, extra.loader, extra_state.model/'" in each for each in told)
+    return weights_of(run), full_optimizer_state_dict(run.model, run.optimizer)
 
 
-def _load_a_loader(context: RankContext, path: Path) -> None:
-    model = StreamShard(Stack(), precision=FP32)
-    with pytest.raises(
-        CheckpointError, match=r"'extra.loader' differs between the 2 ranks that saved it: load it on as many"
-    ):
-        load_checkpoint(path, model)
+def _load_what_differs(context: RankContext, path: Path, wanted: Any) -> None:
+    run, loader = start(1), Position(0)
+    told = "'extra.loader' differs between the 2 ranks that saved it: leave it out of extra="
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(path, *run[:2], {"loader": loader})
+    saved = load_checkpoint(path, *run[:2])
+    assert_same(weights_of(run), wanted[0], "weights", EXACT)
+    assert_same_state(full_optimizer_state_dict(run.model, run.optimizer), wanted[1])
+    assert saved == {"step": 1} and saved.by_rank["best"] == [[0], [1]]
+    loader.load_state_dict(saved.by_rank["loader"][1])
+    assert loader.position == 4 and run.model.calls == {"seen": 1}
+    with pytest.raises(KeyError, match="'best' differs between the ranks that saved it: see by_rank"):
+        saved["best"]
 
 
 @pytest.mark.ranks
-def test_values_that_differ_between_ranks_need_the_same_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    """Nobody can say where a loader of another number of ranks is; what was the same goes to all."""
-    ranks(2).run(_save_a_loader, tmp_path)
-    ranks(1).run(_load_a_loader, tmp_path)
+def test_values_that_differ_between_ranks_come_back_by_rank(ranks: RankPool, tmp_path: Path) -> None:
+    """On another number of ranks: nobody can say where its loaders are. All else loads; extra state is rank 0's."""
+    wanted = ranks(2).run(_save_what_differs, tmp_path)[0]
+    ranks(1).run(_load_what_differs, tmp_path, wanted)
 
 
 @on_ranks(2)

@@ -122,8 +122,9 @@ def _run_from(context: RankContext, where: Path, *, loads: bool) -> list[float]:
         run = Trained(StreamShardAccelerator, steps=0 if loads else 3, mixed_precision="fp16")
         counter = Counter(0 if loads else 7)
         run.accelerator.register_for_checkpointing(counter)
+        run.data.iteration = 0 if loads else 1 + context.rank  # on another number of ranks the first one's counts
         (run.accelerator.load_state if loads else run.accelerator.save_state)(where)
-        assert (counter.count, run.accelerator.step) == (7, 3)
+        assert (counter.count, run.accelerator.step, run.data.iteration) == (7, 3, 1 + context.rank)
         x = torch.linspace(-1, 1, 20, device=context.device).view(4, 5)
         for _ in range(2):
             run.step(x, x[:, :1])
