@@ -226,9 +226,16 @@ def _newest_intact(
             try:
                 return open_verified(path, ranks), failed
             except CheckpointError as error:  # the same on all ranks
+                if is_gone(path, ranks):
+                    return _newest_intact(root, ranks, without)
                 wrong = str(error)
         failed[path] = wrong
     return None, failed
+
+
+def is_gone(path: Path, ranks: RankGroup) -> bool:
+    """Whether another run has deleted the checkpoint `path` since it was listed, and has a newer one. Collective."""
+    return run_on_first(ranks, f"load {path}", lambda: not os.path.lexists(path))
 
 
 def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
@@ -305,12 +312,7 @@ def write_together(
 
 
 class Partial(NamedTuple):
-    """A directory into which one save writes. See [Note: two runs in one directory].
-
-    Attributes:
-        path: its path, which ends in ``.partial``.
-        manifest: a file in it, open and locked; empty until the checkpoint is published.
-    """
+    """A directory into which one save writes, and its locked manifest. See [Note: two runs in one directory]."""
 
     path: Path
     manifest: FileIO
@@ -362,10 +364,8 @@ def _create(directory: Path, name: str) -> Partial:
 
 def remove_partial(partial: Partial) -> None:
     """Delete a partial directory, unless it was published."""
-    try:
+    with partial.manifest:
         shutil.rmtree(partial.path, ignore_errors=True)
-    finally:
-        partial.manifest.close()
 
 
 def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> Path:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.block_state import put_together, span_of
-from streamshard.checkpoint.directory import open_intact
+from streamshard.checkpoint.directory import is_gone, open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece, fill_buffers, local_pieces, saved_names
 from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
@@ -102,7 +102,12 @@ def load_checkpoint(
         for _, engine in parts.models.values() if parts.optimizers else ():
             if engine.host is not None:
                 loading.enter_context(engine.host.loading())
-        plan = run_on_all_ranks(ranks, f"load {path}", lambda: LoadPlan(parts, files))
+        try:
+            plan = run_on_all_ranks(ranks, f"load {path}", lambda: LoadPlan(parts, files))
+        except CheckpointError:
+            if is_gone(path, ranks):
+                return load_checkpoint(directory, model, optimizer, extra)
+            raise
         run_on_all_ranks(ranks, f"load {path}", lambda: [act() for act in plan.loads])
         # From here on only the storage itself can fail.
         half = f"finish loading {path}, and a part of it is loaded now: load again before going on"

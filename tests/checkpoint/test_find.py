@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from streamshard import latest
+from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
+from streamshard.checkpoint import directory
 from streamshard.checkpoint.directory import open_intact, remove_partial
-from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION
+from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, CheckpointFiles
 from streamshard.checkpoint.safetensors_file import MAX_TEXT_BYTES
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import FILE, begin, publish, put, rewrite
+from tests.models import Stack
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32
 
 
 @contextlib.contextmanager
@@ -190,6 +197,33 @@ def test_the_newest_intact_checkpoint_is_opened_and_newer_ones_are_named(
     _flip(paths[1])
     with pytest.raises(CheckpointError, match=".*".join(f"checkpoint-{number}/" for number in (3, 5, 2, 1))):
         open_intact(tmp_path, alone)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", ["read_manifest", "find"])
+def test_a_checkpoint_that_another_run_deletes_meanwhile_gives_way_to_the_newer_one(
+    context: RankContext, tmp_path: Path, moment: str
+) -> None:
+    """Right after it was listed, or when its files are verified and not open yet; another one may be in the list."""
+    model: Any = StreamShard(Stack(), precision=FP32)
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path / "run", model, None, {"step": step}, step=step)
+    holder = CheckpointFiles if moment == "find" else directory
+    real, newer = getattr(holder, moment), tmp_path / "newer"
+    if context.rank == 0:
+        os.rename(tmp_path / "run" / "checkpoint-3", newer)
+    dist.barrier()
+    calls = itertools.count()
+
+    def raced(*args: Any) -> Any:
+        if next(calls) == (2 if moment == "read_manifest" else 0) and context.rank == 0:  # behind the list of two
+            os.rename(newer, tmp_path / "run" / "checkpoint-3")
+            os.rename(tmp_path / "run" / "checkpoint-2", newer)
+        return real(*args)
+
+    with mock.patch.object(holder, moment, raced):
+        loaded = load_checkpoint(tmp_path / "run", StreamShard(Stack(), precision=FP32, min_unit_size=1 << 30))
+    assert (loaded["step"], loaded.passed_over) == (3, {})
 
 
 def test_an_error_beside_a_damaged_checkpoint_does_not_hide_its_own(tmp_path: Path) -> None:
