@@ -12,14 +12,16 @@ This module owns the save in the background (at most one per process), and the p
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -265,9 +267,10 @@ class Saving:
     The checkpoint holds the state at the call. On devices the host does not wait for the copies: later work on the
     current stream comes behind them. Another stream that changes weights or moments must wait for this stream first.
 
-    When Python exits, also after an error or Ctrl-C, it waits for the save. SIGTERM ends the process at once: the
-    checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers. `StopOnSignal`
-    lets all ranks finish the save.
+    When Python exits, also after an error or Ctrl-C, it waits for the save. If the save has failed and no call has
+    raised its error, the process ends with status 120: call ``wait()`` at the end. SIGTERM ends the process at once:
+    the checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers.
+    `StopOnSignal` lets all ranks finish the save.
 
     Attributes:
         path: the checkpoint's path. If another run saves the same number, the path changes until the save is done.
@@ -321,6 +324,28 @@ def finish_running() -> None:
     """
     if _running is not None:
         _running.wait()
+
+
+class _Unflushable:
+    """Takes the place of standard error at the end: Python ends with status 120 if it cannot flush it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> NoReturn:
+        raise OSError("a save in the background has failed")
+
+
+@atexit.register  # Python has waited for the thread
+def _end_with_its_error() -> None:
+    """Say at the end of the process that the last save has failed, if no call has raised its error."""
+    if _running is not None and _running._error is not None:
+        log.error("this process ends without the checkpoint %s, and with status 120", _running.path)
+        # All other handlers run. sys.exit() would change no status here, and os._exit() would leave them out.
+        sys.stderr = _Unflushable(sys.stderr)
 
 
 def background_ranks(ranks: Communicator) -> RankGroup:

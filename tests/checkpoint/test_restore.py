@@ -12,6 +12,9 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -390,6 +393,36 @@ def test_a_rank_that_dies_while_a_save_runs_is_named_on_all_others(tmp_path: Pat
         assert code == 0, output
         assert re.search("CheckpointError: .* was not saved: saving in the background failed .*rank 1", output), output
         assert re.search("CommunicationError: .*rank( 1)? has died", output), output
+
+
+_FAILS_LAST = """
+    import atexit, resource, sys, torch
+    atexit.register(print, "an earlier handler has run")
+    from streamshard import StreamShard, save_checkpoint
+    atexit.register(print, "a later handler has run")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))  # as a full disk
+    saving = save_checkpoint(sys.argv[1], model, wait=False)
+    if sys.argv[2] == "waits":
+        try:
+            saving.wait()
+        except Exception:
+            print("the error was caught")
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", ["waits", "does not wait"])
+def test_a_process_whose_last_save_fails_says_so_and_ends_with_an_error(tmp_path: Path, what: str) -> None:
+    """Unless its program has the error. All handlers run, and output is complete."""
+    command = [sys.executable, "-c", textwrap.dedent(_FAILS_LAST), str(tmp_path / "run"), what]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "an earlier handler has run" in done.stdout and "a later handler has run" in done.stdout
+    assert "File too large" in done.stderr
+    told = f"this process ends without the checkpoint {tmp_path}/run/checkpoint-1, and with status 120"
+    assert (done.returncode, told in done.stderr) == ((0, False) if what == "waits" else (120, True))
+    assert not any((tmp_path / "run").iterdir())
 
 
 def _break_writing(context: RankContext, rank: int, error: BaseException | None = None) -> Any:
