@@ -49,6 +49,7 @@ def export_safetensors(
         ConfigError: `dtype` or `max_shard_size` cannot be read.
         CheckpointError: on every rank: the files cannot be written, the model's class stores its weights as other
             values than ranges of its parameters, or a module inside it has adapters.
+        RankMismatchError: on every rank: `directory` differs between ranks. Nothing is written.
     """
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")

@@ -38,7 +38,7 @@ from typing import NamedTuple, TypeVar
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, CheckpointFiles, Manifest, read_manifest
 from streamshard.checkpoint.safetensors_file import open_regular, opened, sync_directory, write_all
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
+from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, StreamShardError, describe, log, printable
 
@@ -276,7 +276,7 @@ def write_together(
     Args:
         ranks: the ranks.
         doing: the action, for messages.
-        root: the directory in which the partial directory is made; that of the first rank counts.
+        root: the directory in which the partial directory is made, the same on all ranks.
         name, alone: see `create_partial`.
         write: called on every rank with the partial directory.
         publish: called on the first rank with the partial directory, and the results of `write` by rank. The directory
@@ -287,7 +287,9 @@ def write_together(
 
     Raises:
         CheckpointError: on every rank; names the rank and the cause. The partial directory is gone.
+        RankMismatchError: on every rank, before anything is written: ranks give different directories.
     """
+    refuse_differences("a save or an export", ranks.gather_objects({"directory": str(root)}))
     mine: list[Partial] = []  # on the first rank only: it alone deletes and renames the directory
 
     def start() -> str:
@@ -372,10 +374,8 @@ def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> P
     """Make a checkpoint of `partial`, which has all files, then delete all but the newest `keep` checkpoints.
 
     Copies under other names, links and write-protected directories are not deleted. An error leaves everything as it
-    was. After the rename nothing raises: the log names a checkpoint that cannot be deleted.
-
-    Returns:
-        The checkpoint's path: ``checkpoint-N``, or ``checkpoint-N-2`` and so on if ``checkpoint-N`` exists.
+    was. After the rename nothing raises: the log names a checkpoint that cannot be deleted. Returns the checkpoint's
+    path: ``checkpoint-N``, or ``checkpoint-N-2`` and so on if ``checkpoint-N`` exists.
     """
     check_sizes(partial, manifest)
     directory = partial.parent

@@ -35,10 +35,10 @@ from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, Parts, 
 from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import make_host_group, state_of, weak
-from streamshard.comm.ranks import RankGroup, run_on_all_ranks, run_on_first
+from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
-from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, log, warn_user
+from streamshard.errors import CheckpointError, CommunicationError, ConfigError, log, warn_user
 from streamshard.guards.sharded_parameter import is_unreduced
 from streamshard.guards.sharded_tensor import piece_of
 
@@ -114,9 +114,7 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
         return mine
 
     ranks = parts.engine.ranks
-    first, *others = ranks.gather_results(f"save to {root}", begin)
-    if given := "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(others, 1) if theirs != first):
-        raise RankMismatchError(f"save_checkpoint wants the same on all ranks. Rank 0 gives {first}; {given}")
+    refuse_differences("save_checkpoint", ranks.gather_results(f"save to {root}", begin))
     return step if step is not None else run_on_first(ranks, f"save to {root}", lambda: next_number(root))
 
 

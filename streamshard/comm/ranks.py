@@ -34,6 +34,7 @@ from streamshard.comm.streams import RankWait, StreamName, Streams
 from streamshard.errors import (
     CheckpointError,
     CommunicationError,
+    RankMismatchError,
     ShardingError,
     StreamShardError,
     describe,
@@ -305,6 +306,17 @@ def run_on_all_ranks(
 def run_on_first(ranks: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
     """Run `action` on the first rank only, and return its result, pickled. If it fails, raise on all ranks."""
     return cast(_T, ranks.gather_results(doing, lambda: action() if ranks.is_first else None)[0])
+
+
+def refuse_differences(what: str, given: Sequence[object]) -> None:
+    """Raise on all ranks alike, unless all of them have `given` the same to `what`.
+
+    Raises:
+        RankMismatchError: has the first rank's, and each one that differs.
+    """
+    first, *others = given
+    if told := "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(others, 1) if theirs != first):
+        raise RankMismatchError(f"{what} wants the same on all ranks. Rank 0 gives {first}; {told}")
 
 
 def raise_if(error: Exception | None) -> None:

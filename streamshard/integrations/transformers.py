@@ -203,14 +203,17 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         if state_dict is not None or handle_of(self.model) is None:
             if self.args.should_save:
                 super()._save(str(directory), state_dict=state_dict)
-        elif self._writes_itself:
+            return
+        ranks = engine_of(self.model).ranks
+        directory = ranks.of_first(directory)  # scripts name it by the second in which they start
+        if self._writes_itself:
             save_on_first(self.model, directory, super()._save)
         else:
             if hasattr(self.model, "save_pretrained"):
                 self.model.save_pretrained(directory)
             else:
                 export_safetensors(self.model, directory, max_shard_size="50GB")
-            run_on_first(engine_of(self.model).ranks, f"save to {directory}", lambda: self._save_beside(directory))
+            run_on_first(ranks, f"save to {directory}", lambda: self._save_beside(directory))
 
     @property
     def _writes_itself(self) -> bool:

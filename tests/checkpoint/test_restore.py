@@ -54,7 +54,9 @@ from streamshard.errors import (
     log,
 )
 from tests.checkpoint.changes import CHANGES, at_change
+from tests.checkpoint.exporting import filled, sharded
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
+from tests.families import llama
 from tests.launched import Launched, run_script
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -525,8 +527,10 @@ def test_arguments_that_differ_between_ranks(context: RankContext, tmp_path: Pat
     ):
         with pytest.raises(RankMismatchError, match=f"the same on all ranks.*'{name}'"):
             _save(tmp_path, run, **settings)
-    with pytest.raises(RankMismatchError, match="the same on all ranks"):
-        _save(tmp_path / str(rank), run)
+    own, model = tmp_path / str(rank), sharded(filled(llama))
+    for write in (lambda: _save(own, run), lambda: export_safetensors(model, own), lambda: model.save_pretrained(own)):
+        with pytest.raises(RankMismatchError, match="the same on all ranks.*'directory'"):
+            write()
     with pytest.raises(RankMismatchError, match="the same on all ranks"):
         save_checkpoint(tmp_path, run.model, run.optimizer if rank else None)
     with pytest.raises(RankMismatchError, match="the same on all ranks"):
