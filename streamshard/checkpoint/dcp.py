@@ -306,9 +306,7 @@ class DcpFiles:
         self._unread[part.relative_path] = unread - len(archive)
         stored = zipfile.ZipFile(io.BytesIO(archive))
         if len(archive) > unread or sum(each.file_size for each in stored.infolist()) > len(archive):
-            raise CheckpointError(
-                f"parts of {part.relative_path} overlap or are compressed, and torch writes none such"
-            )
+            raise CheckpointError(f"parts of {part.relative_path} overlap or are compressed, as torch writes none")
         if damaged := stored.testzip():  # torch.load does not compare checksums
             raise CheckpointError(f"{damaged} in {part.relative_path} is damaged")
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive)):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.block_state import put_together, span_of
 from streamshard.checkpoint.directory import is_gone, open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece, fill_buffers, local_pieces, saved_names
-from streamshard.checkpoint.json_codec import decode
+from streamshard.checkpoint.json_codec import CPU, decode
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owners_of, steps_here
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, Parts, class_name, facts_of, has_state
@@ -41,8 +41,8 @@ class Loaded(dict[str, Any]):
     Attributes:
         path: the checkpoint's path.
         passed_over: by path, why a checkpoint was not loaded that is newer, or unreadable and maybe newer.
-        by_rank: by key, the values of all ranks that saved, in their order. It has the keys whose values differed
-            between these ranks, if their number is not this run's.
+        by_rank: by key, the values of all ranks that saved, in their order, tensors in host memory. It has the keys
+            whose values differed between these ranks, if their number is not this run's.
     """
 
     def __init__(
@@ -258,11 +258,9 @@ class LoadPlan:
             if len(saved) in (1, ranks.total_size):
                 self._plan_tree(name, saved[ranks.total_rank if len(saved) > 1 else 0])
             elif key != name and has_state(mine.get(name)):
-                self._wrong.append(
-                    f"{told}: leave it out of extra=, then by_rank[{key!r}] of the result has each value"
-                )
+                self._wrong.append(f"{told}: leave it out of extra=. The result's by_rank[{key!r}] has its values")
             elif key != name:
-                self.by_rank[key] = [self._decode(tree) for tree in saved]
+                self.by_rank[key] = [decode(tree, self._files.read_whole, CPU) for tree in saved]
             elif name != RANDOM:
                 if ranks.is_first:
                     log.warning("%s: now all ranks have the first rank's", told)
