@@ -365,8 +365,8 @@ def _create(directory: Path, name: str) -> Partial:
 
 
 def remove_partial(partial: Partial) -> None:
-    """Delete a partial directory, unless it was published."""
-    with partial.manifest:
+    """Delete a partial directory, unless it was published. A second call changes nothing."""
+    with contextlib.closing(partial.manifest):
         shutil.rmtree(partial.path, ignore_errors=True)
 
 
