@@ -45,7 +45,7 @@ class StreamShard(WatchedRoot):
             (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several. None: repeated layers, and large modules beside
             them whose parameters are not tied (see `streamshard.planning.discovery`). Layers of a small tower, such as
             an image encoder with at most a quarter of the weights, are resident. All other parameters form the root
-            unit. Warns if the root unit has more than a quarter of the weights.
+            unit. Warns if there are no layers.
         resident: modules whose weights are read outside of their own layer's forward, or that some ranks run more often
             than others: names, modules or classes, one or several. Each gets its own slots, is all-gathered once in a
             step and then stays unsharded, as embeddings and heads do. If a module has layers inside, all these layers
@@ -53,8 +53,8 @@ class StreamShard(WatchedRoot):
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards over the
             second axis, averages gradients over the first (hybrid sharding). None: the default group; if there is none,
             it is made from the launcher's environment.
-        precision: dtypes of weights, gradients and reductions. ``"bf16"``, ``"fp16"`` or ``"fp32"``: layers compute in
-            this dtype, and reductions are in fp32. None: "bf16".
+        precision: dtypes of weights, gradients and reductions. A dtype or its name, such as ``"bf16"``,
+            ``"float16"`` or ``torch.float32``: layers compute in it, and reductions are in fp32. None: "bf16".
         weight_slots: number of buffers for the weights of streamed units, at least 2. The last layers of forward stay
             in their slots for backward. With "all" each unit is all-gathered once in a step (ZeRO-2).
         grad_slots: number of buffers for gradients, at least 2. With "all" gradients are accumulated locally inside
@@ -94,7 +94,7 @@ class StreamShard(WatchedRoot):
         *,
         resident: ResidentArgument = (),
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
-        precision: Precision | str | None = None,
+        precision: Precision | torch.dtype | str | None = None,
         weight_slots: SlotCount | None = None,
         grad_slots: SlotCount | None = None,
         min_unit_size: int | str = 0,

@@ -31,7 +31,7 @@ from streamshard.core.reductions import Reductions
 from streamshard.core.replicas import Replicas
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
-from streamshard.device import has_streams, module_of, training_device, warn_if_untested
+from streamshard.device import has_streams, module_of, training_device
 from streamshard.dtensors import groups_with_dtensors, lower_model, mark_experts, warn_of_shared_sequences
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is_of_this_rank
 from streamshard.forms import form_of
@@ -260,7 +260,6 @@ def check_model(
     refuse_unknown(given, known, "argument of StreamShard")
     settings = Settings(**{**given, "precision": parse_precision(given.get("precision"))})
     here = check_params(module)
-    warn_if_untested(here)
     check_buffers(module)
     named = (*params_of(module).items(), *module.named_buffers())
     on_meta = [name for name, tensor in named if tensor.is_meta]

@@ -121,21 +121,39 @@ class Precision:
         return ReductionMode.EXCHANGE_16 if self.reduce_dtype is torch.float32 else ReductionMode.SUM_16
 
 
-_NAMED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def parse_dtype(name: str, dtype: object, otherwise: str) -> torch.dtype:
+    """Read a floating-point dtype from a dtype, or from its name: "bf16", "bfloat16" or "torch.bfloat16".
+
+    Args:
+        name: the argument's name, for messages.
+        dtype: the argument's value.
+        otherwise: what else the argument may be, for messages.
+
+    Raises:
+        ConfigError: `dtype` is not a floating-point dtype.
+    """
+    word = str(dtype).removeprefix("torch.")
+    found = getattr(torch, _SHORT.get(word, word), None)
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        hint = did_you_mean(dtype, (*_SHORT, *_SHORT.values()))
+        wanted = 'a floating-point torch.dtype, its name such as "bf16"'
+        raise ConfigError(f"{name}={dtype!r}: wanted {wanted}, or {otherwise}{hint}")
+    return found
 
 
 def parse_precision(precision: object) -> Precision:
-    """Make a `Precision` from a `Precision`, from the name of its ``param_dtype`` ("bf16", "fp16", "fp32"), or None.
+    """Make a `Precision` from a `Precision`, from its ``param_dtype`` or the name of it, or from None (bf16).
 
     Raises:
         ConfigError: `precision` is something else.
     """
-    if precision is None or isinstance(precision, str) and precision in _NAMED:
-        return Precision(param_dtype=_NAMED[precision or "bf16"])
-    if not isinstance(precision, Precision):
-        wanted = ", ".join(f'"{name}"' for name in _NAMED)
-        raise ConfigError(f"precision={precision!r}: wanted {wanted} or a streamshard.Precision")
-    return precision
+    if isinstance(precision, Precision):
+        return precision
+    dtype = "bf16" if precision is None else precision
+    return Precision(param_dtype=parse_dtype("precision", dtype, "a streamshard.Precision"))
 
 
 SHARED_MEMORY = "STREAMSHARD_SHARED_MEMORY"  # "0": ranks of one machine do not read each other's memory
@@ -148,7 +166,8 @@ def _is_name_or_class(entry: object) -> bool:
 def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         choices = ", ".join(str(choice) for choice in dict.fromkeys(allowed))
-        raise ConfigError(f"{name}={value!r}: wanted one of {choices}")
+        hint = did_you_mean(value, [str(choice) for choice in allowed])
+        raise ConfigError(f"{name}={value!r}: wanted one of {choices}{hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +214,29 @@ class Settings:
         return weights, grads
 
 
+_ELSEWHERE = {  # words of other systems: ours
+    "auto_wrap_policy": "units",
+    "cpu": "state",
+    "cpu_offload": "offload",
+    "device_mesh": "mesh",
+    "mixed_precision": "precision",
+    "mp_policy": "precision",
+    "offload_policy": "offload",
+    "process_group": "mesh",
+    "reshard_after_forward": "weight_slots",
+    "sharding_strategy": "weight_slots",
+}
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """End of a message: the word of `known` that means or resembles `given`; "" if there is none."""
+    if not isinstance(given, str):
+        return ""
+    known = list(known)
+    similar = [_ELSEWHERE.get(given), *difflib.get_close_matches(given, known, 1)]
+    return next((f". Did you mean {word!r}?" for word in similar if word in known), "")
+
+
 def refuse_unknown(names: Iterable[str], known: Sequence[str], what: str) -> None:
     """Check that `names` are among `known`.
 
@@ -207,9 +249,7 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str], what: str) -> Non
     """
     for name in names:
         if name not in known:
-            similar = difflib.get_close_matches(name, known, 1)
-            hint = f"Did you mean {similar[0]}? " if similar else ""
-            raise ConfigError(f"{name} is no {what}. {hint}There are: {', '.join(known)}")
+            raise ConfigError(f"{name} is no {what}: wanted one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def _is_int(value: object) -> bool:
@@ -244,17 +284,20 @@ def is_utf8(text: str) -> bool:
     return text == text.encode(errors="replace").decode()
 
 
-def parse_path(name: str, path: object) -> Path:
+def parse_path(name: str, path: object, call: str = "") -> Path:
     """Make a path from text or an ``os.PathLike`` object.
 
     Args:
         name: the argument's name, for messages.
         path: the argument's value.
+        call: the right call, for the message to a caller who passes a model.
 
     Raises:
         ConfigError: `path` is neither text nor an ``os.PathLike``, or it is a path of bytes, or is not in UTF-8.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if isinstance(text, nn.Module):  # whose repr is long
+        raise ConfigError(f"{name} is a {type(text).__name__}: wanted a path. Did you mean {call}?")
     if not isinstance(text, str):
         raise ConfigError(f"{name}={path!r}: wanted a path, as text or a pathlib.Path")
     if not is_utf8(text):

@@ -71,6 +71,8 @@ def training_device(params: torch.device, group: dist.ProcessGroup | None, wante
         return params
     module = get_device_module(kind)
     if group is not None and not serves(group, kind):
+        if dist.get_rank(group) > 0:  # the first rank warns
+            return params
         what = f"its process group ({dist.get_backend_config(group)}) has no backend for {module.device_count()} {kind}"
         how = "call init_process_group() without a backend, or give a CPU mesh"
         warn_user(f"the model trains on the CPU: {what} devices: {how}")

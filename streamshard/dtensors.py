@@ -90,7 +90,8 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
             rank: each.across for rank, each in zip(_ranks_of(base), told, strict=True) if each.across is not None
         }
         who = _with_tensor_parallel(who, axes.across, beside)
-        _warn_of_experts(module, axes)
+        if dist.get_rank() == _ranks_of(who.all_ranks)[0]:
+            _warn_of_experts(module, axes)
     if axes.inside is not None:
         assert who is not None
         who = _with_experts(who, axes.inside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard import StreamShard, build
+from streamshard import Precision, StreamShard, build, load_checkpoint, save_checkpoint
 from streamshard.errors import (
     ConfigError,
     RankMismatchError,
@@ -139,11 +140,18 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "half a slot": ({"grad_slots": 1.5}, "grad_slots=1.5"),
     "a flag": ({"grad_slots": True}, "grad_slots=True"),
     "blocks of nothing": ({"align_pieces_to": 0}, "align_pieces_to=0"),
-    "precision by name": ({"precision": "half"}, 'precision=\'half\': wanted "bf16", "fp16", "fp32" or a'),
+    "precision by name": (
+        {"precision": "bflot16"},
+        "precision='bflot16': wanted a floating-point .* or a streamshard.Precision. Did you mean 'bfloat16'",
+    ),
+    "a dtype of no float": ({"precision": torch.int8}, "precision=torch.int8: wanted a floating-point"),
+    "a dtype by name": ({"precision": Precision}, "precision=<class .*: wanted a floating-point"),
+    "a place": ({"offload": "cpu"}, "offload='cpu': wanted one of None, state. Did you mean 'state'"),
+    "FSDP2's argument": ({"reshard_after_forward": True}, "reshard_after_forward is .* Did you mean 'weight_slots'"),
     "a mesh that is none": ({"mesh": 3}, "mesh=3"),
     "a misspelt argument": (
         {"grad_slot": 2},
-        r"grad_slot is no argument of StreamShard\. Did you mean grad_slots\? There are: units, ",
+        "grad_slot is no argument of StreamShard: wanted one of units, .*. Did you mean 'grad_slots'",
     ),
 }
 
@@ -156,6 +164,38 @@ def test_bad_settings_are_refused_by_name(context: RankContext, what: str) -> No
     model = TinyLM()
     assert_refused(model, ConfigError, match, **settings)
     assert_trains(context, model)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("precision", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_is_given_by_its_name_or_itself(context: RankContext, precision: Any) -> None:
+    """All of them mean the same."""
+    assert "computes in bfloat16" in repr(StreamShard(Stack(), precision=precision))
+
+
+@on_ranks(2)
+def test_a_word_that_is_almost_right_is_told_the_right_one(context: RankContext, tmp_path: Path) -> None:
+    """Units, keys of a checkpoint, and arguments in another library's order."""
+    with pytest.raises(UnitError, match=r"'blocks\.l'.*Did you mean 'blocks\.\d'"):
+        StreamShard(TinyLM(), units=["blocks.l"])
+    with pytest.raises(UnitError, match="'Blok'.*Did you mean 'Block'"):
+        StreamShard(TinyLM(), units=["Blok"])
+    model: Any = StreamShard(TinyLM(), precision=FP32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=r"directory is a TinyLM: .*Did you mean save_checkpoint\(directory, model"):
+        save_checkpoint(model, optimizer, str(tmp_path))  # type: ignore[arg-type]
+    save_checkpoint(tmp_path, model, optimizer, {"epochs": 3})
+    with pytest.raises(KeyError, match=r"'epoch': the checkpoint's keys are \['epochs'\]. Did you mean 'epochs'"):
+        load_checkpoint(tmp_path, model, optimizer)["epoch"]
+
+
+@on_ranks(2)
+def test_only_the_first_rank_warns_of_a_model_without_layers(context: RankContext) -> None:
+    """It concerns all ranks."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        StreamShard(nn.Sequential(nn.Linear(4, 4)), precision=FP32)
+    assert ["Sequential has no repeated layers" in str(each.message) for each in said] == [True] * (context.rank == 0)
 
 
 @on_ranks(2)

@@ -49,10 +49,10 @@ from streamshard.checkpoint.safetensors_file import (
     write_ranges,
 )
 from streamshard.comm.ranks import run_on_all_ranks
-from streamshard.config import parse_bytes
+from streamshard.config import parse_bytes, parse_dtype
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
-from streamshard.errors import CheckpointError, ConfigError, log
+from streamshard.errors import CheckpointError, log
 
 _SAMPLE_BYTES = 256
 
@@ -95,7 +95,8 @@ def export_shards(
             export, or the new one, complete.
     """
     ranks = engine.ranks
-    wanted, max_file_bytes = floating_dtype(dtype), parse_bytes("max_shard_size", max_shard_size)
+    wanted = None if dtype is None else parse_dtype("dtype", dtype, "None")
+    max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
     names = FileNames(conventions().file_stem(model))
 
     def plan() -> tuple[list[FileLayout], Held, torch.dtype | None]:
@@ -128,18 +129,6 @@ def export_shards(
     written = write_together(ranks, doing, root, "model", write=write, publish=publish, alone=True)
     log.info("exported %s", root)
     return written
-
-
-def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Read a dtype from a dtype or from its name.
-
-    Raises:
-        ConfigError: `dtype` is not a floating-point dtype.
-    """
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ConfigError(f'dtype={dtype!r}: wanted a floating-point torch.dtype, its name such as "bfloat16", or None')
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -26,7 +26,7 @@ from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, Parts, 
 from streamshard.checkpoint.safetensors_file import copy_range
 from streamshard.checkpoint.save import finish_running
 from streamshard.comm.ranks import run_on_all_ranks
-from streamshard.config import parse_path
+from streamshard.config import did_you_mean, parse_path
 from streamshard.core.engine import Engine
 from streamshard.core.optimizer_hooks import params_in
 from streamshard.core.params import Param
@@ -60,6 +60,10 @@ class Loaded(dict[str, Any]):
     def __missing__(self, key: str) -> NoReturn:
         raise KeyError(f"{key!r} differs between the ranks that saved it: see by_rank" if key in self.by_rank else key)
 
+    def __missing__(self, key: str) -> NoReturn:
+        there = f"the checkpoint's keys are {list(self)}" if self else "the checkpoint was saved without extra"
+        raise KeyError(f"{key!r}: {there}{did_you_mean(key, self)}")
+
 
 @torch.no_grad()
 def load_checkpoint(
@@ -92,7 +96,7 @@ def load_checkpoint(
         ConfigError: an argument that cannot work.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
-    root = parse_path("directory", directory)
+    root = parse_path("directory", directory, "load_checkpoint(directory, model, optimizer)")
     parts = Parts.of("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
     run_on_all_ranks(ranks, f"load {root}", finish_running)

@@ -91,7 +91,7 @@ def save_checkpoint(
             optimizer's options or step counts differ between ranks. Nothing is written.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
-    root = parse_path("directory", directory)
+    root = parse_path("directory", directory, "save_checkpoint(directory, model, optimizer)")
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
@@ -122,7 +122,7 @@ def _say_what_is_lost(parts: Parts) -> None:
     """Warn if unreduced gradients wait inside ``no_sync()``. Other gradients may be left over from the last step."""
     for name, (_, engine) in parts.models.items():
         params = [param.sharded for param in engine.params if param.sharded.grad is not None]
-        if params and (not engine.is_synced or any(map(is_unreduced, params))):
+        if engine.ranks.is_first and params and (not engine.is_synced or any(map(is_unreduced, params))):
             warn_user(
                 f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "
                 "a run that continues from it loses them. Save after optimizer.step()"

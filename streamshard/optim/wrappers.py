@@ -8,7 +8,6 @@ wrapper as an ordinary optimizer. A wrapper looks up the inner optimizer's param
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -219,7 +218,7 @@ class LocalSGD(WrappedOptimizer):
         count = inner.pop(_COUNTER, None)
         super().load_state_dict(inner)
         if count is None:
-            warnings.warn("the state dict has no step counter of local SGD: the warm-up begins anew", stacklevel=2)
+            self.engine.warn_once("the state dict has no step counter of local SGD: the warm-up begins anew")
         self._count(count or 0)
 
     def _count(self, count: int) -> None:

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from streamshard.config import did_you_mean
 from streamshard.conventions import conventions
-from streamshard.errors import UnitError, warn_user
+from streamshard.errors import UnitError
 from streamshard.planning.structure import join_names, modules_inside, modules_of, params_of
 
 _NamedModules = type[nn.Module] | str | nn.Module | Iterable[type[nn.Module] | str | nn.Module]
@@ -182,9 +183,10 @@ def _select(given: _NamedModules, names: dict[nn.Module, str], what: str) -> lis
         if not matches:
             matches = [module for module, name in names.items() if name and _is_of_class(module, wanted)]
         if not matches:
+            hint = did_you_mean(wanted, {*names.values(), *(type(module).__name__ for module in names)})
             raise UnitError(
-                f"{what} names {wanted!r}, which is neither a module inside the model nor the class of one. Name "
-                "modules of model.named_modules(), their names, their classes or the names of their classes"
+                f"{what} names {wanted!r}, which is neither a module inside the model nor the class of one: wanted "
+                "modules of model.named_modules(), their names, their classes or the names of their classes" + hint
             )
         found.extend(matches)
     if not found:
@@ -225,8 +227,6 @@ def _inside(module: nn.Module, wanted: Container[nn.Module]) -> tuple[nn.Module,
 def _detect_layers(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Find the lists worth a unit per layer, always the largest one, and return their layers. See [Note: layers].
 
-    Warns if there are none.
-
     Returns:
         All layers, and the layers of small towers, see [Note: towers].
     """
@@ -245,11 +245,6 @@ def _detect_layers(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         if own <= _SMALL_TOWER * _numel(root) or own < _WORTH_A_GATHER * len(layers)
         for layer in layers
     ]
-    if not found:
-        warn_user(
-            f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
-            "weights are all-gathered at once. Name its layers with units=[...] to stream them",
-        )
     return found, towers
 
 

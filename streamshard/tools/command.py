@@ -56,8 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
     of_model = argparse.ArgumentParser(add_help=False)
-    about = "precision of StreamShard: %(choices)s (%(default)s)"
-    of_model.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help=about)
+    of_model.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
     for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
         of_model.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}, of MODEL's forward")
     of_model.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes, times in milliseconds")

@@ -19,7 +19,8 @@ from streamshard.comm.streams import Streams
 from streamshard.core.engine import Engine
 from streamshard.core.late_step import chunk_bytes
 from streamshard.core.module_state import handle_of
-from streamshard.errors import is_of_this_rank, log, uncaught
+from streamshard.device import warn_if_untested
+from streamshard.errors import is_of_this_rank, log, uncaught, warn_user
 from streamshard.planning.memory import Category
 from streamshard.planning.structure import list_of, modules_inside
 
@@ -102,7 +103,8 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
     layers = Counter(type(module).__name__ for module, handle in handles.items() if handle and handle.unit)
     units = [f"{count} x {layer}" if count > 1 else layer for layer, count in layers.items()]
     units = [", ".join(units)] * bool(units) + ["the root unit"]
-    names = [unit.name for unit in engine.resident]
+    tied = [f"{param.name} (tied)" for param in engine.units[0].params if param.aliases and param.sharded.dim() > 1]
+    names = tied + [unit.name for unit in engine.resident]
     lists = Counter(map(list_of, names))
     resident = ", ".join(dict.fromkeys(found if lists[found := list_of(name)] > 1 else name for name in names))
     size, precision = engine.ranks.world_size, engine.precision
@@ -123,7 +125,13 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
 
 
 def log_summary(engine: Engine, root: nn.Module) -> None:
-    """Log units, ranks, slots, dtypes and memory of the sharded model, in one line."""
+    """Log units, ranks, slots, dtypes and memory of the sharded model, in one line. Warn if it does not stream."""
+    warn_if_untested(engine.streams.device)
+    if len(engine.units) == 1:
+        warn_user(
+            f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
+            "weights are all-gathered at once. Name its layers with units=[...] to stream them"
+        )
     report = report_memory(engine)
     memory = f"{report.total_bytes / 2**30:.2f} GiB per rank"
     memory += f" and {report.host_total_bytes / 2**30:.2f} GiB of host memory" * bool(report.host_bytes)

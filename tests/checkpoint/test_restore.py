@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import itertools
@@ -547,9 +548,8 @@ def test_gradients_that_wait_for_a_step_are_lost_with_a_word(context: RankContex
         wanted = full_weights(model)
         with model.no_sync():
             stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-            with pytest.warns(
-                UserWarning, match="model: a checkpoint has no gradients, and some have been accumulated"
-            ):
+            lost = "model: a checkpoint has no gradients, and some have been accumulated"
+            with contextlib.nullcontext() if context.rank else pytest.warns(UserWarning, match=lost):
                 path = save_checkpoint(tmp_path, model, optimizer).path
         stack_step(model, Call(1, context.rank, context.world_size, 1.0))
         optimizer.step()

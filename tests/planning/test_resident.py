@@ -12,7 +12,7 @@ from torch import nn
 from streamshard import Precision, StreamShard
 from streamshard.errors import UnitError
 from streamshard.planning.discovery import find_units
-from tests.models import DIM, Layer, Stack
+from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import assert_trains_like_plain, engine_inside, stack_step
 
@@ -137,4 +137,6 @@ def test_resident_modules_are_printed_and_counted(context: RankContext) -> None:
     assert "units: 4 x Layer, Linear and the root unit; resident: layers.1, gate.linear" in repr(model)
     several = StreamShard(Wide(), resident=["layers.1", "layers.3"])
     assert "; resident: layers.*, gate.linear" in repr(several)
+    tied = StreamShard(TinyLM(TinyConfig(tied=True)))
+    assert "; resident: embedding.weight (tied)" in repr(tied)
     assert [unit.is_streamed for unit in engine_inside(model).units] == [False, True, False, True, True, False]
