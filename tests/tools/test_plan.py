@@ -196,11 +196,18 @@ def _config(directory: Path, **sizes: Any) -> Path:
 
 
 def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None:
-    """docs/guide/dial.md: 21.3 GiB by arithmetic; docs/guide/commands.md: the whole table."""
+    """commands.md: the whole table; dial.md: its parts; README.md: its total, and a gradient that has no slot yet."""
     planned = plan(builder_of(str(_config(tmp_path))), 8)
     assert str(planned) in (ROOT / "docs/guide/commands.md").read_text()
     zero_3 = planned.stages[0]
-    assert f"{zero_3.total_bytes / 2**30:.1f}" == "21.3"
+    layer, head = 218_112_000, 525_336_576
+    sizes = 16 / 8 * planned.numel, (4 + 8) * layer, (4 + 4) * head, zero_3.total_bytes, 2 * head
+    state, layers, beside, total, grad, peak = (f"{size / 2**30:.1f}" for size in (*sizes, sum(sizes[3:])))
+    dial, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/guide/dial.md", "README.md"))
+    assert f"takes {state} GiB for 16/N bytes of each parameter, {layers} for the slots of two layers, and " in dial
+    assert f"and {beside} for these: {total} in all" in dial
+    assert f"on 8 ranks StreamShard takes {peak} GiB, " in readme
+    assert f"with these it holds {total} GiB throughout" in readme and f"gradient in bf16 adds {grad}." in readme
     assert [(unit.name, unit.count, unit.is_resident) for unit in planned.units] == [
         ("the root unit", 1, True),
         ("model.embed_tokens", 1, True),
