@@ -16,10 +16,11 @@ from typing import Any, TextIO
 
 from streamshard import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, UnitError, printable
-from streamshard.tools.host_time import MACHINES, Machine, parse_rate
+from streamshard.tools.host_time import MACHINES, Machine, Step, parse_rate
 
 _ABOUT = "Plan the memory of a training run, measure the machine, inspect and convert checkpoints. Needs no GPU."
 _RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
+_SETTINGS = "min_unit_size precision offload device_budget"  # of StreamShard
 _EXIT_CODES = "Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage."
 
 
@@ -65,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help=about, parents=[of_model])
     about = "a transformers config.json, its directory, or a function that builds a model: package.module:function"
     plan.add_argument("model", metavar="MODEL", help=about)
-    plan.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model")
+    about = "ranks that share the model; without it, what fits --budget on 1, 2, 4 .. 64 ranks"
+    plan.add_argument("--ranks", type=int, metavar="N", help=about)
     about = "cut matrices over K of them: by transformers' own plan, or a function builds MODEL on the mesh it is given"
     plan.add_argument("--tp", type=int, default=1, metavar="K", help=about)
     about = "spread experts over K of them: a function builds MODEL on the mesh it is given"
@@ -126,15 +128,40 @@ def _add_step(plan: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from streamshard.tools.plan import builder_of, plan
+    from streamshard.config import parse_bytes
+    from streamshard.tools.model_source import builder_of
+    from streamshard.tools.plan import plan, tokens_of
+    from streamshard.tools.plan_ranks import plan_ranks
+    from streamshard.tools.planner import Ranks
 
-    names = "units resident tp ep transport weight_slots budget batch seq micro_batches is_checkpointed active"
-    names += " min_unit_size precision offload device_budget"
-    given = {name: getattr(arguments, name) for name in names.split()}
-    planned = plan(builder_of(arguments.model), arguments.ranks, machine=_machine(arguments), **given)
-    print(json.dumps(dataclasses.asdict(planned), indent=2) if arguments.json else planned)
-    if planned.fit is not None and planned.fit.choice is None:
+    def of(names: str) -> dict[str, Any]:
+        return {name: getattr(arguments, name) for name in names.split()}
+
+    sizes = of("budget device_budget min_unit_size")
+    for name, size in sizes.items():  # before the model is built, which takes seconds
+        if size not in (None, 0):
+            parse_bytes(name, size, at_least=name == "budget")
+    if arguments.ranks is None and arguments.budget is None:
+        raise ConfigError("give --ranks, or --budget to see on how many ranks the model fits")
+    machine, build = _machine(arguments), builder_of(arguments.model)
+    if arguments.ranks is None:
+        ranks = Ranks(arguments.tp * arguments.ep, arguments.tp, arguments.ep, arguments.transport)
+        tokens = tokens_of(arguments.batch, arguments.seq)
+        table = plan_ranks(build, **of("units resident budget"), ranks=ranks, tokens=tokens, given=of(_SETTINGS))
+        _print(table, arguments.json)
+        fits = table.fits
+    else:
+        step = None if machine is None else Step(machine, **of("micro_batches is_checkpointed active"))
+        given = of(f"units resident tp ep transport weight_slots budget batch seq {_SETTINGS}")
+        planned = plan(build, arguments.ranks, step=step, **given)
+        _print(planned, arguments.json)
+        fits = planned.fit is None or planned.fit.choice is not None
+    if not fits:
         raise StreamShardError("nothing fits the budget")
+
+
+def _print(result: Any, as_json: bool) -> None:
+    print(json.dumps(dataclasses.asdict(result), indent=2) if as_json else result)
 
 
 def _machine(arguments: argparse.Namespace) -> Machine | None:
@@ -154,7 +181,8 @@ def _machine(arguments: argparse.Namespace) -> Machine | None:
 def _doctor(arguments: argparse.Namespace) -> None:
     from streamshard.config import parse_precision
     from streamshard.tools.doctor import Finding, advise, examine
-    from streamshard.tools.plan import builder_of, plan
+    from streamshard.tools.model_source import builder_of
+    from streamshard.tools.plan import plan
 
     precision = parse_precision(arguments.precision)
     build = None if arguments.model is None else builder_of(arguments.model)
@@ -172,7 +200,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
             slots = [stage.weight_slots for stage in planned.stages if stage.name in fitting]
             report.findings += advise(report, precision, batch, slots[-1] if slots else None)
     if arguments.json:
-        print(json.dumps(dataclasses.asdict(report), indent=2))
+        _print(report, as_json=True)
     else:
         for finding in report.findings:
             _say(finding)

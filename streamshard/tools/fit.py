@@ -18,6 +18,7 @@ from streamshard.tools.memory import MemoryReport
 _MARGIN = 20  # a budget's twentieth is for fragmentation
 _CONTEXT_BYTES = 2**30  # of a GPU, for the CUDA context and NCCL's buffers
 _MOST_RANKS = 2**16
+NO_TOKENS = "give batch and seq"
 _WAYS = "more ranks, 8-bit Adam, fewer tokens or state in host memory"
 
 
@@ -100,8 +101,6 @@ class Fit:
         """In words."""
         what = "the CUDA context, NCCL and fragmentation" if on_gpus else "fragmentation"
         yield f"of {size(self.room.budget_bytes)} per rank, {size(self.room.margin_bytes)} stay free for {what}"
-        if self.room.activations is None:
-            yield "activations are not counted"
         if self.choice is None:
             yield "nothing fits" + (", but this does:" if self.ways else f", nor does it with {_WAYS}, each alone")
             yield from (f"  {way}" for way in self.ways)
@@ -119,7 +118,13 @@ def choose(stages: Sequence[Stage], room: Room) -> Fit:
     """Which of `stages` fit into `room`, and which one to take."""
     fitting = [stage for stage in stages if room.fits(stage.total_bytes)]
     checkpointed = [stage.name for stage in fitting if room.needs_checkpointing(stage.total_bytes)]
-    order = sorted(fitting, key=lambda each: (each.name in checkpointed, each.sent_bytes, each.total_bytes))
+
+    def cost(stage: Stage) -> tuple[bool, int, int]:
+        # With ``offload``, a unit that is still in a slot does not come from host memory again.
+        size = -stage.total_bytes if stage.host_total_bytes else stage.total_bytes
+        return stage.name in checkpointed, stage.sent_bytes, size
+
+    order = sorted(fitting, key=cost)
     return Fit(room, [stage.name for stage in fitting], checkpointed, order[0].name if order else None)
 
 

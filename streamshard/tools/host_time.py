@@ -143,6 +143,29 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Step:
+    """A step whose time is predicted.
+
+    Attributes:
+        machine: on which it runs.
+        micro_batches: of the step.
+        is_checkpointed: its layers are checkpointed.
+        active: parameters that a token uses, of a mixture of experts. None: all parameters outside of embeddings.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+
+    machine: Machine
+    micro_batches: int = 1
+    is_checkpointed: bool = False
+    active: float | None = None
+
+    def __post_init__(self) -> None:
+        want_positive({"micro_batches": self.micro_batches, "active": 1 if self.active is None else self.active})
+
+
+@dataclass(frozen=True)
 class Pass:
     """A forward or backward of a micro-batch.
 

@@ -10,38 +10,20 @@ from streamshard.core.engine import Engine
 from streamshard.core.params import FlatParam
 from streamshard.planning.discovery import FoundUnit
 from streamshard.planning.structure import modules_inside
-from streamshard.tools.host_time import Inputs, Load, want_positive
+from streamshard.tools.host_time import Inputs, Load, Step
 
 
-def load_of(
-    model: nn.Module,
-    found: Sequence[FoundUnit],
-    tokens: tuple[int, int],
-    micro_batches: int,
-    is_checkpointed: bool,
-    active: float | None,
-) -> Load:
-    """The load of a rank that trains `model`, with the units `found`. For the other arguments see `Load`.
-
-    Args:
-        model, found: its parameters and layers count.
-        tokens: shape of a micro-batch of tokens.
-        micro_batches, is_checkpointed: of a step.
-        active: parameters that a token uses, of a mixture of experts. None: all parameters outside of embeddings.
-
-    Raises:
-        ConfigError: a number is not positive.
-    """
-    want_positive({"micro_batches": micro_batches, "active": 1 if active is None else active})
+def load_of(model: nn.Module, found: Sequence[FoundUnit], tokens: tuple[int, int], step: Step) -> Load:
+    """The load of a rank that trains `model`, with the units `found`, in micro-batches of the shape `tokens`."""
     tables = [module for module in modules_inside(model) if isinstance(module, nn.Embedding)]
     others = [module for module in modules_inside(model) if not isinstance(module, nn.Embedding)]
     params = {param for module in others for param in module._parameters.values() if param is not None}
     used = sum(param.numel() for param in params)
     trained = sum(param.numel() for param in params if param.requires_grad)
-    share = 1.0 if active is None else active / used
+    share = 1.0 if step.active is None else step.active / used
     layers = sum(len(each.modules) for each in found if not each.is_resident)
     width = max((table.embedding_dim for table in tables), default=0)
-    return Load(share * used, share * trained, layers, width, *tokens, micro_batches, is_checkpointed)
+    return Load(share * used, share * trained, layers, width, *tokens, step.micro_batches, step.is_checkpointed)
 
 
 def still_gathered(engine: Engine) -> set[int]:

@@ -21,7 +21,7 @@ from streamshard.comm.streams import Collective, Observer
 from streamshard.tools.activations import LiveBytes
 from streamshard.tools.command import main
 from streamshard.tools.fit import Stage
-from streamshard.tools.plan import builder_of
+from streamshard.tools.model_source import builder_of
 from streamshard.tools.speed import Layer
 from streamshard.torch_private import fake_ranks
 from tests.launched import ROOT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.tools.activations import Activations
 from streamshard.tools.command import main
 from streamshard.tools.fit import Room, Stage, choose, fewer_tokens, fewest_ranks
-from streamshard.tools.plan import Plan, builder_of
+from streamshard.tools.host_time import MACHINES, Step
+from streamshard.tools.model_source import builder_of
+from streamshard.tools.plan import Plan
 from tests.integrations.models import FAMILIES, make_model
 from tests.launched import ROOT
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM
@@ -206,7 +209,7 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
     dial, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/guide/dial.md", "README.md"))
     assert f"takes {state} GiB for 16/N bytes of each parameter, {layers} for the slots of two layers, and " in dial
     assert f"and {beside} for these: {total} in all" in dial
-    assert f"on 8 ranks StreamShard takes {peak} GiB, " in readme
+    assert f"StreamShard takes {peak} GiB on 8 ranks, " in readme
     assert f"with these it holds {total} GiB throughout" in readme and f"gradient in bf16 adds {grad}." in readme
     assert [(unit.name, unit.count, unit.is_resident) for unit in planned.units] == [
         ("the root unit", 1, True),
@@ -230,13 +233,14 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     command = ["plan", str(config), "--ranks", "8", "--slots", "4", "--budget", "30GiB"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "LlamaForCausalLM: 8,030,261,248 parameters on 8 ranks, over nccl"
+    assert lines[:1] == ["activations are not counted: give batch and seq"]
+    assert lines[1] == "LlamaForCausalLM: 8,030,261,248 parameters on 8 ranks, over nccl"
     assert "32 x LlamaDecoderLayer, each         218,112,000      0.41 GiB  streamed" in lines
     rows = {line[:24].strip(): line[24:].split() for line in lines if line.startswith("  ")}
     assert rows["total"] == ["21.31", "22.12", "33.50", "56.09"]
     assert rows["weight_slots"] == ["2", "4", "all", "all"]
     margin = "of 30.00 GiB per rank, 2.50 GiB stay free for the CUDA context, NCCL and fragmentation"
-    assert lines[-4:] == [margin, "activations are not counted", "fits: ZeRO-3, 4 slots", "take: 4 slots"]
+    assert lines[-3:] == [margin, "fits: ZeRO-3, 4 slots", "take: 4 slots"]
     assert main(["plan", str(tmp_path), *command[2:], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {field.name for field in dataclasses.fields(Plan)} == told.keys()
@@ -251,7 +255,7 @@ def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
     command = ["plan", str(_config(tmp_path)), "--ranks", "1", "--offload", "state", "--machine", "pcie5"]
     command += ["--batch", "4", "--seq", "8192", "--micro-batches", "2", "--checkpointing"]
     nothing = Activations(0, 0)
-    with mock.patch("streamshard.tools.plan.estimate_activations", return_value=nothing):  # takes seconds
+    with mock.patch("streamshard.tools.planner.estimate_activations", return_value=nothing):  # takes seconds
         assert main(command) == 0
         text = capsys.readouterr().out
         assert main([*command, "--link", "10GB/s", "--json"]) == 0
@@ -404,6 +408,66 @@ def test_a_plan_takes_no_mesh() -> None:
         plan(TinyLM, 8, weight_slot=3)
 
 
+def test_without_ranks_the_command_says_how_many_the_model_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each cell is the choice of such a plan. Without a sequence the first line says that activations are missing."""
+    command = ["plan", str(_config(tmp_path, num_hidden_layers=4)), "--budget", "24GiB"]
+    assert main(command) == 0
+    first, about, _, head, *rows = capsys.readouterr().out.splitlines()
+    assert first == "activations are not counted: give batch and seq"
+    assert about == "LlamaForCausalLM: 1,923,125,248 parameters; of 24.00 GiB per rank, 2.20 GiB stay free"
+    assert re.split("  +", head) == ["ranks, GiB of each", "plain", "checkpointed", "offload, checkpointed"]
+    assert [row.split()[0] for row in rows] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert re.split("  +", rows[0])[1:3] == ["-", "-"] and "+ host" in rows[0]
+    activations = Activations(3 * 2**30, 2**30)
+    with mock.patch("streamshard.tools.planner.estimate_activations", return_value=activations) as measured:
+        assert main([*command, "--seq", "64", "--json"]) == 0
+        measured.assert_called_once()
+        told = json.loads(capsys.readouterr().out)
+        planned = plan(builder_of(command[1]), 4, budget="24GiB", seq=64)
+    assert planned.fit is not None and not planned.fit.checkpointed
+    plain, checkpointed, _ = told["rows"]["4"].values()
+    assert plain["stage"] == planned.timed.name and plain["device_bytes"] == planned.timed.total_bytes + 3 * 2**30
+    assert checkpointed["device_bytes"] == planned.timed.total_bytes + 2**30
+    assert main([*command[:2], "--budget", "2GiB"]) == 1
+    assert main(command[:2]) == 2
+    assert "give --ranks, or --budget" in capsys.readouterr().err
+
+
+def test_with_offload_the_stage_to_take_is_the_one_that_is_timed(tmp_path: Path) -> None:
+    """More slots copy less from host memory."""
+    build, step = builder_of(str(_config(tmp_path, num_hidden_layers=8))), Step(MACHINES["pcie5"])
+    with mock.patch("streamshard.tools.planner.estimate_activations", return_value=Activations(0, 0)):
+        planned = plan(build, 1, offload="state", budget="14GiB", batch=1, seq=64, step=step)
+    assert planned.fit is not None and planned.fit.choice == planned.timed.name == planned.stages[1].name != "ZeRO-3"
+    assert (
+        str(planned).count(f"take: {planned.timed.name}") == str(planned).count(f"\n{planned.timed.name}, a step") == 1
+    )
+
+
+def test_a_model_of_the_hub_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is downloaded: the message says which file to fetch."""
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"hf download maker/tiny config\.json"):
+        builder_of("maker/tiny")
+    snapshot = tmp_path / "models--maker--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--maker--tiny" / "refs").mkdir()
+    (tmp_path / "models--maker--tiny" / "refs" / "main").write_text("abc")
+    _config(snapshot, hidden_size=64, num_hidden_layers=1)
+    with torch.device("meta"):
+        assert type(builder_of("maker/tiny")()).__name__ == "LlamaForCausalLM"
+
+
+def test_a_bad_size_is_refused_before_the_model_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    """Building takes seconds; here the model does not exist."""
+    for option in ("--budget", "--device-budget", "--min-unit-size"):
+        assert main(["plan", "no.such.module:build", "--ranks", "8", option, "80X"]) == 2
+        assert "80X'" in capsys.readouterr().err
+
+
 def test_bad_input_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,7 +480,7 @@ def test_bad_input_is_named(
     (tmp_path / "empty").mkdir()
     ranks = ["--ranks", "8"]
     for command, told in (
-        (["nowhere/config.json", *ranks], "no file or directory 'nowhere/config.json': wanted a config.json, or fun"),
+        (["nowhere/config.json", *ranks], "no file or directory 'nowhere/config.json': wanted a config.json, its dir"),
         ([str(tmp_path / "empty"), *ranks], "empty/config.json is read by transformers"),
         ([str(unknown), *ranks], "NoSuchModel"),
         ([str(new), *ranks], "no-such-type"),
@@ -425,8 +489,8 @@ def test_bad_input_is_named(
         ([str(config), "--ranks", "0"], "world_size=0: wanted a positive number"),
         ([str(config), *ranks, "--budget", "much"], "budget='much': wanted"),
         ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
-        ([str(config), *ranks, "--batch", "1"], "batch=1, seq=None: wanted two positive numbers, or neither"),
-        ([str(config), *ranks, "--batch", "1", "--seq", "0"], "batch=1, seq=0: wanted two positive numbers"),
+        ([str(config), *ranks, "--batch", "1"], "batch=1, seq=None: wanted positive numbers, or neither"),
+        ([str(config), *ranks, "--batch", "1", "--seq", "0"], "batch=1, seq=0: wanted positive numbers"),
         (
             [str(config), *ranks, "--machine", "pcie5", "--offload", "state"],
             "the time of a step is predicted with batch and seq",

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import StreamShard, plan
 from streamshard.errors import ConfigError
-from streamshard.tools.host_time import MACHINES, StepTime
+from streamshard.tools.host_time import MACHINES, Step, StepTime
 from tests.models import DIM, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, case, lm_step
@@ -22,7 +22,9 @@ from tests.simulated import is_inside, pinned_blocks, simulated_device
 
 
 def _step(model: Any, world_size: int, machine: str, **given: Any) -> StepTime:
-    step = plan(model, world_size, machine=MACHINES[machine], **given).step
+    names = [name for name in ("micro_batches", "active") if name in given]
+    wanted = Step(MACHINES[machine], **{name: given.pop(name) for name in names})
+    step = plan(model, world_size, step=wanted, **given).step
     assert step is not None
     return step
 
@@ -78,7 +80,7 @@ def test_a_step_is_predicted_for_offload_and_positive_numbers() -> None:
     run: dict[str, Any] = {"batch": 2, "seq": 8, "offload": "state"}
     for change, told in (
         ({"offload": None}, 'copies nothing from host memory: give offload="state"'),
-        ({"batch": 0}, "batch=0, seq=8: wanted two positive numbers"),
+        ({"batch": 0}, "batch=0, seq=8: wanted positive numbers"),
         ({"micro_batches": 0}, "micro_batches=0: wanted a positive number"),
         ({"active": 0.0}, "active=0.0: wanted a positive number"),
     ):

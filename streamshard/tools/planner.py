@@ -1,0 +1,253 @@
+"""Memory and communication of ranks that do not exist, for `streamshard.tools.plan` and `streamshard.tools.plan_ranks`.
+
+The engine allocates the model for them, with buffers on the meta device. So a plan has the bytes of
+``model.memory_report()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from streamshard.build import Checked, check_model, plan_engine
+from streamshard.comm.communicator import PlannedRanks
+from streamshard.config import SlotCount
+from streamshard.core.engine import Engine
+from streamshard.core.unit import Unit
+from streamshard.dtensors import axes_of, mark_experts
+from streamshard.errors import ConfigError
+from streamshard.initialise import takes
+from streamshard.planning.discovery import ResidentArgument, UnitsArgument
+from streamshard.planning.structure import list_of
+from streamshard.tools.activations import Activations, Build, estimate_activations
+from streamshard.tools.fit import Room, Stage, fewer_tokens, fewest_ranks
+from streamshard.tools.host_time import Step, StepTime, predict
+from streamshard.tools.memory import report_memory
+from streamshard.tools.plan_step import inputs_of, load_of, still_gathered
+from streamshard.torch_private import fake_ranks
+
+BuildOnMesh = Callable[[DeviceMesh], nn.Module]
+"""A function that makes a model with DTensors on the mesh."""
+
+_CHECKPOINTED = ", layers checkpointed"
+_numbers = itertools.count(1)  # of plans
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedUnit:
+    """A unit, or several equal units.
+
+    Attributes:
+        name: the name of the module. For several units: the class of streamed layers, or the list of resident ones.
+        count: the number of units.
+        numel: elements of each unit's parameters.
+        weight_bytes: bytes of each unit in a weight slot.
+        is_resident: the unit has a slot of its own, and stays unsharded until backward is over.
+    """
+
+    name: str
+    count: int
+    numel: int
+    weight_bytes: int
+    is_resident: bool
+
+
+class Ranks(NamedTuple):
+    """The ranks of a plan, which do not exist.
+
+    Attributes:
+        world_size, tp, ep, transport: see `plan`.
+    """
+
+    world_size: int
+    tp: int
+    ep: int
+    transport: str
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the ranks have GPUs."""
+        return self.transport == "nccl"
+
+
+class Planner(NamedTuple):
+    """Plans a model that has been checked.
+
+    Attributes:
+        model: built on the meta device.
+        checked: its units and settings.
+        ranks: see `Ranks`.
+        measure: returns its activations, of a batch and a sequence.
+    """
+
+    model: nn.Module
+    checked: Checked
+    ranks: Ranks
+    measure: Callable[[int, int], Activations]
+
+    def activations(self, tokens: tuple[int, int] | None) -> tuple[Activations | None, str]:
+        """The activations of a batch and a sequence, or why they are not known; "" without `tokens`."""
+        try:
+            return (None, "") if tokens is None else (self.measure(*tokens), "")
+        except ConfigError as error:
+            return None, str(error)
+
+    def stages(self) -> list[Stage]:
+        """From ZeRO-3 to ZeRO-1; with ``offload``, ZeRO-3 alone."""
+        stages = [self.stage("ZeRO-3", 2)]
+        if self.checked.settings.offload is None:
+            stages += self.stage("ZeRO-2", "all"), self.stage("ZeRO-1", "all", "all")
+        return stages
+
+    def ways(self, smallest: Stage, room: Room, tokens: tuple[int, int] | None) -> list[str]:
+        """The smallest number of ranks on which ZeRO-3 fits, and changes with which `smallest` does."""
+        ranks, size = self.ranks, max(self.ranks.tp, self.ranks.ep)
+
+        def on_ranks(count: int) -> int:
+            return self.on_ranks(count * size).stage("", 2).total_bytes
+
+        ways = list[tuple[str, int]]()  # and bytes of the engine and the optimizer
+        count = fewest_ranks(ranks.world_size // size, lambda count: room.fits(on_ranks(count)))
+        if count is not None:
+            ways.append((f"on {count * size} ranks", on_ranks(count)))
+        ways.append(("with 8-bit Adam", smallest.total_bytes - smallest.memory.adam_bytes * 3 // 4))
+        if offloaded := self.offloaded():
+            host = f"{offloaded.host_total_bytes / 2**30:.2f} GiB of host memory per rank"
+            ways.append((f"with --offload state, which takes {host}", offloaded.total_bytes))
+        words = [way + _CHECKPOINTED * room.needs_checkpointing(total) for way, total in ways if room.fits(total)]
+        if tokens is not None and (shape := fewer_tokens(*tokens, room, smallest.total_bytes, self.measure)):
+            words.append("with --batch {} --seq {}".format(*shape) + _CHECKPOINTED)
+        return words
+
+    def time(self, step: Step, tokens: tuple[int, int], weight_slots: SlotCount) -> StepTime:
+        """The time of a step with micro-batches of such `tokens`, with state in host memory.
+
+        Raises:
+            ConfigError: the state lies on the device, or a number of `step` is not positive.
+        """
+        if self.checked.settings.offload is None:
+            raise ConfigError('a step without offload copies nothing from host memory: give offload="state"')
+        load = load_of(self.model, self.checked.found, tokens, step)
+        inputs = inputs_of(self.engine(weight_slots=weight_slots, grad_slots=2))
+        return predict(
+            inputs, load, dataclasses.replace(step.machine, ranks=min(step.machine.ranks, self.ranks.world_size))
+        )
+
+    def on_ranks(self, world_size: int) -> Planner:
+        """The planner of another number of ranks."""
+        return self._replace(ranks=self.ranks._replace(world_size=world_size))
+
+    def offloaded(self) -> Stage | None:
+        """ZeRO-3 with state in host memory; None: it lies there already, or cannot."""
+        can = self.checked.settings.offload is None and self.ranks.on_gpus and self.ranks.ep == 1
+        return self.stage("ZeRO-3", 2, offload="state") if can else None
+
+    def engine(self, **settings: Any) -> Engine:
+        """The engine of rank 0, with some other settings."""
+        ranks, changed = self.ranks, dataclasses.replace(self.checked.settings, **settings)
+        experts = PlannedRanks(ranks.world_size // ranks.ep, ranks.transport) if ranks.ep > 1 else None
+        others = PlannedRanks(ranks.world_size // ranks.tp, ranks.transport)
+        return plan_engine(self.checked._replace(settings=changed), others, experts)
+
+    def stage(self, name: str, weights: SlotCount, grads: SlotCount = 2, **settings: Any) -> Stage:
+        """Memory and communication with so many slots, and some other settings."""
+        engine = self.engine(weight_slots=weights, grad_slots=grads, **settings)
+        report, units = report_memory(engine), [unit.flat_params for unit in engine.units]
+        present = [*still_gathered(engine)], engine.plan.left_by(range(len(units)))  # as forward and backward begin
+        passes = [unit for there in present for number, unit in enumerate(units) if number not in there]
+        gathered = [flat for unit in passes for flat in unit if flat.layout.params and flat.ranks.world_size > 1]
+        reduced = [flat for unit in units for flat in unit if flat.kind.trains and flat.ranks.world_size > 1]
+        sent = [(flat, flat.kind.wire_dtype) for flat in gathered] + [(flat, flat.kind.grad_dtype) for flat in reduced]
+        # Each other rank receives this rank's shards, and chunks of this rank's gradients.
+        sent_bytes = sum((flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize for flat, dtype in sent)
+        here = report.total_bytes + report.adam_bytes + report.chunk_bytes
+        on_host = report.host_total_bytes + report.host_adam_bytes
+        return Stage(name, weights, grads, report, here, on_host, len(gathered), len(reduced), sent_bytes)
+
+    def units(self) -> list[PlannedUnit]:
+        """The units, root unit first. Equal streamed units of a class, or resident ones of a list, are one entry."""
+        alike: dict[tuple[str, int, bool], list[Unit]] = {}
+        for unit, found in zip(self.engine().units, self.checked.found, strict=True):
+            name = type(found.modules[0]).__name__ if unit.is_streamed else list_of(unit.name)
+            alike.setdefault((name, unit.layout.numel, unit.is_streamed), []).append(unit)
+        planned = []
+        for (name, numel, is_streamed), (first, *others) in alike.items():
+            shown, count = (name, 1 + len(others)) if others else (first.name, 1)
+            planned.append(PlannedUnit(shown, count, numel, first.layout.weight_bytes, not is_streamed))
+        return planned
+
+
+@contextlib.contextmanager
+def planning(
+    model: nn.Module | Build | BuildOnMesh,
+    ranks: Ranks,
+    units: UnitsArgument,
+    resident: ResidentArgument,
+    given: Mapping[str, Any],
+) -> Iterator[Planner]:
+    """Inside, the planner that is yielded plans `model` for `ranks`. For arguments and errors see `plan`."""
+    with _building(model, ranks) as build:
+        with torch.device("meta"):
+            built = build()
+        cut_over = _check_parts(built, ranks)
+        checked = check_model(built, units, resident, given)
+        if ranks.ep > 1:
+            checked = checked._replace(found=mark_experts(built, checked.found, cut_over))
+        dtype, on_gpus = checked.settings.precision.param_dtype, ranks.on_gpus
+        again = None if built is model else build
+        measure = partial(estimate_activations, built, checked.found, dtype, on_gpus=on_gpus, build=again)
+        yield Planner(built, checked, ranks, measure)
+
+
+@contextlib.contextmanager
+def _building(model: nn.Module | Build | BuildOnMesh, ranks: Ranks) -> Iterator[Build]:
+    """Inside, the function that is yielded builds the model: on the mesh of its DTensors, if it has any.
+
+    Raises:
+        ConfigError: `ranks` do not divide evenly, the function takes no mesh, or this process has a process group.
+    """
+    name, size = max(("tp", ranks.tp), ("ep", ranks.ep), key=operator.itemgetter(1))
+    for given, number in (("tp", ranks.tp), ("ep", ranks.ep)):
+        if number != 1 and (number < 1 or ranks.world_size % number):
+            raise ConfigError(f"{given}={number}: wanted a number that divides {ranks.world_size} ranks")
+    if min(ranks.tp, ranks.ep) > 1:
+        raise ConfigError(f"tp={ranks.tp}, ep={ranks.ep}: a plan is of one of the two")
+    if isinstance(model, nn.Module):
+        yield lambda: model
+        return
+    if not takes(model, *[None] * (size > 1)):
+        what = f"{name}={size}: the function has to take" if size > 1 else "neither tp nor ep: the function takes"
+        raise ConfigError(f"{what} the mesh of its DTensors, its only argument")
+    if size == 1:
+        yield cast(Build, model)
+        return
+    if dist.is_initialized():
+        raise ConfigError(
+            f"{name}={size}: this process has a process group: plan in a process without one, or give the model with "
+            "its DTensors"
+        )
+    with fake_ranks(size):
+        # torch keeps what it has learned of a mesh, with its group, for meshes of the same ranks and names.
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(f"{name} of plan {next(_numbers)}",))
+        yield partial(cast(BuildOnMesh, model), mesh)
+
+
+def _check_parts(model: nn.Module, ranks: Ranks) -> Sequence[int]:
+    """The ranks over which the DTensors are cut. Raises if they are not those of `ranks`."""
+    axis, size = axes_of(model, ()).across, max(ranks.tp, ranks.ep)
+    found = 1 if axis is None else len(axis.ranks)
+    if found != size:
+        what = "no DTensors" if axis is None else f"DTensors over {found} ranks"
+        wanted = f"tp={found}, or ep={found} if they are experts" if found > 1 else "neither of the two"
+        raise ConfigError(f"tp={ranks.tp}, ep={ranks.ep}: the model has {what}: wanted {wanted}")
+    return () if axis is None else axis.ranks
