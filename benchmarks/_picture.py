@@ -3,35 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
-from streamshard.comm.streams import StreamName
-from streamshard.tools.trace import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace
+from streamshard.tools.spans import LOOKS, Trace, lanes_of
 
-
-class _Look(NamedTuple):
-    """How an activity is drawn: in which row, in words, and its color."""
-
-    row: str
-    words: str
-    color: str
-
-
-_LOOKS = {
-    "cast": _Look("compute", "casts weights", "#c7b95a"),
-    "forward": _Look("compute", "computes forward", "#74a9cf"),
-    "loss": _Look("compute", "computes the loss", "#a6cfe0"),
-    "backward": _Look("compute", "computes backward", "#2b6ca8"),
-    "optimizer": _Look("compute", "optimizer", "#b5a8d5"),
-    FOR_WEIGHTS: _Look("compute", "waits for weights", "#d62728"),
-    FOR_GRADS: _Look("compute", "waits for gradients", "#ff9f1c"),
-    FOR_OWNERS: _Look("compute", "waits for whole parameters", "#8c564b"),
-    "all_gather": _Look("all-gather", "all-gather", "#3a9d5d"),
-    "reduce_scatter": _Look("reduction", "reduction", "#7f4fa3"),
-    "all_reduce": _Look("reduction", "average over replicas", "#b07cc6"),
-    "flags": _Look("reduction", "which gradients exist", "#999999"),
-    "all_to_all": _Look("all-to-all", "exchange of whole parameters", "#a0785a"),
-}
 _WIDTH_IN, _LETTER_IN = 15.0, 0.11
 _SPANS_WITH_EDGES = 200  # of a lane with more, white edges would hide the spans
 
@@ -41,7 +16,7 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    lanes = _lanes(trace)
+    lanes = lanes_of(trace)
     figure: Any = Figure((_WIDTH_IN, 1.8 + 0.4 * len(lanes)), dpi=110, layout="constrained")
     title = f"{trace.about}: {trace.summary()['step_s'] * 1e3:.1f} ms a step"
     limits: dict[str, Any] = {"xlim": (0, trace.total_us / 1e3), "ylim": (len(lanes) - 0.5, -0.5)}
@@ -55,28 +30,16 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
             [(span.stop_us - span.start_us) / 1e3 for span in lane],
         )
         edges: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6 if len(lane) < _SPANS_WITH_EDGES else 0.0}
-        colors = [_LOOKS[span.activity].color for span in lane]
+        colors = [LOOKS[span.activity].color for span in lane]
         axes.barh([height] * len(lane), lengths, left=starts, color=colors, **edges)
         for span, start, length in zip(lane, starts, lengths, strict=True):
             label = trace.units[span.unit].rpartition(".")[2] if span.unit else ""
             if len(label) * _LETTER_IN < length * 1e3 / trace.total_us * _WIDTH_IN:
                 axes.text(start + length / 2, height, label, ha="center", va="center", fontsize=8, color="white")
-    looks = dict.fromkeys(_LOOKS[span.activity] for span in trace.spans)
+    looks = dict.fromkeys(LOOKS[span.activity] for span in trace.spans)
     patches = [Patch(color=look.color, label=look.words) for look in looks]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path)
-
-
-def _lanes(trace: Trace) -> list[tuple[str, list[Span]]]:
-    """The rows of the picture, each once for every lane. Collectives of a lane do not overlap."""
-    rows: dict[str, list[list[Span]]] = {look.row: [] for look in _LOOKS.values()}
-    for span in trace.spans:
-        lanes, nests = rows[_LOOKS[span.activity].row], span.stream is StreamName.COMPUTE
-        lane = next((each for each in lanes if nests or each[-1].stop_us <= span.start_us), None)
-        if lane is None:
-            lanes.append(lane := [])
-        lane.append(span)
-    return [(row, lane) for row, lanes in rows.items() for lane in lanes]
 
 
 _SYSTEMS = {

@@ -15,7 +15,7 @@ from benchmarks.__main__ import Benchmark, main
 from benchmarks._picture import draw, draw_memory
 from benchmarks._report import render
 from streamshard.comm.streams import StreamName
-from streamshard.tools.trace import FOR_WEIGHTS, Span, Trace
+from streamshard.tools.spans import FOR_WEIGHTS, Span, Trace
 from tests.launched import ROOT
 
 STEP_TIME = ROOT / "benchmarks" / "results" / "step_time-cpu-8x512-256.json"

@@ -93,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("model", metavar="MODEL", nargs="?", help="measure one layer of it too; as for plan")
     doctor.set_defaults(run=_doctor)
 
+    about = "versions, devices and backend, for a report of a bug"
+    commands.add_parser("env", help=about).set_defaults(run=_env)
+
     inspect = commands.add_parser("inspect", help="list checkpoints, or verify one")
     inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
@@ -207,6 +210,13 @@ def _doctor(arguments: argparse.Namespace) -> None:
     if problems := sum(finding.level == "problem" for finding in report.findings):
         sys.stdout.flush()
         raise StreamShardError(f"{problems} problem{'s' * (problems > 1)} found")
+
+
+def _env(arguments: argparse.Namespace) -> None:
+    from streamshard.tools.env import describe_environment
+
+    for line in describe_environment():
+        _say(line)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

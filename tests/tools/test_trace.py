@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,7 @@ from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
 from streamshard.errors import ShardingError
 from streamshard.optim import WholeParameterOptimizer
-from streamshard.tools.trace import Span, Trace
+from streamshard.tools.spans import Span, Trace
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.races import detect_races
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -119,6 +121,22 @@ def test_recomputed_layers_are_in_the_trace(context: RankContext) -> None:
     with record(model) as trace:
         train(model, "checkpointing", context, steps=1)
     assert [span.unit for span in _of(trace, "forward") if span.unit] == [1, 2, 3, 4, 5, 5, 4, 3, 2, 1]
+
+
+@on_ranks(2)
+def test_a_saved_trace_shows_all_ranks_and_names_the_slowest_layers(context: RankContext, tmp_path: Path) -> None:
+    """In one page that loads nothing. A rank can also draw its trace alone."""
+    model = StreamShard(TinyLM(), precision=BF16)
+    with record(model) as found:
+        lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+    found.save(tmp_path / "step.html")
+    found.save(tmp_path / f"{context.rank}.html", all_ranks=False)
+    page, own = (tmp_path / "step.html").read_text(), (tmp_path / f"{context.rank}.html").read_text()
+    assert re.findall(r">(rank \d of 2 on cpu)</text>", page) == ["rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]
+    assert re.findall(r">(rank \d of 2 on cpu)</text>", own) == [found.about]
+    assert page.count("<tr><td>") == 5 and "<td>blocks." in page and "http" not in page and "src=" not in page
+    by_unit = [own_us for (activity, unit), own_us in found.own_us().items() if activity == "backward" and unit == 1]
+    assert len(by_unit) == 1 and f"<td>{by_unit[0] / 1e3:.3f}</td>" in own
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
