@@ -37,6 +37,7 @@ html_copy_source = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["tables.js"]
+html_search_scorer = str(DOCS / "static/scorer.js")  # Sphinx opens it from the current directory
 
 copybutton_selector = "div:not(.highlight-diff) > div.highlight pre"
 copybutton_prompt_text = "$ "  # copied are commands, not their output

@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ import streamshard
 from streamshard.tools.command import _parser
 from tests import families
 from tests.integrations.accelerating import launched
-from tests.launched import ROOT
+from tests.launched import ROOT, free_port
 from tests.models import token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.simulated import simulated_device
@@ -170,6 +171,9 @@ _SET_UP = {
         given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
         arguments = transformers.TrainingArguments("out", max_steps=2, **given)
     """,
+    "docs/guide/surroundings.md": """
+        from streamshard.integrations.accelerate import StreamShardAccelerator
+    """,
     "docs/guide/transformers.md": """
         from transformers import TrainingArguments
         from streamshard.integrations.transformers import StreamShardTrainer
@@ -204,6 +208,7 @@ _REPLACED = {
     "docs/guide/qlora.md": {'int(os.environ["LOCAL_RANK"])': '"cpu"'},
     "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
     "docs/guide/slow_step.md": {"global_step == 10": "global_step == 0", "global_step == 12": "global_step == 2"},
+    "docs/guide/surroundings.md": {'log_with="tensorboard", ': ""},  # not among the tests' packages
     "docs/guide/stability.md": {"torch.amp.GradScaler()": 'torch.amp.GradScaler("cpu")'},
     "docs/guide/whole_parameters.md": {"256, 256": "16, 16", "8, 256": "8, 16"},
 }
@@ -215,6 +220,7 @@ _LEFT_OUT = {
     ("docs/guide/lightning.md", "lightning"): "Lightning is not among the tests' packages; test_lightning.py",
     ("docs/guide/nanochat.md", "orig_model"): "nanochat is no package; tests/integrations/test_nanochat.py",
     ("docs/guide/ray.md", "TorchTrainer"): "Ray is not among the tests' packages; tests/integrations/test_ray.py",
+    ("docs/guide/surroundings.md", "notebook_launcher"): "starts processes itself, below",
     ("docs/guide/transformers.md", "trl"): "TRL is not among the tests' packages; tests/integrations/test_trl.py",
 }
 
@@ -294,6 +300,20 @@ def test_the_first_script_prints_what_the_quick_start_shows(context: RankContext
     with launched(context), contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(script[1], {})
     assert printed.getvalue() == (output[1] if context.rank == 0 else "")
+
+
+def test_a_notebook_starts_ranks_as_its_page_says(tmp_path: Path) -> None:
+    (_, code), *_ = _blocks("docs/guide/surroundings.md")
+    script = f"""
+import torch
+from tests import families
+from tests.models import token_batch
+make_model = families.llama
+def make_batch():
+    return {{"input_ids": token_batch(0, 0), "labels": token_batch(0, 0)}}
+{code.replace("num_processes=2", f"num_processes=2, use_port='{free_port()}'")}"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert re.findall(r"step (\d): loss", done.stdout) == ["0", "1", "2"], done.stderr
 
 
 @pytest.mark.parametrize("before", ["train_ddp.py", "train_fsdp2.py"])
