@@ -72,9 +72,9 @@ class Precision:
         reduce_dtype: dtype of the sum of gradients over ranks. fp32, or `param_dtype`.
         grad_dtype: dtype of grad slots and of the gradients that are sent; None means `reduce_dtype`.
         output_dtype: dtype of the model's floating-point outputs, so that a loss outside is in fp32; None: outputs are
-            not cast. float64 and ``past_key_values`` are not cast either. If an output has a ``loss`` (transformers,
-            with labels), only the loss and other scalars are cast: no second copy of the logits is made. A part of the
-            model that is called by itself returns its own dtype.
+            not cast. float64, ``cache`` and ``past_key_values`` are not cast either. If an output has a ``loss``
+            (transformers, with labels), only the loss and other scalars are cast: no second copy of the logits is made.
+            A part of the model that is called by itself returns its own dtype.
         cast_inputs: cast floating-point inputs of the model and of each unit to `param_dtype`.
         fp32_modules: modules and parameters that stay in fp32: module classes, or names that contain these whole words
             (``"router"``, ``"model.norm"``). Their all-gathers, compute and reductions are in fp32. Their

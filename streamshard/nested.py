@@ -174,9 +174,10 @@ def refuse_lost_writes(copies: Copies, output: Any, name: str) -> None:
 
 def cast_output(output: Any, dtype: torch.dtype) -> Any:
     """Cast the model's output to ``Precision.output_dtype``. For the exceptions see there."""
-    named = output.get if isinstance(output, Mapping) else functools.partial(getattr, output)
+    # Not output.get, which warns of old names (transformers).
+    named = dict(output).get if isinstance(output, Mapping) else functools.partial(getattr, output)
     loss = named("loss", None)
-    kept = tensors_in(named("past_key_values", None))
+    kept = tensors_in([named(name, None) for name in ("cache", "past_key_values")])
     for tensor in tensors_in(output):
         if tensor.dtype is torch.float64 or (loss is not None and tensor is not loss and tensor.dim() > 0):
             kept.append(tensor)

@@ -282,6 +282,13 @@ class _Returning(nn.Module):
         return returned(self.layers(x))
 
 
+class _Renamed(dict[str, Any]):
+    """Warns of a field's old name, as transformers' outputs do."""
+
+    def get(self, *_: Any) -> Any:
+        raise AssertionError("past_key_values is deprecated")
+
+
 @on_ranks(1)
 def test_an_output_with_a_loss_keeps_its_logits_and_a_cache_stays_as_it_is(context: RankContext) -> None:
     """No memory for logits that no loss outside needs. float64 and integers stay."""
@@ -302,6 +309,7 @@ def test_an_output_with_a_loss_keeps_its_logits_and_a_cache_stays_as_it_is(conte
     assert dtypes(lambda t: CausalLMOutputWithPast(loss=t.mean(), logits=t)) == [SINGLE, BF16]
     assert dtypes(lambda t: {"loss": t.mean(1), "aux_loss": t.mean(), "logits": t}) == [SINGLE, SINGLE, BF16]
     assert dtypes(lambda t: CausalLMOutputWithPast(logits=t, past_key_values=((t + 1, t + 1),))) == [SINGLE, BF16, BF16]
+    assert dtypes(lambda t: _Renamed(logits=t, cache=(t + 1,))) == [SINGLE, BF16]
     assert dtypes(lambda t: (t.double(), t.argmax(1))) == [torch.float64, torch.int64]
 
 
