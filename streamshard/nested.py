@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from streamshard.errors import ShardingError
+from streamshard.torch_private import AsyncCollectiveTensor
 
 _DICTS = (dict, UserDict)
 _PLAIN = frozenset((type(None), str, int, float, bool))  # types of most arguments, besides tensors
@@ -125,6 +126,14 @@ def moved(value: Any, device: torch.device) -> Any:
     if any(tensor.device.type != "cpu" for tensor in tensors_in(value)):
         return value
     return map_tensors(value, lambda tensor: tensor.to(device))
+
+
+def waited(value: Any) -> Any:
+    """`value` without tensors that wait for a collective, as outputs of DTensors do.
+
+    A compiled layer loses the gradient of such an argument.
+    """
+    return map_tensors(value, lambda tensor: tensor.clone() if isinstance(tensor, AsyncCollectiveTensor) else tensor)
 
 
 def cast(value: Any, dtype: torch.dtype, kept: Sequence[torch.Tensor] = ()) -> Any:

@@ -6,6 +6,7 @@ Other modules do use private attributes of modules, tensors and optimizers (``_p
 
 Imported under torch's own names:
 
+- ``AsyncCollectiveTensor``: a tensor that waits for a functional collective when it is used.
 - ``AllgatherOptions``: an all-gather with a timeout of its own; ``dist.all_gather`` has no such argument.
 - ``FakeTensorMode``: runs a model with tensors that have no memory. On meta, attention and experts do not run.
 - ``OpOverload``: the type of the operations that a ``TorchDispatchMode`` sees.
@@ -31,6 +32,7 @@ from torch._dynamo.decorators import skip as skip
 from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions as AllgatherOptions  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout

@@ -36,7 +36,7 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
 from streamshard.guards.weights import advice, refuse_absent
-from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in
+from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in, waited
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
     AsTensors,
@@ -130,6 +130,8 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         return call_pass(
             handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
         )
+    if engine.ranks.n_parts > 1:
+        args, kwargs = untraced(waited, (args, kwargs))
     copies: Copies = []
     if handle.cast_dtype is not None:
         args, kwargs, copies = untraced(cast_inputs, args, kwargs, handle.cast_dtype)
@@ -158,12 +160,8 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
 def _attributes_in(layer: Any) -> list[Any]:
     """Attributes of the modules in `layer`: an auxiliary loss may be one."""
     modules = modules_inside(layer) if isinstance(layer, nn.Module) else ()
-    return [
-        value
-        for module in modules
-        for key, value in vars(module).items()
-        if key not in ("_parameters", "_buffers", "_modules")
-    ]
+    others = ("_parameters", "_buffers", "_modules")
+    return [value for module in modules for key, value in vars(module).items() if key not in others]
 
 
 def compute_in_fp32(module: nn.Module, edits: ModuleEdits) -> None:

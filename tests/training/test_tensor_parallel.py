@@ -48,7 +48,13 @@ from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.optim import WholeParameterOptimizer
 from tests.launched import ROOT
 from tests.ranks import RankContext, on_ranks
-from tests.reference import assert_same_state, assert_script_trained_like_plain, difference, full_weights
+from tests.reference import (
+    assert_same_state,
+    assert_script_trained_like_plain,
+    difference,
+    full_weights,
+    let_dynamo_look,
+)
 from tests.simulated import simulated_device
 
 WORDS, TOKENS, STEPS, CLIP = 33, 8, 4, 0.5
@@ -227,6 +233,17 @@ def test_different_batches_along_the_axis_raise_before_a_layer_runs(context: Ran
     sampler = DistributedSampler(range(8), world.dp.size(), world.dp.get_local_rank(), shuffle=False)
     model(torch.tensor([[*sampler]])).square().mean().backward()
     optimizer.step()
+
+
+@on_ranks(4)
+def test_compiled_layers_train_the_embedding_too(context: RankContext) -> None:
+    """Its output waits for a collective. FSDP2 drops its gradient, plain PyTorch raises."""
+    let_dynamo_look()
+    world = _mesh(2, 2)
+    model = _sharded(_made(), world)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    _assert_equal(_train(model, world.dp.get_local_rank(), 2), _train(_made()))
 
 
 @on_ranks(4)
