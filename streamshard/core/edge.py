@@ -145,6 +145,8 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
                 output = call(*args, **kwargs)
         else:
             output = call(*args, **kwargs)
+        if unit.is_streamed:
+            output = untraced(unit.weight_slot.without_weights, output)
     finally:
         untraced(phase.post_forward, unit)
     if copies:

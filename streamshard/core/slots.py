@@ -14,6 +14,7 @@ import torch
 
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.errors import StateError
+from streamshard.nested import map_tensors, tensors_in
 from streamshard.planning.memory import Category
 from streamshard.planning.structure import leave_inference_mode
 
@@ -158,6 +159,12 @@ class WeightSlot(_Slot):
             return 0 <= tensor.data_ptr() - self._first_byte < self.buffer.nbytes
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             return False
+
+    def without_weights(self, output: Any) -> Any:
+        """`output` of a layer, with copies of weights, and of views of weights: another unit takes the slot."""
+        if not any(map(self.holds, tensors_in(output))):
+            return output
+        return map_tensors(output, lambda tensor: tensor.clone() if self.holds(tensor) else tensor)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

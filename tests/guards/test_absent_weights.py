@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
+from tests.adversary import make_adversarial
 from tests.models import DIM, Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -227,6 +228,49 @@ def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContex
     assert kept.shape == (16, 16) and isinstance(kept, nn.Parameter)
     with pytest.raises(ShardingError, match="was read inside a forward and is used after it"):
         kept.norm()
+
+
+class Prompt(nn.Module):
+    """Returns its weight, or a view of it, as deep prompts do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM) / DIM)
+        self.returned: Callable[[Tensor], Any] = (Tensor.t, lambda weight: {"prompt": weight})[number % 2]
+
+    def forward(self) -> Any:
+        """[DIM, DIM]"""
+        return self.returned(self.weight)
+
+
+class Prompted(Stack):
+    """Reads each layer's prompt before the layer, and behind the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.ModuleList(map(Prompt, range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        earlier = x.new_zeros(DIM)
+        for layer, made in zip(self.layers, self.prompts, strict=True):
+            prompt = made()
+            prompt = prompt["prompt"] if isinstance(prompt, dict) else prompt
+            x = layer(x @ prompt) + earlier
+            earlier = prompt.mean(0)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("units", "slots"), [([Layer, Prompt], 2), ([Prompt], 2), ([Prompt], "all")])
+def test_a_streamed_layer_may_return_its_weight(context: RankContext, units: Any, slots: Any) -> None:
+    """Or a view of it: the code around it reads a copy, whatever has the slot by then. In evaluation too."""
+    model: Any = assert_trains_like_plain(context, Prompted, stack_step, units=units, weight_slots=slots)
+    plain, x = Prompted(), vector_batch(0, context.rank)
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), make_adversarial(model):
+            assert_same({"output": model(x)}, {"output": plain(x)}, mode.__name__)
 
 
 @on_ranks(2)
