@@ -10,20 +10,20 @@ buffers that are registered later.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.errors import ShardingError
+from streamshard.errors import CommunicationError, ShardingError
 from streamshard.forms import DTensorForm, form_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 
 class _Place(NamedTuple):
-    """Where a buffer is registered, and the shape and dtype that it has to keep."""
+    """Where a buffer is registered, and its shape and dtype when it was last sent."""
 
     owner: weakref.ref[nn.Module]
     key: str
@@ -66,7 +66,7 @@ class BufferSync:
             source: number of the rank that broadcasts its buffers.
 
         Raises:
-            ShardingError: a persistent buffer was removed, or has another shape or dtype.
+            ShardingError: a persistent buffer was removed, or has another shape or dtype on some ranks.
         """
         if self._is_due:
             self.sync(source)
@@ -79,23 +79,45 @@ class BufferSync:
     def sync(self, source: int) -> None:
         """Broadcast the persistent buffers of rank number `source` now. Collective."""
         try:
-            buffers = [self._find(name, place) for name, place in self._state.items()]
+            buffers = {name: self._find(name, place) for name, place in self._state.items()}
         except ShardingError as error:
             self._ranks.fail(str(error))  # others are about to broadcast
             raise
-        self._send(buffers, source)
+        known = ((name, place.shape, place.dtype) for name, place in self._state.items())
+        if changed := [name for name, *place in known if place != [buffers[name].shape, buffers[name].dtype]]:
+            self._agree({name: buffers[name] for name in changed})
+        self._send(buffers.values(), source)
+
+    def _agree(self, changed: Mapping[str, torch.Tensor]) -> None:
+        """Accept new shapes and dtypes, such as observers get in their first forward, if all ranks have the same.
+
+        Collective: a rank that has the old ones broadcasts meanwhile, and all ranks raise.
+        """
+        now = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in changed.items()]
+        try:
+            found = self._ranks.gather_objects(now)
+        except CommunicationError:
+            found = []  # the others do something else
+        if found != [now] * self._ranks.total_size:
+            alike = set(now).intersection(*found)
+            name = next((row[0] for row in now if row not in alike), now[0][0])
+            self._refuse(name, "has another shape or dtype by now, not the same on all ranks")
+        for name, buffer in changed.items():
+            self._state[name] = self._state[name]._replace(shape=buffer.shape, dtype=buffer.dtype)
 
     def _find(self, name: str, place: _Place) -> torch.Tensor:
         owner = place.owner()
         buffer = None if owner is None else owner._buffers.get(place.key)
-        if buffer is None or buffer.shape != place.shape or buffer.dtype is not place.dtype:
-            now = "is gone" if buffer is None else f"has become {tuple(buffer.shape)} {buffer.dtype}"
-            raise ShardingError(
-                f"buffer {name!r} was {tuple(place.shape)} {place.dtype} when the model was sharded, and {now}: ranks "
-                "broadcast the model's state. Keep its shape and dtype, or register it with persistent=False before "
-                "StreamShard(model) if each rank keeps its own"
-            )
-        return buffer
+        return buffer if buffer is not None else self._refuse(name, "is gone")
+
+    def _refuse(self, name: str, now: str) -> NoReturn:
+        place, (path, _, key) = self._state[name], name.rpartition(".")
+        owner = f"model.get_submodule({path!r})" if path else "model"
+        raise ShardingError(
+            f"buffer {name!r} was {tuple(place.shape)} {place.dtype}, and {now}: ranks broadcast persistent buffers. "
+            "Let all ranks change it alike. Or, before StreamShard(model), let each rank keep its own: "
+            f"{owner}.register_buffer({key!r}, {owner}.{key}, persistent=False)"
+        )
 
     def _send(self, buffers: Iterable[torch.Tensor], source: int) -> None:
         """Broadcast `buffers`, in one message for each dtype.

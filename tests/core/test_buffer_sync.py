@@ -233,22 +233,44 @@ def test_a_non_persistent_buffer_stays_each_ranks_own(context: RankContext) -> N
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("change", ["another shape", "gone"])
+def test_a_buffer_that_changes_alike_on_all_ranks_equals_ddps(context: RankContext) -> None:
+    """Observers of torch.ao get their shape in the first forward. Here each gives another shape and dtype."""
+
+    def change(model: Any, x: Tensor) -> None:
+        is_odd = model.table.dim() % 2
+        dtype = (torch.float32, torch.int32)[is_odd]
+        model.table = torch.full((1,) * (1 + is_odd), 2 + float(x[0, 0]), dtype=dtype)
+
+    assert_like_ddp(context, lambda: Table(change), with_evaluation)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", ["on rank 1", "differs", "gone"])
 def test_state_that_ranks_cannot_share_raises_on_all(context: RankContext, change: str) -> None:
-    """All ranks raise in the next forward, although only rank 1 has changed the buffer."""
+    """In the next forward. Rank 1, or all ranks that have changed the buffer, name it, with advice that works."""
 
     def change_it(model: Any, x: Tensor) -> None:
         if context.rank and change == "gone":
             del model.table
-        elif context.rank:
-            model.table = torch.zeros(2)
+        elif context.rank or change == "differs":
+            model.table = torch.ones((1,) * (1 + context.rank))
 
-    now = "is gone" if change == "gone" else r"has become \(2,\)"
-    message = rf"'table' was \(16,\) torch.float32 when .* {now}.*persistent=False"
+    now = "is gone" if change == "gone" else "has another shape or dtype by now, not the same"
+    advice = r"model.register_buffer\('table', model.table, persistent=False\)"
+    names_it = context.rank or change != "on rank 1"
+    message = rf"'table' was \(16,\) torch.float32, and {now}.*{advice}" if names_it else "ranks do not do the same"
+    kind = ShardingError if context.rank or change == "differs" else CommunicationError
     model: Any = StreamShard(Table(change_it), precision=FP32)
     model(vector_batch(0, context.rank)).sum().backward()
-    with pytest.raises(ShardingError if context.rank else CommunicationError, match=message):
+    with pytest.raises(kind, match=message):
         model(vector_batch(1, context.rank)).sum().backward()
+    if change == "differs":
+        model = Table(change_it)
+        model.register_buffer("table", model.table, persistent=False)
+        model = StreamShard(model, precision=FP32)
+        for step in range(2):
+            model(vector_batch(step, context.rank)).sum().backward()
+        assert model.table.dim() == 1 + context.rank
 
 
 REFUSED: dict[str, Callable[[], Tensor]] = {
