@@ -144,7 +144,10 @@ def _problem_with(param: nn.Parameter) -> str | None:
             "was built, without fully_shard, quantization or enable_fsdp_float8_all_gather before"
         )
     if not form.is_packed and param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"is {param.dtype}: main weights are fp32, so only fp32, bf16 and fp16 parameters can be sharded"
+        instead = "register the real and the imaginary part" if param.is_complex() else "register it as a buffer"
+        if param.dtype is torch.float64:
+            instead = 'StreamShard(model.float(), precision="fp32") trains it in fp32, and casts its inputs'
+        return f"is {param.dtype}: wanted fp32, bf16 or fp16, since main weights are fp32: {instead}"
     if "_local_type" in vars(param):
         return (
             "has a type of spmd_types, which says how ranks cut it: StreamShard reads DTensors on one mesh axis "
