@@ -390,18 +390,30 @@ _RIGHT = (
     "of a tensor without gradient. Operations along a dimension need full rows or columns"
 )
 _MADE = "p.detach().clone() and torch.zeros_like(p) are pieces"
-_CUT = "Tensor and expert parallelism come first: parallelize the model before StreamShard(model)"
 _NO_GRAPH = f"Layers use all-gathered copies, so no graph has a sharded parameter: {CALL_BACKWARD}"
+_COMPUTE = (
+    "If a loss needs it, compute in a method of the model, and call streamshard.register_forward_method(model, "
+    "'method') once. Else compute inside `with model.summon_full_params():`, where tensors are full"
+)
+_WHY = {
+    "backward": _NO_GRAPH,
+    "grad": f"{_NO_GRAPH}. For the gradient of a weight by itself (an adaptive loss weight) let the layer compute with "
+    "copy = weight.clone(), and return the copy too: torch.autograd.grad(loss, copy, retain_graph=True)",
+    "register_hook": "Its gradient is made by a reduction, not in a graph. Call register_post_accumulate_grad_hook on "
+    "all ranks: the hook gets the parameter, and param.grad.norm() in it is the norm of the full gradient",
+    "chunk": "Tensor and expert parallelism come first: parallelize the model before StreamShard(model)",
+}
 
 
 def refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> NoReturn:
     """Raise because `func` needs elements of other ranks."""
     name, piece = name_of(func).strip("_"), tensor.piece
-    why = why or {"backward": _NO_GRAPH, "grad": _NO_GRAPH, "chunk": _CUT}.get(name, _RIGHT)
-    instead = "Call the model instead, or compute inside `with model.summon_full_params():`, where tensors are full"
+    if not why and name in _WHY:
+        why = _WHY[name]
+    elif piece.is_weight:
+        why = f"{why or _RIGHT}. {_COMPUTE}"
     raise ShardingError(
-        f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why}"
-        + (f". {instead}" if piece.is_weight else "")
+        f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why or _RIGHT}"
     )
 
 
@@ -410,6 +422,7 @@ def _refuse_saving(func: Callable[..., Any], tensor: ShardedTensor, args: Any, k
         f"{tensor.piece.what} is one rank's piece of {tensor.piece.shape} and is not saved as if it were full. Call on "
         "all ranks instead, to save a run, streamshard.save_checkpoint(directory, model, optimizer); for full weights, "
         "model.full_state_dict() or streamshard.export_safetensors(model, directory)"
+        + (f". {_COMPUTE}" if name_of(func) == "data_ptr" else "")  # kernels ask for it too
     )
 
 

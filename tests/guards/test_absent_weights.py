@@ -362,3 +362,75 @@ def test_a_registered_method_is_a_forward(context: RankContext, settings: str) -
         return model
 
     assert_trains_like_plain(context, build, step, **SETTINGS[settings])
+
+
+class HeadAndLoss(torch.autograd.Function):
+    """The mean of squares of x @ w.T, fused, as cut cross entropy is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """[rows, DIM], [1, DIM] -> []"""
+        ctx.save_for_backward(x, weight)
+        return (x @ weight.t()).square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Of the input, and of the weight"""
+        x, weight = ctx.saved_tensors
+        out = grads[0] * 2 * (x @ weight.t()) / len(x)
+        return out @ weight, out.t() @ x
+
+
+class Fused(Stack):
+    """Returns hidden states; the training loop computes head and loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, DIM]"""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def loss(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> []"""
+        return HeadAndLoss.apply(self(x), self.head.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@on_ranks(2)
+def test_a_loss_that_reads_a_weight_outside_is_told_to_be_a_registered_method(context: RankContext) -> None:
+    """The advice trains as plain PyTorch does."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        if isinstance(model, StreamShard) and "loss" not in vars(model):
+            with pytest.raises(ShardingError, match=r"'head\.weight'.*register_forward_method\(model, 'method'\)"):
+                HeadAndLoss.apply(model(vector_batch(0, 0)), model.head.weight)  # type: ignore[no-untyped-call]
+            register_forward_method(model, "loss")
+        return call.backward(model.loss(vector_batch(call.step, call.rank)))
+
+    assert_trains_like_plain(context, Fused, step)
+
+
+class Adaptive(Stack):
+    """Returns a copy of its last weight, with which it computes."""
+
+    def forward(self, x: Tensor) -> Any:
+        """[rows, DIM] -> [rows, 1], [1, DIM]"""
+        for layer in self.layers:
+            x = layer(x)
+        copy = self.head.weight.clone()
+        return F.linear(x, copy, self.head.bias), copy
+
+
+@on_ranks(2)
+def test_two_losses_are_weighed_by_their_gradients_of_a_weight(context: RankContext) -> None:
+    """As VQGAN does: each rank by its own. The error says how."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        out, copy = model(vector_batch(call.step, call.rank))
+        losses = out.square().mean(), (out - 1.0).abs().mean()
+        if isinstance(model, StreamShard):
+            with pytest.raises(ShardingError, match=r"copy = weight\.clone\(\), and return the copy"):
+                torch.autograd.grad(losses[0], model.head.weight, retain_graph=True)
+        first, second = (torch.autograd.grad(loss, copy, retain_graph=True)[0].norm() for loss in losses)
+        return call.backward(losses[0] + first / second * losses[1])
+
+    assert_trains_like_plain(context, Adaptive, step)

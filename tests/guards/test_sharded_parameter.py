@@ -20,7 +20,7 @@ from streamshard import Precision, ShardingError, StreamShard
 from streamshard.optim import elementwise
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, assert_trains_like_plain, case, piece_of
+from tests.reference import Call, assert_trains_like_plain, built, case, piece_of
 
 FP32 = Precision(param_dtype=torch.float32)
 DIM = 8
@@ -242,6 +242,14 @@ REFUSED: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
 }
 
 
+ADVICE = {
+    "data": r"load_state_dict.*summon_full_params\(",
+    "backward": r"call loss\.backward\(\) without inputs=",
+    "gradients of copies": r"copy = weight\.clone\(\)",
+    "a hook": "register_post_accumulate_grad_hook",
+}
+
+
 @on_ranks(2)
 def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> None:
     """Also where the shapes of pieces fit, through lists, with a graph and without; nothing has changed."""
@@ -252,10 +260,26 @@ def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> 
         with pytest.raises(ShardingError) as raised:
             use(named["0.linear.weight"], named["1.linear.bias"], named)
             pytest.fail(name)
-        wanted = "one rank" if "save" in name or "copy" in name else r"parameter '[01]\.linear\..*summon_full_params\("
+        advice = ADVICE.get(name, r"register_forward_method\(model, 'method'\).*summon_full_params\(")
+        wanted = "one rank" if "save" in name or "copy" in name else rf"parameter '[01]\.linear\..*{advice}"
         assert re.search(wanted, str(raised.value)), (name, raised.value)
     after = model.full_state_dict(rank0_only=False)
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@on_ranks(2)
+def test_hooks_after_accumulation_see_norms_of_full_gradients(context: RankContext) -> None:
+    """As the error of `register_hook` says, for loggers."""
+    plain: Any = built()
+    model: Any = StreamShard(built(), precision=FP32)
+    with pytest.raises(ShardingError, match=r"on all ranks.*param\.grad\.norm\(\) in it is the norm of the full"):
+        model.head.weight.register_hook(torch.norm)
+    noted: list[list[float]] = [[], []]
+    for each, norms in zip((plain, model), noted, strict=True):
+        for param in each.parameters():
+            param.register_post_accumulate_grad_hook(lambda p, norms=norms: norms.append(float(p.grad.norm())))
+        each(vector_batch(0, 0)).square().mean().backward()
+    assert sorted(noted[1]) == pytest.approx(sorted(noted[0]), rel=1e-5)
 
 
 _INIT = "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ ones_ zeros_"
