@@ -276,13 +276,13 @@ def _check_module(module: nn.Module) -> None:
         raise ShardingError(f"StreamShard takes an nn.Module, got {type(module).__name__}")
     for name, child in modules_of(module):
         name = name or type(module).__name__
-        if handle_of(child) is not None:
-            raise ShardingError(f"{name!r} is already sharded: StreamShard takes a model once")
+        if (handle := handle_of(child)) is not None:
+            once = "and StreamShard takes a model once: leave it as it is, or shard only the module around it"
+            part = "as a part of another model: give this one a copy.deepcopy of it, made before either is sharded"
+            raise ShardingError(f"{name!r} is already sharded, {once if handle.is_root else part}")
         if isinstance(child, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise ShardingError(
-                f"{name!r} is a {type(child).__name__}, which reduces gradients too: leave it out, and shard the model "
-                "that it was given"
-            )
+            what = f"{name!r} is a {type(child).__name__}, which reduces gradients too"
+            raise ShardingError(f"{what}: leave it out, and shard the model that it was given")
         if any(kind.__name__ == "FSDPModule" for kind in type(child).__mro__):
             raise ShardingError(
                 f"{name!r} was given to fully_shard, whose parameters are DTensors on its own mesh: leave fully_shard "

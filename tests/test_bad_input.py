@@ -89,9 +89,22 @@ def test_a_sharded_model_is_not_sharded_again(context: RankContext) -> None:
     with pytest.raises(ShardingError, match="already sharded"):
         StreamShard(model.blocks[0], precision=FP32)
     outer = nn.Sequential(nn.Embedding(4, 4), model)
-    with pytest.raises(ShardingError, match=r"(?s)1.*already sharded"):
+    with pytest.raises(ShardingError, match=r"(?s)1.*already sharded.*shard only the module around it"):
         StreamShard(outer, precision=FP32)
     lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
+@on_ranks(2)
+def test_two_models_share_a_frozen_module_by_a_copy(context: RankContext) -> None:
+    """The error of the second model says so."""
+    stacks = Stack(), Stack()
+    stacks[1].layers[0] = stacks[0].layers[0].requires_grad_(False)
+    own = copy.deepcopy(stacks[0].layers[0])
+    assert_trains(context, stacks[0])
+    with pytest.raises(ShardingError, match="'layers.0' is already sharded, as a part of another .*copy.deepcopy"):
+        StreamShard(stacks[1])
+    stacks[1].layers[0] = own
+    assert_trains(context, stacks[1])
 
 
 @on_ranks(2)

@@ -335,8 +335,8 @@ def _need_weights(engine: Engine, use: Use, grads: object = None) -> None:
         return
     if torch.is_grad_enabled() and unit.weight_slot.is_shared:
         raise ShardingError(
-            f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
-            "gradients cannot be differentiated again. Slots for all layers keep the weights: weight_slots='all'"
+            f"backward with create_graph=True through {unit.name!r}, whose weights leave their slot afterwards: take "
+            "gradients of inputs, torch.autograd.grad(loss, inputs, create_graph=True), with weight_slots='all'"
         )
     _begin_backward(engine).need(use)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -197,17 +198,12 @@ def _closure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
 def _refuse_unknown(optimizer: Optimizer) -> None:
     """Raise unless every element's update is known to depend on that element alone, or on its block."""
     kind, name = type(optimizer), full_name(type(optimizer))
-    run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
     pieces = [*filter(None, map(piece_of, params_in(optimizer.param_groups)))]  # one rank has whole parameters
-    how = f"To step whole parameters, each on one rank, write optimizer = {run}"
-    if any(piece.box for piece in pieces):
-        how = "No rank can step whole DTensors: take another optimizer, such as torch.optim.AdamW"
     if pieces and not is_elementwise_class(kind):
         raise ShardingError(
             f"{name} is not known to work element by element, and each rank has pieces of parameters. "
-            f"{how}. If the update of each element depends on that "
-            f"element's gradient, weight and state alone, declare it: streamshard.optim.elementwise({kind.__name__}). "
-            "An optimizer that shards its state, such as ZeroRedundancyOptimizer, is not needed: use its inner class"
+            f"{_how_to_step(kind, has_parts=any(piece.box for piece in pieces))}. An optimizer that shards its state, "
+            "such as ZeroRedundancyOptimizer, is not needed: use its inner class"
         )
     asked = getattr(optimizer, "args", None) if name.startswith("bitsandbytes.") else None
     is_clipping = getattr(asked, "max_unorm", 0.0) > 0.0 or getattr(asked, "percentile_clipping", 100) < 100
@@ -219,6 +215,22 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
     if works_in_blocks(kind):
         _refuse_on_host(optimizer, params_in(optimizer.param_groups), "keeps state in blocks of elements")
         _refuse_other_blocks(optimizer, name, getattr(asked, "min_8bit_size", BLOCK_NUMEL))
+
+
+def _how_to_step(kind: type[Optimizer], *, has_parts: bool) -> str:
+    """What to do with an optimizer that is not known, for messages. `has_parts`: it steps parts of DTensors."""
+    run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
+    whole = f"To step whole parameters, each on one rank, write optimizer = {run}"
+    other = "take another optimizer, such as torch.optim.AdamW"
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        whole = f"It steps with a closure, so no rank can step whole parameters by itself: {other}"
+    elif has_parts:
+        whole = f"No rank can step whole DTensors: {other}"
+    declared = "If the update of each element depends on that element's gradient, weight and state alone, declare it: "
+    declared += f"streamshard.optim.elementwise({kind.__name__})"
+    is_subclass = any(map(is_elementwise_class, kind.__mro__[1:]))
+    return f"{declared}. {whole}" if is_subclass else f"{whole}. {declared}"
 
 
 def _refuse_other_blocks(optimizer: Optimizer, name: str, least_numel: int) -> None:

@@ -401,7 +401,8 @@ _WHY = {
     "copy = weight.clone(), and return the copy too: torch.autograd.grad(loss, copy, retain_graph=True)",
     "register_hook": "Its gradient is made by a reduction, not in a graph. Call register_post_accumulate_grad_hook on "
     "all ranks: the hook gets the parameter, and param.grad.norm() in it is the norm of the full gradient",
-    "chunk": "Tensor and expert parallelism come first: parallelize the model before StreamShard(model)",
+    "chunk": "Leave fully_shard out. Tensor and expert parallelism come first: parallelize the model before "
+    "StreamShard(model)",
 }
 
 

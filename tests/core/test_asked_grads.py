@@ -117,8 +117,21 @@ def test_create_graph_through_a_sharded_model_raises(context: RankContext) -> No
     """A penalty on the gradient of the input, taken outside: weights have left their slots."""
     model = StreamShard(Stack(), precision=FP32)
     x = vector_batch(0, context.rank).requires_grad_()
-    with pytest.raises(ShardingError, match="create_graph=True"):
+    with pytest.raises(ShardingError, match="create_graph=True.*with weight_slots='all'"):
         torch.autograd.grad(_loss(model, x), x, create_graph=True)
     model.zero_grad()
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     assert all(grad is not None for grad in full_grads(model).values())
+
+
+@on_ranks(2)
+def test_a_penalty_on_gradients_of_inputs_trains_with_slots_for_all_layers(context: RankContext) -> None:
+    """As the error says; taken outside of the forward."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        x = vector_batch(call.step, call.rank).requires_grad_()
+        loss = _loss(model, x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return call.backward(loss + 0.1 * slope.square().sum())
+
+    assert_trains_like_plain(context, Stack, step, weight_slots="all")

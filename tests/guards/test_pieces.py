@@ -302,7 +302,7 @@ def _replica(model: Any) -> object:
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], object]] = {
-    r"chunk\(\) of parameter 'layers": _fully_shard,
+    r"chunk\(\) of parameter 'layers.*Leave fully_shard out": _fully_shard,
     r"chunk\(\) of parameter 'layers\.1": _fully_shard_a_layer,
     "FSDP around Stack, which StreamShard has sharded": _fsdp,
     "DataParallel around Stack, which StreamShard has sharded": _replica,
