@@ -369,7 +369,7 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str], parts: set[str]) ->
     firsts, *others = map(set, ranks.gather_objects(on_meta))
     if lost := parts.intersection(firsts.union(*others) - firsts.intersection(*others)):
         raise RankMismatchError(
-            f"{min(lost)!r}, a DTensor, is on the meta device on some ranks only: each has its part"
+            f"{min(lost)!r}, a DTensor, is on the meta device on some ranks only: load each rank's part, or none"
         )
     if lost := firsts.difference(firsts.intersection(*others)):
         raise RankMismatchError(

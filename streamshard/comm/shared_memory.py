@@ -371,10 +371,10 @@ class SharedMemoryTransport(PairwiseTransport):
                 passed.
         """
         for rank in missing:
-            has_died = self._buffers[rank].has_died()
+            has_ended, has_left = self._buffers[rank].has_died(), self._buffers[rank].gone[0]  # in this order
             # Read the counter once more: the rank may have reached the count just before it ended.
-            if (has_died or self._buffers[rank].gone[0]) and self._buffers[rank].counters[counter] < count:
-                raise RuntimeError(f"rank {rank} has {'died' if has_died else 'left, or has failed'}")
+            if (has_ended or has_left) and self._buffers[rank].counters[counter] < count:
+                raise RuntimeError(f"rank {rank} has {'left, or has failed' if has_left else 'died'}")
         if self.recorder.difference is not None:
             raise RuntimeError(self.recorder.difference)
         if is_late:

@@ -141,7 +141,8 @@ def follow_model(optimizer: Optimizer) -> None:
         now = [successor(param) for param in group["params"]]
         for param, other in zip(group["params"], now, strict=True):
             if other is not param and optimizer.state.get(param):
-                raise ShardingError(f"{full_name(type(optimizer))} has stepped DTensors before StreamShard(model)")
+                what = f"{full_name(type(optimizer))} has stepped DTensors before StreamShard(model)"
+                raise ShardingError(f"{what}: make the optimizer of model.parameters() afterwards")
         group["params"] = now
 
 

@@ -321,6 +321,17 @@ def test_a_rank_that_exits_after_its_part_is_not_reported(context: RankContext) 
     dist.barrier()
 
 
+@on_ranks(2)
+def test_a_rank_that_came_to_its_end_has_not_died(context: RankContext) -> None:
+    """It says that it leaves, and then its process ends."""
+    transport = _shared(sharded("plain", FP32))
+    other = transport._buffers[1 - context.rank]
+    count = other.counters[Counter.READ] + 1
+    patches = mock.patch.object(other, "has_died", lambda: True), mock.patch.object(other, "gone", [1])
+    with patches[0], patches[1], pytest.raises(RuntimeError, match="has left, or has failed"):
+        transport._await(Counter.READ, count)
+
+
 def _die(context: RankContext, where: str) -> str:
     model: Any = StreamShard(Stack(), precision=Precision())
     model(vector_batch(0, context.rank)).sum().backward()
