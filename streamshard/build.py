@@ -281,8 +281,8 @@ def _check_module(module: nn.Module) -> None:
             part = "as a part of another model: give this one a copy.deepcopy of it, made before either is sharded"
             raise ShardingError(f"{name!r} is already sharded, {once if handle.is_root else part}")
         if isinstance(child, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            what = f"{name!r} is a {type(child).__name__}, which reduces gradients too"
-            raise ShardingError(f"{what}: leave it out, and shard the model that it was given")
+            what = f"{name!r} is a {type(child).__name__}, which reduces gradients too: leave it out"
+            raise ShardingError(f"{what}, and shard the model that it was given")
         if any(kind.__name__ == "FSDPModule" for kind in type(child).__mro__):
             raise ShardingError(
                 f"{name!r} was given to fully_shard, whose parameters are DTensors on its own mesh: leave fully_shard "
