@@ -58,9 +58,8 @@ class Loaded(dict[str, Any]):
         self.by_rank = dict(by_rank)
 
     def __missing__(self, key: str) -> NoReturn:
-        raise KeyError(f"{key!r} differs between the ranks that saved it: see by_rank" if key in self.by_rank else key)
-
-    def __missing__(self, key: str) -> NoReturn:
+        if key in self.by_rank:
+            raise KeyError(f"{key!r} differs between the ranks that saved it: see by_rank")
         there = f"the checkpoint's keys are {list(self)}" if self else "the checkpoint was saved without extra"
         raise KeyError(f"{key!r}: {there}{did_you_mean(key, self)}")
 
