@@ -142,6 +142,9 @@ def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> d
     return {**rest, "class": class_name(optimizer), "param_groups": groups, "shared": shared}
 
 
+_CHANGE_NO_NUMBER = ("foreach", "fused")  # options that choose a kernel
+
+
 def join_parts(name: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """JSON of the optimizer, with the state of all parameters.
 
@@ -158,7 +161,9 @@ def join_parts(name: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for rank, saved in enumerate(parts):
         groups = dict(enumerate(saved["param_groups"]))
         found: dict[tuple[str, str], Any] = {("the optimizer", "number of groups"): len(groups)}
-        found |= {(f"group {number}", key): each for number, own in groups.items() for key, each in own.items()}
+        for number, own in groups.items():
+            options = {**own, "params": sorted(own["params"])}
+            found |= {(f"group {number}", key): each for key, each in options.items() if key not in _CHANGE_NO_NUMBER}
         found |= {(param, "has stepped"): bool(each) for param, each in saved["state"].items()}
         found |= {(param, key): each for param, own in saved["state"].items() for key, each in own.items()}
         for (where, key), value in found.items():

@@ -34,6 +34,11 @@ def _sets_lr_by_its_own_loss(optimizer: Any, rank: int) -> None:
         schedule.step(loss if rank else loss / (1 + schedule.last_epoch))
 
 
+def _has_another_order(optimizer: Any, rank: int) -> None:
+    if rank:
+        optimizer.param_groups[0]["params"].reverse()
+
+
 _SOME = r"optimizer: '{}' of group 0 is {} on rank 0 and {} on rank 1"
 
 
@@ -45,6 +50,8 @@ _SOME = r"optimizer: '{}' of group 0 is {} on rank 0 and {} on rank 1"
         (_adamw, {"betas": (0.9, 0.99)}, _SOME.format("betas", r"\[0.9, 0.999\]", r"\[0.9, 0.99\]")),
         (_adamw, {"lr": torch.tensor(0.5)}, _SOME.format("lr", "0.01", "0.5")),
         (_adamw, {"kind": "head"}, ""),
+        (_adamw, {"foreach": False}, ""),
+        (_adamw, _has_another_order, ""),
         (_adamw, {"lr": 0.01 * (1 + 1e-15)}, ""),
         (_muon, {"weight_decay": 0.0}, _SOME.format("weight_decay", "0.1", "0.0")),
     ],
@@ -52,7 +59,7 @@ _SOME = r"optimizer: '{}' of group 0 is {} on rank 0 and {} on rank 1"
 def test_options_that_differ_between_ranks_are_named_before_anything_is_written(
     context: RankContext, tmp_path: Path, build: Any, change: Any, message: str
 ) -> None:
-    """The run goes on, and saves with options that are the same. An option of one rank alone changes no step."""
+    """The run goes on, and saves with options that are the same. An option of one rank alone, a kernel and an order change no step."""
     model = sharded_model()
     optimizer = build(model)
     train_stack(model, optimizer, context, steps=1)
@@ -70,6 +77,7 @@ def test_options_that_differ_between_ranks_are_named_before_anything_is_written(
         optimizer.param_groups[0].update(before)
         train_stack(model, optimizer, context, first=1, steps=1)
     save_checkpoint(tmp_path, model, optimizer)
+    full_optimizer_state_dict(model, optimizer)
 
 
 @on_ranks(2)
