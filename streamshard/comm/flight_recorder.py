@@ -45,8 +45,10 @@ _LOGS_WITHIN_S = 1.5  # after an error, the longest wait for the logs of other r
 _ADVICE = (
     "All ranks have to call forward (evaluation and generate() too), backward, norms, and functions that collect or "
     "save weights (so not inside `if accelerator.is_main_process`), and run layers in the same order; they may skip "
-    "layers. If some ranks alone repeat or reorder the layers of a module, such as an image tower: StreamShard(model, "
-    "resident=['visual']). If inputs run out on some ranks first: torch.distributed.algorithms.Join([model])"
+    "layers. So conditions, such as the best loss so far, have to be the same on all ranks: reduce their numbers over "
+    "ranks. If some ranks alone repeat or reorder the layers of a module, such as an image tower or a recurrent cell: "
+    "StreamShard(model, resident=['visual']). If inputs run out on some ranks first: "
+    "torch.distributed.algorithms.Join([model])"
 )
 
 

@@ -62,7 +62,7 @@ class RankGroup:
         streams: the streams of the ranks' device; None: the CPU's.
         stream: the stream on which the ranks communicate.
         meeting: the name of an exchange, in errors.
-        timeout: of an exchange; None: `CONTROL_TIMEOUT`. With a timeout there is no watchdog: a disk may be slow.
+        timeout: of an exchange; None: `CONTROL_TIMEOUT`.
 
     Attributes:
         rank: this rank's number in its replica, of `world_size`.
@@ -95,7 +95,7 @@ class RankGroup:
         self._meeting = meeting
         self._timeout = timeout
         self.recorder = FlightRecorder(group, has_streams=self.streams.has_streams)
-        if timeout is None and self.total_size > 1:
+        if self.total_size > 1:
             _watchdog.watch(self)
 
     @property

@@ -59,7 +59,7 @@ _SOME = r"optimizer: '{}' of group 0 is {} on rank 0 and {} on rank 1"
 def test_options_that_differ_between_ranks_are_named_before_anything_is_written(
     context: RankContext, tmp_path: Path, build: Any, change: Any, message: str
 ) -> None:
-    """The run goes on, and saves with options that are the same. An option of one rank alone, a kernel and an order change no step."""
+    """The run goes on, and saves with options that are the same. Options that change no step may differ."""
     model = sharded_model()
     optimizer = build(model)
     train_stack(model, optimizer, context, steps=1)

@@ -293,6 +293,25 @@ def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
             call(model)
 
 
+@on_ranks(2)
+def test_a_rank_that_stands_still_in_a_background_save_is_reported(context: RankContext) -> None:
+    """A save in the background has a timeout of its own, after half an hour."""
+    store, timeout = dist.distributed_c10d._get_default_store(), datetime.timedelta(minutes=2)
+    with _warnings() as told:
+        ranks = RankGroup(_world(), meeting="saving in the background", timeout=timeout)
+        ranks.gather_bytes(b"")
+        if context.rank == 0:
+            thread = threading.Thread(target=ranks.gather_bytes, args=(b"",))
+            thread.start()
+            found = told.get(timeout=60)
+            store.set("rank 0 was told", "")
+            assert re.search("waited for .* in saving in the background .*: rank 1 has not come", found), found
+            thread.join()
+        else:
+            store.wait(["rank 0 was told"], timeout)
+            ranks.gather_bytes(b"")
+
+
 @on_ranks(1)
 def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> None:
     """After 30, 60 and 120 seconds."""
