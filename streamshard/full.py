@@ -204,6 +204,27 @@ def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], fail
             )
 
 
+def warn_of_different_copies(engine: Engine) -> None:
+    """Warn if ranks along the axis of DTensors differ in a parameter of which each has a copy. Collective."""
+    ranks = engine.ranks
+    if ranks.n_parts == 1:
+        return
+    if engine.host is not None:
+        engine.host.settle()
+    copies = [param for param in engine.params if not param.piece.box]
+    first: dict[int, tuple[int, list[int]]] = {}
+    sums = sums_of_bits(data_of(param.sharded).as_subclass(torch.Tensor) for param in copies)
+    for rank, (axis, theirs) in enumerate(ranks.gather_objects((ranks.axis, sums))):
+        number, wanted = first.setdefault(axis, (rank, theirs))
+        if differing := [param.name for param, *both in zip(copies, theirs, wanted, strict=True) if len({*both}) > 1]:
+            engine.warn_once(
+                f"ranks {number} and {rank} of the model, which have parts of the same tensors, have other values of "
+                f"{differing[0]!r}, of which each has a copy, and the checkpoint has one of them: have these ranks got "
+                "other batches or random numbers? All ranks along the axis have equal copies again after "
+                "load_checkpoint"
+            )
+
+
 def _refuse_step(params: set[nn.Parameter], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(param in params for group in optimizer.param_groups for param in group["params"]):
         raise ShardingError(f"{type(optimizer).__name__}.step() inside summon_full_params(): step before or after")

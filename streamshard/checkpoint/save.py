@@ -39,6 +39,7 @@ from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ran
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, log, warn_user
+from streamshard.full import warn_of_different_copies
 from streamshard.guards.sharded_parameter import is_unreduced
 from streamshard.guards.sharded_tensor import piece_of
 
@@ -115,6 +116,8 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
 
     ranks = parts.engine.ranks
     refuse_differences("save_checkpoint", ranks.gather_results(f"save to {root}", begin))
+    for _, engine in parts.models.values():
+        warn_of_different_copies(engine)
     return step if step is not None else run_on_first(ranks, f"save to {root}", lambda: next_number(root))
 
 

@@ -247,6 +247,21 @@ def test_compiled_layers_train_the_embedding_too(context: RankContext) -> None:
 
 
 @on_ranks(4)
+def test_copies_that_have_drifted_apart_are_named_by_a_save(context: RankContext, tmp_path: Path) -> None:
+    """Each rank along "tp" has changed a norm alone. The checkpoint, loaded, makes the copies equal."""
+    model, optimizer = _run_of(world := _mesh(2, 2), 0)
+    save_checkpoint(tmp_path, model, optimizer)
+    with torch.no_grad():
+        model.norm.weight.add_(world.tp.get_local_rank())
+    told = r"ranks 0 and 1 of the model, .* other values of 'norm\.weight'.* after load_checkpoint"
+    with pytest.warns(UserWarning, match=told) if context.rank == 0 else contextlib.nullcontext():
+        save_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(tmp_path, model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer)
+    assert bool((model.full_state_dict(rank0_only=False)["norm.weight"] == 1.0).all())
+
+
+@on_ranks(4)
 def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
     """As a user starts it, on two replicas of two parts."""
     model, norms = _example()["main"](STEPS, 2, 2)
