@@ -130,14 +130,6 @@ class SimulatedEvent:
         """Milliseconds until `later`."""
         return later.clock_ms - self.clock_ms
 
-    def query(self) -> bool:
-        """Whether it is reached."""
-        if self.stream is not None and any(tick < self.tick for tick, _ in self.stream._held):
-            return False
-        if self._host is not None:
-            self._host.learn(self)
-        return True
-
     def synchronize(self) -> None:
         """The host waits until it is reached."""
         if self.stream is not None:

@@ -149,13 +149,12 @@ class Reductions:
         """Let the compute stream wait for all reductions, and set ``.grad``.
 
         Args:
-            follows_step: see `UsedParams`.
+            follows_step: see `UsedParams.start`.
 
         Returns:
             The parameters that have a new gradient.
         """
-        self.used.follows_step = follows_step
-        self.complete(sends_flags=True)
+        self.complete(follows_step)
         used = self.used.finish()
         given: list[nn.Parameter] = []
         for unit in self._units:
@@ -164,19 +163,20 @@ class Reductions:
                 given += unit.give(flags)
         return given
 
-    def complete(self, *, sends_flags: bool = False) -> None:
+    def complete(self, follows_step: bool | None = None) -> None:
         """Let the compute stream wait for all reductions and averages under way.
 
         Args:
-            sends_flags: start the exchange of `used`, behind these: the compute stream need not wait for it.
+            follows_step: start the exchange of `used` with it, behind these: the compute stream need not wait for it.
+                None: no exchange.
         """
         with self._finishing:
             if self.replicas is not None:
                 self.replicas.finish()
             works, self._under_way = self._under_way, []
             self._done.record(*works)
-            if sends_flags:
-                self.used.start()
+            if follows_step is not None:
+                self.used.start(follows_step)
             self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced
 
 
@@ -191,9 +191,6 @@ class UsedParams:
         ranks: the shard group, the first stage.
         ledger: allocates uint8, see `Transport.start_flags`.
         replicas: the replicate axis, the second stage; None on a 1-D mesh.
-
-    Attributes:
-        follows_step: an optimizer has stepped since the last exchange.
     """
 
     def __init__(
@@ -210,10 +207,10 @@ class UsedParams:
             count = stage.transport.flags_numel(count)
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
-        self.follows_step = True
         self._steps: torch.Tensor | None = None  # on a device: the last two flags of all ranks, on the host
         self._seen: Any = None  # the same memory, as NumPy sees it
         self._event: Any = None  # on a device: they have arrived there
+        self._are_mixed = False  # on a device: both were set, when the host looked last
         self._exchanging = ranks.waiting("the exchange of which parameters were used")
         self._tag = sum(len(unit.flat_params) for unit in units)  # behind the tags of the flat parameters
         self._written = [
@@ -224,8 +221,12 @@ class UsedParams:
             Fence(ranks.streams, Rule.RESULTS_ARRIVED, stage.stream, "everybody's flags") for stage in self._stages
         ]
 
-    def start(self) -> None:
-        """Start to tell the other ranks which parameters had a gradient on this rank."""
+    def start(self, follows_step: bool) -> None:
+        """Start to tell the other ranks which parameters had a gradient on this rank.
+
+        Args:
+            follows_step: an optimizer has stepped on this rank since the last exchange.
+        """
         if not self._stages:
             return
         if self._sent and self._ranks.streams.has_streams:
@@ -233,7 +234,7 @@ class UsedParams:
         flags: list[bool] = []
         for unit in self._units:
             flags += map(use_of, unit.params)
-        flags += self.follows_step, not self.follows_step
+        flags += follows_step, not follows_step
         with self._exchanging:
             if flags != self._sent:  # else the last exchange has sent the same
                 self._arrived[0].wait()  # rule 6: the last exchange, also of other ranks, has read the flags
@@ -289,30 +290,33 @@ class UsedParams:
         return self._flags[-1].view(-1, self._flags[0].numel())
 
     def _fetch_steps(self) -> None:
-        """On a device, copy the two flags of the last exchange, which is long over, to the host."""
+        """On a device: look at the two flags that the last call has copied, and copy those of the last exchange.
+
+        The device comes to a copy only after the backward in which it was issued. By the next backward it has arrived,
+        unless the host is a whole step ahead, which then waits. So all ranks see it in the same backward.
+        """
         self._arrived[-1].wait()  # rule 7
         streams, flags = self._ranks.streams, self._anywhere()[:, -2:].amax(0)
         if self._steps is None:
             self._steps = torch.zeros(2, dtype=torch.uint8, pin_memory=flags.device.type != "cpu")
             self._seen, self._event = self._steps.numpy(), streams.module.Event()
+        else:
+            self._event.synchronize()
+            self._are_mixed = bool(self._seen.all())
         self._steps.copy_(flags, non_blocking=True)
         self._event.record(streams.device_stream(StreamName.COMPUTE))
 
     def refuse_out_of_step(self) -> None:
         """Raise on all ranks if some have stepped since the exchange before, and others have not.
 
-        On a device this looks at an earlier exchange, whose result has arrived, so that the host does not wait.
+        On a device this looks at an earlier exchange, see `_fetch_steps`.
 
         Raises:
             RankMismatchError: a rank has run more passes than others, such as two halves of a batch.
         """
-        if not self._stages:
-            return
-        if self._ranks.streams.has_streams:
-            are_mixed = self._event is not None and self._event.query() and self._seen.all()
-        else:
-            are_mixed = bool(self._anywhere()[:, -2:].amax(0).all())
-        if are_mixed:
+        if self._stages and not self._ranks.streams.has_streams:
+            self._are_mixed = bool(self._anywhere()[:, -2:].amax(0).all())
+        if self._are_mixed:
             raise RankMismatchError(
                 "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on "
                 "others. Has a rank split a batch after an out-of-memory error, or left out a micro-batch? All ranks "

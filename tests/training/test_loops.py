@@ -193,8 +193,8 @@ def _train_in_parts(model: Any, rank: int, parts: list[int]) -> int:
 @on_ranks(2)
 @pytest.mark.parametrize("has_streams", [False, True])
 def test_a_rank_that_splits_a_batch_alone_is_found_out_of_step(context: RankContext, has_streams: bool) -> None:
-    """In its second half, with which other ranks begin the next step. On a device later, without a wait."""
-    for everyone, found in ((True, -1), (False, 4 if has_streams else 3)):
+    """In its second half, with which other ranks begin the next step. On a device two backwards later."""
+    for everyone, found in ((True, -1), (False, 5 if has_streams else 3)):
         with simulated_device() if has_streams else contextlib.nullcontext():
             model: Any = StreamShard(Stack(), precision=FP32)
             parts = [1, 1, 2 if everyone or context.rank == 0 else 1, 1, 1, 1]
