@@ -208,10 +208,10 @@ def _cut_alike(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
     A module and its running average are equal, but lie beside other parameters in their units. So their pieces differ.
     """
-    first = next((value for value in values if isinstance(value, ShardedTensor)), None)
-    if first is None:
+    pieces = [value.piece for value in values if isinstance(value, ShardedTensor)]
+    if all(piece.is_like(pieces[0]) for piece in pieces[1:]):
         return values
-    return tuple(_recut(value, first.piece) if isinstance(value, ShardedTensor) else value for value in values)
+    return tuple(_recut(value, pieces[0]) if isinstance(value, ShardedTensor) else value for value in values)
 
 
 def _recut(tensor: ShardedTensor, piece: Piece) -> torch.Tensor:
