@@ -297,7 +297,8 @@ def parse_path(name: str, path: object, call: str = "") -> Path:
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if isinstance(text, nn.Module):  # whose repr is long
-        raise ConfigError(f"{name} is a {type(text).__name__}: wanted a path. Did you mean {call}?")
+        meant = f". Did you mean {call}?" if call else ""
+        raise ConfigError(f"{name} is a {type(text).__name__}: wanted a path{meant}")
     if not isinstance(text, str):
         raise ConfigError(f"{name}={path!r}: wanted a path, as text or a pathlib.Path")
     if not is_utf8(text):

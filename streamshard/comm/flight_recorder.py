@@ -187,11 +187,12 @@ class FlightRecorder:
         """Tell the other ranks that this rank's model is gone: its last entry alone. A second call does nothing."""
         if self.has_left:
             return
-        self.has_left = True
         if self.log.failure is None:  # else others read the failure, and compare the whole log
             shown = Shown.of(self.log)
             last = {number: entry for number, entry in shown.entries.items() if number + 1 == shown.total}
             self._write(shown._replace(entries=last, has_left=True))
+        self._store = None
+        self.has_left = True
 
     def _show_if_idle(self) -> None:
         """Show the log when this rank has issued nothing for a while. Remove it when the rank goes on."""
