@@ -336,12 +336,13 @@ def test_trainers_log_what_one_process_logs(ranks: RankPool, name: str, tmp_path
     """From the start, and from the other's checkpoint."""
     one, two = (ranks(count, backend="of accelerator") for count in (1, 2))
     theirs, ours = (each.run(_run, name, tmp_path, None)[0] for each in (one, two))
-    assert_equal(ours, theirs)
+    rounding = 1e-5  # of 4-bit kernels: 3e-6 of a step's 1e-2 on some CPUs
+    assert_equal(ours, theirs, atol=rounding)
     resumed = two.run(_run, name, tmp_path, tmp_path / "on 1" / "checkpoint-2")[0]
     for entry in (*resumed.history, *theirs.history):
         for key in ("num_tokens", "eval_num_tokens"):  # TRL counts again from zero
             entry.pop(key, None)
-    assert_equal(resumed, theirs, resumed=True)
+    assert_equal(resumed, theirs, resumed=True, atol=rounding)
 
 
 @on_ranks(2)
