@@ -312,6 +312,7 @@ def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path, capsys: 
             assert fit is not None and (fit.choice is None) == bool(fewer)
 
 
+@pytest.mark.timeout(360)  # plans a large model many times
 def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/guide/commands.md: with its activations, for a budget that suffices and for one that does not."""
     guide = (ROOT / "docs/guide/commands.md").read_text()
