@@ -6,6 +6,7 @@ mapped, registered with the device and cut into buffers. No buffer is ever pagea
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import weakref
@@ -65,6 +66,8 @@ class PinnedMemory:
             try:
                 module.check_error(module.cudart().cudaHostRegister(block.data_ptr(), n_bytes, 0))
             except RuntimeError as error:  # CudaError
+                with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which raises it
+                    torch.ones(1, device=self._device)
                 raise self._failure(n_bytes, str(error)) from error
             weakref.finalize(memory, _unregister, self._device, block.data_ptr())
         self.nbytes += n_bytes

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ from streamshard import (
     trace,
 )
 from streamshard.comm.streams import StreamName
+from streamshard.errors import HostMemoryError
 from streamshard.optim import WholeParameterOptimizer
+from streamshard.pinned import PinnedMemory
 from streamshard.tools.memory import explain_out_of_memory
 from tests.gpu import IS_PLAYED
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
@@ -170,6 +174,20 @@ def test_the_host_copies_through_pinned_memory(context: RankContext, tmp_path: P
         save_checkpoint(tmp_path, model, optimizer, wait=False).wait()
     assert len(copies.are_pinned) > 2 + len(weights) or IS_PLAYED  # there all memory is the host's
     assert all(copies.are_pinned)
+
+
+@pytest.mark.skipif(IS_PLAYED, reason="the CPU pins nothing")
+@on_ranks(1, backend="nccl")
+def test_no_kernel_raises_the_error_of_memory_that_could_not_be_pinned(context: RankContext) -> None:
+    """The same memory is pinned twice."""
+    twice = mmap.mmap(-1, mmap.PAGESIZE)
+    with mock.patch("mmap.mmap", return_value=twice):
+        memory = PinnedMemory(context.device)
+        block = memory._map(mmap.PAGESIZE)
+        with pytest.raises(HostMemoryError, match="already .*712"):
+            memory._map(mmap.PAGESIZE)
+    assert torch.zeros(2, device=context.device).add(1).tolist() == [1.0, 1.0]
+    del block
 
 
 class WideLM(nn.Module):

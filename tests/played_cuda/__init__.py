@@ -15,6 +15,7 @@ gloo: ranks may share a device. Not there: graphs, Triton, profiles of kernels, 
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import importlib
@@ -140,9 +141,10 @@ def _give_device(device: Any, devices: int, total_bytes: int) -> None:
     torch.cuda._cudart = types.SimpleNamespace(  # type: ignore[attr-defined]
         cudaMemGetInfo=lambda index: own._accelerator_getMemoryInfo(index),
         cudaDeviceSynchronize=device.synchronize,
-        cudaHostRegister=lambda address, n_bytes, flags: device.host_register(address, n_bytes) or 0,
+        cudaHostRegister=lambda address, n_bytes, flags: device.host_register(address, n_bytes),
         cudaHostUnregister=lambda address: device.host_unregister(address) or 0,
-        cudaError=types.SimpleNamespace(success=0),
+        cudaError=enum.IntEnum("cudaError", {"success": 0, "already registered": 712}),
+        cudaGetErrorString=lambda error: error.name,
     )
     # Taken from torch._C when torch.cuda was imported.
     torch.cuda._is_in_bad_fork = own._cuda_isInBadFork

@@ -168,9 +168,18 @@ struct PinnedAllocator final : c10::Allocator {
   }
 };
 
-void host_register(uintptr_t address, size_t bytes) {
+// CUDA keeps an error that nobody has asked for, and the thread's next kernel raises it.
+constexpr int ALREADY_REGISTERED = 712;
+thread_local int last_error = 0;
+
+int host_register(uintptr_t address, size_t bytes) {
   std::lock_guard<std::mutex> guard(pinned_lock);
-  pinned[address] = bytes;
+  return pinned.emplace(address, bytes).second ? 0 : (last_error = ALREADY_REGISTERED);
+}
+
+void raise_last_error() {
+  if (const auto error = std::exchange(last_error, 0))
+    TORCH_CHECK(false, "CUDA error: ", error);
 }
 
 void host_unregister(uintptr_t address) {
@@ -748,6 +757,7 @@ class Call {
 };
 
 void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  raise_last_error();
   Call(op).run(stack);
 }
 
