@@ -69,7 +69,8 @@ class PinnedMemory:
                 with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which raises it
                     torch.ones(1, device=self._device)
                 raise self._failure(n_bytes, str(error)) from error
-            weakref.finalize(memory, _unregister, self._device, block.data_ptr())
+            # Not at exit: it waits for collectives, which a rank that has died never joins.
+            weakref.finalize(memory, _unregister, self._device, block.data_ptr()).atexit = False
         self.nbytes += n_bytes
         return block
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from streamshard.errors import HostMemoryError
 from streamshard.pinned import PinnedMemory
+from tests.launched import Launched, run_script
 
 CUDA = torch.device("cuda", 0)
 PAGES = 16 * mmap.PAGESIZE
@@ -78,3 +80,19 @@ def test_memory_that_cannot_be_pinned_raises_and_its_error_meets_one_kernel(runt
     kernel.assert_called_once_with(1, device=CUDA)
     gc.collect()
     assert [call[0] for call in runtime.calls] == ["register"]
+
+
+def test_a_process_ends_without_waiting_for_its_device(tmp_path: Path) -> None:
+    """A collective may run there whose other ranks have died."""
+    script = """
+        import torch
+        from streamshard import pinned
+        from tests.test_pinned import CUDA, Runtime
+        runtime = Runtime()
+        runtime.synchronize = lambda device: print("waits")
+        pinned.module_of = lambda device: runtime
+        held, freed = (pinned.PinnedMemory(CUDA).allocate(1, torch.float32) for _ in range(2))
+        del freed
+        print("ends", flush=True)
+    """
+    assert Launched(0, tmp_path, run_script, script).end() == [(0, "waits\nends\n")]
