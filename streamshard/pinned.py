@@ -2,6 +2,10 @@
 
 torch's own pinned allocator rounds each size up to a power of two, which is up to twice the memory. Here blocks are
 mapped, registered with the device and cut into buffers. No buffer is ever pageable: copies would block the host.
+
+A forked child does not get the blocks. If parent and child shared their pages, the parent's next write would move it to
+a copy, while the device goes on with the old page. A child that reads a weight or gradient in host memory dies of
+SIGSEGV.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
 import weakref
 from typing import Any
 
@@ -19,6 +24,13 @@ from streamshard.errors import HostMemoryError
 
 _BLOCK_BYTES = 1 << 28
 _ALIGNMENT = 256  # bytes
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no huge pages: registering it takes much longer
+_ADVICE = [getattr(mmap, name) for name in ("MADV_DONTFORK", "MADV_HUGEPAGE") if hasattr(mmap, name)]  # on Linux
+
+_blocks = weakref.WeakSet[mmap.mmap]()
+_inherited: list[mmap.mmap] = []
+# A child keeps its parent's blocks for ever: it would unmap memory of its own, and use the parent's device.
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_blocks))
 
 
 class PinnedMemory:
@@ -57,9 +69,13 @@ class PinnedMemory:
     def _map(self, n_bytes: int) -> torch.Tensor:
         n_bytes = math.ceil(n_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            memory = mmap.mmap(-1, n_bytes)
+            memory = mmap.mmap(-1, n_bytes, flags=_FLAGS)
         except OSError as error:
             raise self._failure(n_bytes, str(error)) from error
+        _blocks.add(memory)
+        for advice in _ADVICE:
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(advice)
         block = torch.frombuffer(memory, dtype=torch.uint8)
         if self._device.type == "cuda":
             module: Any = module_of(self._device)
