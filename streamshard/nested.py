@@ -122,10 +122,11 @@ def moved(value: Any, device: torch.device) -> Any:
     """`value` on `device` if all of its tensors are in host memory, where a parameter with ``offload`` says that it is.
 
     A tensor that a model wants in host memory, such as lengths of sequences, stays there beside others on the device.
+    The host does not wait for the copies, which come after all work of the pass before.
     """
     if any(tensor.device.type != "cpu" for tensor in tensors_in(value)):
         return value
-    return map_tensors(value, lambda tensor: tensor.to(device))
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def waited(value: Any) -> Any:

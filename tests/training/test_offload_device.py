@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import StreamShard
 from streamshard.optim import update_parameters
@@ -115,6 +116,41 @@ def test_inputs_in_host_memory_stay_there_beside_others(context: RankContext) ->
             for settings in (RESIDENT, OFFLOAD)
         ]
     assert torch.equal(*outputs)
+
+
+class _Stop(Exception):
+    """Ends a forward that has begun."""
+
+
+class _Moves(TorchDispatchMode):
+    """Notes of each copy to META whether nobody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.are_non_blocking: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == META:
+            self.are_non_blocking.append(kwargs.get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(1)
+def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankContext) -> None:
+    """It would wait for all kernels of the pass before."""
+
+    def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise _Stop(inputs[0].device)
+
+    with device_of(context):
+        model: Any = StreamShard(built(), precision=FP32, **OFFLOAD)
+        model.register_forward_pre_hook(stop)
+        host = engine_inside(model).host
+        assert host is not None
+        host.device = META  # else a copy to the played device is none
+        with _Moves() as moves, pytest.raises(_Stop, match="meta"):
+            model(vector_batch(0, 0))
+    assert moves.are_non_blocking == [True]
 
 
 def _averaged(context: RankContext, ours: dict[str, Any], theirs: dict[str, Any], **function: Any) -> dict[str, Tensor]:
