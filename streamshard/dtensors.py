@@ -194,7 +194,7 @@ def _with_tensor_parallel(who: Groups | None, axis: Axis, beside: dict[int, Axis
     if len(everyone) != who.all_ranks.size() * len(axis.ranks):
         _refuse_to_divide(who, axis)
     parts = Parts(len(axis.ranks), axis.number, group_of_ranks(model), who.all_ranks, axis=axis.ranks[0])
-    return who._replace(all_ranks=group_of_ranks(everyone), tensor_parallel=parts)
+    return who._replace(all_ranks=group_of_ranks(everyone, parts.model), tensor_parallel=parts)
 
 
 def _with_experts(who: Groups, axis: Axis) -> Groups:
@@ -214,8 +214,9 @@ def _with_experts(who: Groups, axis: Axis) -> Groups:
     if len(own) * len(axis.ranks) != cut_by.size() or not set(axis.ranks).issubset(_ranks_of(model)):
         _refuse_to_divide(who, axis)
     counts = across is None or not has_copies or across.number == 0
-    parts = Parts(len(axis.ranks), axis.number, model, group_of_ranks(same), counts)
-    return who._replace(experts=Experts(group_of_ranks(own), parts))
+    shard = group_of_ranks(own)
+    parts = Parts(len(axis.ranks), axis.number, model, group_of_ranks(same, shard), counts)
+    return who._replace(experts=Experts(shard, parts))
 
 
 def _refuse_to_divide(who: Groups, axis: Axis) -> NoReturn:

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -123,11 +123,17 @@ def groups_of(mesh: object) -> Groups:
     return Groups(shard, mesh.get_group(0), all_ranks, mesh.get_local_rank(0), mesh.device_type)
 
 
-def group_of_ranks(ranks: list[int]) -> dist.ProcessGroup:
-    """A group of `ranks`. Collective for them, unless they are all ranks."""
-    if len(ranks) == dist.get_world_size():
-        return cast(dist.ProcessGroup, dist.group.WORLD)
-    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+def group_of_ranks(ranks: Sequence[int], *known: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of `ranks`: all ranks, one of `known`, or a new group, which costs a communicator. Collective.
+
+    Args:
+        ranks: of the group.
+        known: groups that these ranks have.
+    """
+    for group in (cast(dist.ProcessGroup, dist.group.WORLD), *known):
+        if dist.get_process_group_ranks(group) == sorted(ranks):
+            return group
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))
 
 
 def resolve_group(device: torch.device) -> dist.ProcessGroup:

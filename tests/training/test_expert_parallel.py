@@ -8,6 +8,7 @@ import runpy
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -100,6 +101,16 @@ def _steps(
 def _assert_equal(found: _Course, wanted: _Course) -> None:
     assert found.norms == pytest.approx(wanted.norms, rel=1e-6)
     assert difference(found.weights, wanted.weights) < 2e-6
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("ep", [2, 4])
+def test_the_ranks_of_experts_have_one_group_more(context: RankContext, ep: int) -> None:
+    """A second one would be a communicator of NCCL, of hundreds of MB. There is one replica."""
+    with simulated_device(), mock.patch.object(dist, "new_group", wraps=dist.new_group) as make:
+        _sharded(_made(), ep)
+    made = [call.args[0] for call in make.call_args_list if "gloo" not in call.args]
+    assert made == [[rank for rank in range(4) if rank % ep == context.rank % ep]]
 
 
 @on_ranks(4)
