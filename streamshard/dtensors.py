@@ -185,7 +185,7 @@ def _with_tensor_parallel(who: Groups | None, axis: Axis, beside: dict[int, Axis
         ConfigError: on all ranks: see `_refuse_to_divide`.
     """
     if who is None:
-        shard = group_of_ranks([rank for rank, other in beside.items() if other.number == axis.number])
+        shard = group_of_ranks([rank for rank, other in beside.items() if other.number == axis.number], beside)
         who = Groups(shard, None, shard, device_type=axis.device_type)
     model, everyone = (
         sorted({each for rank in _ranks_of(group) for each in beside[rank].ranks})
@@ -193,8 +193,8 @@ def _with_tensor_parallel(who: Groups | None, axis: Axis, beside: dict[int, Axis
     )
     if len(everyone) != who.all_ranks.size() * len(axis.ranks):
         _refuse_to_divide(who, axis)
-    parts = Parts(len(axis.ranks), axis.number, group_of_ranks(model), who.all_ranks, axis=axis.ranks[0])
-    return who._replace(all_ranks=group_of_ranks(everyone, parts.model), tensor_parallel=parts)
+    parts = Parts(len(axis.ranks), axis.number, group_of_ranks(model, everyone), who.all_ranks, axis=axis.ranks[0])
+    return who._replace(all_ranks=group_of_ranks(everyone, everyone, parts.model), tensor_parallel=parts)
 
 
 def _with_experts(who: Groups, axis: Axis) -> Groups:
@@ -214,8 +214,9 @@ def _with_experts(who: Groups, axis: Axis) -> Groups:
     if len(own) * len(axis.ranks) != cut_by.size() or not set(axis.ranks).issubset(_ranks_of(model)):
         _refuse_to_divide(who, axis)
     counts = across is None or not has_copies or across.number == 0
-    shard = group_of_ranks(own)
-    parts = Parts(len(axis.ranks), axis.number, model, group_of_ranks(same, shard), counts)
+    everyone = _ranks_of(who.all_ranks)
+    shard = group_of_ranks(own, everyone)
+    parts = Parts(len(axis.ranks), axis.number, model, group_of_ranks(same, everyone, shard), counts)
     return who._replace(experts=Experts(shard, parts))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not re-exported in stubs
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
@@ -34,10 +36,11 @@ from streamshard.comm.groups import (
     timeout_of,
 )
 from streamshard.comm.ranks import RankGroup
-from streamshard.errors import CommunicationError
+from streamshard.errors import CommunicationError, ConfigError
 from tests.launched import Launched, run_script
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks, warnings_are_errors
+from tests.reference import assert_trains_like_plain, stack_step
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -264,6 +267,23 @@ def test_a_pass_without_its_process_group_raises(context: RankContext) -> None:
     del group
     with pytest.raises(CommunicationError, match="was destroyed"):
         model(vector_batch(0, context.rank))
+
+
+@on_ranks(3)
+def test_a_model_on_some_ranks_refuses_groups_that_torch_would_split(context: RankContext) -> None:
+    """A mesh on two of three ranks, each with a replica. Ranks with a bound device would wait for the third rank."""
+    world: Any = _world()
+    mesh = DeviceMesh("cpu", [[0], [1]])
+    if context.rank == 2:
+        return
+    splitting = mock.patch.object(groups, "backend_of", return_value=mock.Mock(supports_splitting=True))
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        with splitting, pytest.raises(ConfigError, match=r"only ranks \[0, 1\] of 3 shard .* Leave device_id away"):
+            StreamShard(Stack(), mesh=mesh)
+    finally:
+        world.bound_device_id = None  # the advice
+    assert_trains_like_plain(dataclasses.replace(context, world_size=2), Stack, stack_step, mesh=mesh)
 
 
 # -- two hosts ---------------------------------------------------------------------------------------------------------
