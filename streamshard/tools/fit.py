@@ -16,7 +16,9 @@ from streamshard.tools.activations import Activations
 from streamshard.tools.memory import MemoryReport
 
 _MARGIN = 20  # a budget's twentieth is for fragmentation
-_CONTEXT_BYTES = 2**30  # of a GPU, for the CUDA context and NCCL's buffers
+# Of a GPU. Assumed, not measured: for the CUDA context and NCCL's first communicator, and for each further one.
+_CONTEXT_BYTES = 2**30
+_COMMUNICATOR_BYTES = 2**29
 _MOST_RANKS = 2**16
 NO_TOKENS = "give batch and seq"
 _WAYS = "more ranks, 8-bit Adam, fewer tokens or state in host memory"
@@ -54,16 +56,19 @@ class Room:
         budget_bytes: given.
         margin_bytes: the part of it that stays free, for what a plan cannot know.
         activations: None: not known, so not counted.
+        communicators: the number of NCCL's; None: the rank has no GPU.
     """
 
     budget_bytes: int
     margin_bytes: int
     activations: Activations | None
+    communicators: int | None
 
     @classmethod
-    def of(cls, budget_bytes: int, activations: Activations | None, *, on_gpus: bool) -> Room:
+    def of(cls, budget_bytes: int, activations: Activations | None, communicators: int | None) -> Room:
         """With the margin of such a budget."""
-        return cls(budget_bytes, budget_bytes // _MARGIN + _CONTEXT_BYTES * on_gpus, activations)
+        on_gpu = 0 if communicators is None else _CONTEXT_BYTES + _COMMUNICATOR_BYTES * (communicators - 1)
+        return cls(budget_bytes, budget_bytes // _MARGIN + on_gpu, activations, communicators)
 
     def left(self, *, is_checkpointed: bool) -> int:
         """Bytes for the engine and the optimizer. Checkpointing is used only if it saves memory."""
@@ -97,10 +102,15 @@ class Fit:
     choice: str | None
     ways: Sequence[str] = ()
 
-    def lines(self, size: Callable[[int], str], *, on_gpus: bool) -> Iterator[str]:
+    def lines(self, size: Callable[[int], str]) -> Iterator[str]:
         """In words."""
-        what = "the CUDA context, NCCL and fragmentation" if on_gpus else "fragmentation"
-        yield f"of {size(self.room.budget_bytes)} per rank, {size(self.room.margin_bytes)} stay free for {what}"
+        room, what = self.room, " for fragmentation"
+        if room.communicators is not None:
+            what = f": {size(room.budget_bytes // _MARGIN)}{what} and, by assumption, {size(_CONTEXT_BYTES)} for the "
+            what += "CUDA context and a communicator of NCCL"
+            if room.communicators > 1:
+                what += f", {size(_COMMUNICATOR_BYTES)} for each of {room.communicators - 1} more"
+        yield f"of {size(room.budget_bytes)} per rank, {size(room.margin_bytes)} stay free{what}"
         if self.choice is None:
             yield "nothing fits" + (", but this does:" if self.ways else f", nor does it with {_WAYS}, each alone")
             yield from (f"  {way}" for way in self.ways)

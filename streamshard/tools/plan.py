@@ -101,8 +101,7 @@ class Plan:
         elif self.activations_unknown:
             lines.append(f"\nactivations: unknown, because {self.activations_unknown}")
         if self.fit is not None:
-            on_gpus = self.transport == "nccl"
-            lines += ["", *self.fit.lines(lambda n_bytes: f"{size(n_bytes)} {unit_name}", on_gpus=on_gpus)]
+            lines += ["", *self.fit.lines(lambda n_bytes: f"{size(n_bytes)} {unit_name}")]
         if self.step is not None:
             lines.append(f"\n{self.timed.name}, {self.step}")
         return "\n".join(lines)
@@ -172,7 +171,7 @@ def plan(
 def _plan(planner: Planner, weight_slots: int | None, budget_bytes: int | None, tokens: tuple[int, int] | None) -> Plan:
     """The plan, without the time of a step. For the arguments see `plan`."""
     stages, (activations, unknown) = planner.stages(), planner.activations(tokens)
-    room = None if budget_bytes is None else Room.of(budget_bytes, activations, on_gpus=planner.ranks.on_gpus)
+    room = None if budget_bytes is None else Room.of(budget_bytes, activations, planner.ranks.communicators)
     if weight_slots is None and room is not None:
         streamed = sum(not unit.is_resident for unit in planner.checked.found)
         weight_slots = most_slots(streamed, stages, lambda count: planner.stage("", count).total_bytes, room)

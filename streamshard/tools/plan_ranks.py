@@ -88,7 +88,7 @@ def plan_ranks(
     budget_bytes = parse_bytes("budget", budget)
     with planning(model, ranks, units, resident, given) as planner:
         activations, unknown = (None, NO_TOKENS) if tokens is None else planner.activations(tokens)
-        room = Room.of(budget_bytes, activations, on_gpus=ranks.on_gpus)
+        room = Room.of(budget_bytes, activations, ranks.communicators)
         rows: dict[int, dict[str, Taken | None]] = {}
         for count in (ranks.world_size << doubling for doubling in range(_DOUBLINGS)):
             each = planner.on_ranks(count)
