@@ -125,7 +125,8 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
                 raise
             raise ShardingError(
                 "the initialisation reads a weight that has no values now: it runs once per unit, with other weights "
-                f"on the meta device. Read shapes only, or load these weights by load_state_dict: {error}"
+                "on the meta device. Read shapes only, or load the weights that need them by load_state_dict: "
+                f"{error}"
             ) from error
     engine.check_structure()
     drawn = {param: full[param] for param in params}

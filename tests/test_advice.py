@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import Precision, StreamShard
+from streamshard import Precision, StreamShard, full_optimizer_state_dict, init_weights, load_optimizer_state_dict
+from streamshard.core.optimizer_hooks import follow_model
 from streamshard.errors import ShardingError
+from streamshard.optim import WholeParameterOptimizer, elementwise
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, assert_same, assert_trains_like_plain, case, full_weights, stack_step
@@ -38,9 +44,16 @@ def _loss(model: Any) -> Tensor:
     return loss
 
 
-def _train(model: Any) -> None:
+def _sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _train(model: Any, make: Callable[[Any], Any] = _sgd) -> Any:
+    """One step by the optimizer of ``make(parameters)``, which is returned."""
+    optimizer = make(model.parameters())
     _loss(model).backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer.step(lambda: _loss(model)) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
+    return optimizer
 
 
 def _change_between(model: Any) -> None:
@@ -158,13 +171,159 @@ ADVICE = {
 }  # fmt: skip
 
 
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+class Slower(torch.optim.SGD):
+    """Works element by element, which nobody knows."""
+
+
+class AdamW8bit(torch.optim.SGD):
+    """Has the name of torchao's."""
+
+    def __init__(self, params: Any, block_size: int = 256) -> None:
+        super().__init__(params, lr=0.1)
+        self.block_size = block_size
+
+
+AdamW8bit.__module__ = "torchao.optim.adam"
+
+
+def _in_blocks(width: int, make: Callable[[Any], Any], align_pieces_to: int = 4096) -> None:
+    """A step of a model [width, width] from 64."""
+    model: Any = StreamShard(Stack((64, width, width)), precision=FP32, align_pieces_to=align_pieces_to)
+    model(vector_batch(0, 0, dim=64)).sum().backward()
+    make(model.parameters()).step()
+
+
+def _in_blocks_but_one(params: Any) -> Any:
+    small, large = [], []
+    for param in params:
+        (large if param.numel() >= 4096 else small).append(param)
+    torch.optim.AdamW(large).step()
+    return AdamW8bit(small)
+
+
+def _load_pieces(model: Any) -> None:
+    others = [nn.Parameter(torch.ones(5)) for _ in model.parameters()]
+    for each in others:
+        each.grad = torch.ones(5)
+    theirs, ours = torch.optim.AdamW(others), torch.optim.AdamW(model.parameters())
+    theirs.step()
+    _train(model, lambda params: ours)
+    ours.load_state_dict(theirs.state_dict())
+
+
+def _load_full(model: Any) -> None:
+    wanted, ours = _train(Stack(), torch.optim.AdamW).state_dict(), torch.optim.AdamW(model.parameters())
+    load_optimizer_state_dict(model, ours, wanted)
+    found = full_optimizer_state_dict(model, ours, rank0_only=False)
+    averages = [{str(key): value["exp_avg"] for key, value in each["state"].items()} for each in (found, wanted)]
+    assert_same(*averages, "averages of gradients")
+
+
+OF_OPTIMIZERS = {
+    "whole parameters": Advice(
+        lambda m: _train(m, torch.optim.Adafactor), r"optimizer = streamshard.optim.WholeParameterOptimizer\(model",
+        lambda m: _train(m, functools.partial(WholeParameterOptimizer, optimizer_class=torch.optim.Adafactor))),
+    "a subclass": Advice(lambda m: _train(m, Slower), r"declare it: streamshard.optim.elementwise\(Slower\)",
+                         lambda m: _train(m, elementwise(type("Declared", (Slower,), {})))),
+    "a closure": Advice(lambda m: _train(m, torch.optim.LBFGS), "take another optimizer, such as torch.optim.AdamW",
+                        lambda m: _train(m, torch.optim.AdamW)),
+    "cut blocks": Advice(lambda m: _in_blocks(128, AdamW8bit, 1), r"write StreamShard\(model, align_pieces_to=4096\)",
+                         lambda m: _in_blocks(128, AdamW8bit)),
+    "blocks of another size": Advice(lambda m: _in_blocks(128, functools.partial(AdamW8bit, block_size=192)),
+                                     "wanted a power of two, at most 4096",
+                                     lambda m: _in_blocks(128, functools.partial(AdamW8bit, block_size=128))),
+    "an incomplete block": Advice(lambda m: _in_blocks(100, AdamW8bit), "give this parameter to another optimizer",
+                                  lambda m: _in_blocks(100, _in_blocks_but_one)),
+    "saved pieces": Advice(lambda m: pickle.dumps(_train(m, torch.optim.AdamW).state_dict()),
+                           r"streamshard.full_optimizer_state_dict\(model, optimizer\)",
+                           lambda m: pickle.dumps(full_optimizer_state_dict(m, _train(m, torch.optim.AdamW)))),
+    "state of other shapes": Advice(_load_pieces, r"load_optimizer_state_dict\(model, optimizer, state\)", _load_full),
+}  # fmt: skip
+
+
+# -- initialisation ---------------------------------------------------------------------------------------------------
+
+
+class Scaled(Stack):
+    """Has a parameter that nothing initialises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(DIM))
+
+
+class Reset(Scaled):
+    """Initialises it."""
+
+    def reset_parameters(self) -> None:
+        """As modules of torch do."""
+        nn.init.ones_(self.scale)
+
+
+def _initialise(build: Callable[[], Any], init: Any = None, loaded: tuple[str, ...] = ()) -> None:
+    """Initialise a model from the meta device, of which the weights `loaded` are loaded."""
+    with torch.device("meta"):
+        model: Any = StreamShard(build(), precision=FP32)
+    full = build().state_dict()
+    model.load_state_dict({name: torch.ones_like(full[name]) for name in loaded}, strict=False)
+    init_weights(model, init)
+    assert all(param.isfinite().all() for param in full_weights(model).values())
+    assert all(full_weights(model)[name].eq(1.0).all() for name in loaded)
+
+
+def _copy_head(module: Any) -> None:
+    """Reset, and the bias of the head from a weight of the first layer."""
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+    elif isinstance(module, Stack):
+        module.head.bias.copy_(module.layers[0].linear.weight[0, :1])
+
+
+OF_INITIALISATION = {
+    "weights of another unit": Advice(lambda m: _initialise(Stack, _copy_head), "or load the weights that need them",
+                                      lambda m: _initialise(Stack, _copy_head, ("head.weight", "head.bias"))),
+    "a parameter, loaded": Advice(lambda m: _initialise(Scaled), "leaves parameter 'scale' .*: load it",
+                                  lambda m: _initialise(Scaled, None, ("scale",))),
+    "a parameter, reset": Advice(lambda m: _initialise(Scaled), r"write reset_parameters\(\)",
+                                 lambda m: _initialise(Reset)),
+}  # fmt: skip
+
+
+TABLES = {"models": ADVICE, "optimizers": OF_OPTIMIZERS, "initialisation": OF_INITIALISATION}
+
+
 @on_ranks(2)
-def test_the_advice_of_refusals_works(context: RankContext) -> None:
-    for name, advice in ADVICE.items():
+@pytest.mark.parametrize("of", TABLES)
+def test_the_advice_of_refusals_works(context: RankContext, of: str) -> None:
+    for name, advice in TABLES[of].items():
         with case(name):
             with pytest.raises(ShardingError, match=advice.message):
                 advice.refused(StreamShard(Stack(), precision=FP32))
             advice.advised(StreamShard(Stack(), precision=FP32))
+
+
+@on_ranks(1)
+def test_an_optimizer_that_has_stepped_dtensors_is_made_again(context: RankContext) -> None:
+    """Accelerate's `prepare` may get it before the model is sharded."""
+    world = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    for has_stepped in (True, False):
+        model: Any = parallelize_module(Stack(), world["tp"], {"head": RowwiseParallel()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if has_stepped:
+            _loss(model).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        sharded: Any = StreamShard(model, mesh=world["dp"], precision=FP32)
+        if has_stepped:
+            with pytest.raises(ShardingError, match=r"make the optimizer of model.parameters\(\) afterwards"):
+                follow_model(optimizer)
+            optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
+        follow_model(optimizer)
+        _loss(sharded).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
 
 class Expert(nn.Linear):
