@@ -391,7 +391,27 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
 }
 
-MUTANTS = [Mutant(file, *change) for file, changes in _BY_FILE.items() for change in changes]
+_OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
+    "pinned": [
+        ("PinnedMemory._map", Drop("weakref.finalize("), "pinned"),
+        ("PinnedMemory._map", Swap(".atexit = False", ""), "pinned"),
+        ("PinnedMemory._map", Swap("module.check_error(", "int("), "pinned"),
+        ("PinnedMemory._map", Swap("n_bytes, 0)", "n_bytes // 2, 0)"), "pinned"),
+        ("PinnedMemory._map", Swap("torch.ones(", "torch.empty("), "gpu:could_not_be_pinned"),
+        ("PinnedMemory._map", Drop("for advice in"), "pinned"),
+        ("PinnedMemory._map", Drop("_blocks.add("), "pinned"),
+        ("_unregister", Drop("module.synchronize("), "pinned"),
+    ],
+    "core/edge": [
+        ("call_pass", Drop("args, kwargs = untraced(moved,"), "offload_device:until_inputs"),
+    ],
+    "nested": [
+        ("moved", Swap(", non_blocking=True", ""), "offload_device:until_inputs"),
+    ],
+}
+
+_ALL = [*_BY_FILE.items(), *_OF_PINNED_MEMORY.items()]
+MUTANTS = [Mutant(file, *change) for file, changes in _ALL for change in changes]
 
 
 def _try(mutant: Mutant, root: Path) -> tuple[str, str]:

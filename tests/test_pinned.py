@@ -100,7 +100,7 @@ def test_memory_that_cannot_be_pinned_raises_and_its_error_meets_one_kernel(runt
 def test_a_process_ends_without_waiting_for_its_device(tmp_path: Path) -> None:
     """A collective may run there whose other ranks have died."""
     script = """
-        import torch
+        import atexit, torch
         from streamshard import pinned
         from tests.test_pinned import CUDA, Runtime
         runtime = Runtime()
@@ -109,6 +109,7 @@ def test_a_process_ends_without_waiting_for_its_device(tmp_path: Path) -> None:
         held, freed = (pinned.PinnedMemory(CUDA).allocate(1, torch.float32) for _ in range(2))
         del freed
         print("ends", flush=True)
+        atexit._run_exitfuncs()  # a process of multiprocessing runs none itself
     """
     assert Launched(0, tmp_path, run_script, script).end() == [(0, "waits\nends\n")]
 
