@@ -119,8 +119,7 @@ def groups_of(mesh: object) -> Groups:
         return Groups(shard, None, shard, device_type=mesh.device_type)
     if any(row != sorted(row) for row in mesh.mesh.tolist()):  # a process group sorts its ranks
         raise ConfigError(f"mesh={mesh!r}: wanted ranks that ascend along the second axis, shard")
-    everyone = mesh.mesh.flatten().tolist()
-    all_ranks = group_of_ranks(everyone, everyone)
+    all_ranks = group_of_ranks(everyone := mesh.mesh.flatten().tolist(), everyone)
     return Groups(shard, mesh.get_group(0), all_ranks, mesh.get_local_rank(0), mesh.device_type)
 
 
@@ -128,29 +127,22 @@ def group_of_ranks(ranks: Sequence[int], callers: Collection[int], *known: dist.
     """A group of `ranks`: all ranks, one of `known`, or a new group, which costs a communicator. Collective.
 
     Args:
-        ranks: of the group.
         callers: the ranks that call this, each with its own `ranks`.
         known: groups that the callers have.
 
     Raises:
         ConfigError: torch would split the communicator of all ranks, and some do not call this.
     """
-    for group in (cast(dist.ProcessGroup, dist.group.WORLD), *known):
+    world: Any = dist.group.WORLD
+    for group in (world, *known):
         if dist.get_process_group_ranks(group) == sorted(ranks):
-            return group
+            return cast(dist.ProcessGroup, group)
     # torch does so, whatever use_local_synchronization is, and ncclCommSplit waits for all ranks.
-    device = cast(Any, dist.group.WORLD).bound_device_id
-    if device is not None and len(callers) < dist.get_world_size() and _split(device):
-        raise ConfigError(
-            f"init_process_group(device_id={device!r}), and only ranks {sorted(callers)} of {dist.get_world_size()} "
-            "shard the model: torch would wait for the others when it makes a process group. Leave device_id away"
-        )
+    device = world.bound_device_id
+    if device is not None and len(callers) < world.size() and backend_of(world, device).supports_splitting:
+        what = f"init_process_group(device_id=..), and only ranks {sorted(callers)} of {world.size()} shard the model"
+        raise ConfigError(f"{what}: torch would wait for the others to make a process group. Leave device_id away")
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))
-
-
-def _split(device: torch.device) -> bool:
-    """Whether torch splits the communicator of all ranks to make another one."""
-    return bool(backend_of(cast(dist.ProcessGroup, dist.group.WORLD), device).supports_splitting)
 
 
 def resolve_group(device: torch.device) -> dist.ProcessGroup:
