@@ -24,7 +24,8 @@ import contextlib
 import functools
 import queue
 import threading
-from collections import Counter, deque
+import weakref
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -227,11 +228,11 @@ class _Access(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """A storage: which, the stream that has allocated it, if that was seen, and its latest accesses."""
+    """A storage: the stream that has allocated it, if that was seen, its latest accesses, what is called at its end."""
 
-    storage: int
     home: SimulatedStream | None
     accesses: dict[tuple[object, ...], _Access]
+    end: weakref.finalize[Any, Any]
 
 
 class StreamChecker(TorchDispatchMode, Observer):
@@ -256,6 +257,7 @@ class StreamChecker(TorchDispatchMode, Observer):
         self._device = device
         self.pinned: list[torch.Tensor] = []  # blocks that only the host and copies use
         self._memory: dict[int, _Memory] = {}
+        self._freed: dict[SimulatedStream, list[_Access]] = defaultdict(list)
         self._declared: SimulatedStream | None = None
         self.in_place: Counter[str] = Counter()
 
@@ -269,12 +271,9 @@ class StreamChecker(TorchDispatchMode, Observer):
     def on_collective(
         self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
     ) -> None:
-        """See `Observer`. What the host launches comes after what it has done before."""
-        issued_on, event = self._streams.device_stream(stream), SimulatedEvent()
-        event.record(self._device.host)
-        issued_on.learn(event)
+        """See `Observer`."""
         if stream is not StreamName.COMM or not self._is_alone:  # else no operator of c10d follows
-            self._declared = issued_on
+            self._declared = self._streams.device_stream(stream)
 
     def _check_place(self, func: Any, args: Any) -> None:
         """NCCL allows a shard inside of the whole only at this rank's place."""
@@ -307,7 +306,7 @@ class StreamChecker(TorchDispatchMode, Observer):
             for tensor, is_write in touched:
                 self._note(tensor, is_write, stream, str(func))
             for tensor in outputs:
-                if _address(tensor) not in given:
+                if _address(tensor) not in given and tensor.numel():
                     self._allocate(tensor, stream)
                     self._note(tensor, True, stream, str(func))
         return result
@@ -316,14 +315,35 @@ class StreamChecker(TorchDispatchMode, Observer):
         """The latest ones of each stream to the memory of `tensor`."""
         return list(self._memory[_address(tensor)].accesses.values()) if _address(tensor) in self._memory else []
 
+    def _is_ordered(self, access: _Access, stream: SimulatedStream) -> bool:
+        """Whether what `stream` does from now on is behind `access`, by its own waits or those of the host before."""
+        return access.is_before(stream) or access.is_before(self._device.host)
+
     def _allocate(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
-        address = _address(tensor)
-        _, home, accesses = self._memory.get(address, (0, None, {}))
-        kept = self._device.kept.pop(address, ())
-        for access in accesses.values():
-            if home is not None and not access.is_before(home) and access.stream not in kept:
+        """The allocator may give `stream` all that was freed, at whatever address: torch on CPUs has its own habits."""
+        for access in self._freed.pop(stream, ()):
+            if not self._is_ordered(access, stream):
                 self.found.append(f"memory was freed while another stream may be at {access.what}")
-        self._memory[address] = _Memory(tensor.untyped_storage()._cdata, stream, {})
+        self._know(tensor, stream)
+
+    def _know(self, tensor: torch.Tensor, home: SimulatedStream | None) -> _Memory:
+        address = _address(tensor)
+        end = weakref.finalize(tensor.untyped_storage(), self._free, address)
+        self._memory[address] = memory = _Memory(home, {}, end)
+        return memory
+
+    def _free(self, address: int) -> None:
+        memory, kept = self._memory.get(address), self._device.kept.pop(address, ())
+        if memory is None or memory.end.alive:  # of a tensor that has moved, and whose place another one has
+            return
+        del self._memory[address]
+        if memory.home is not None:
+            self._freed[memory.home] += [each for each in memory.accesses.values() if each.stream not in kept]
+
+    def close(self) -> None:
+        """Forget all memory."""
+        for memory in self._memory.values():
+            memory.end.detach()
 
     def _note(self, tensor: torch.Tensor, is_write: bool, stream: SimulatedStream, what: str) -> None:
         if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device != CPU:
@@ -333,15 +353,13 @@ class StreamChecker(TorchDispatchMode, Observer):
         is_pinned = any(block.data_ptr() <= address < block.data_ptr() + block.nbytes for block in self.pinned)
         if stream is self._device.compute and is_pinned:
             stream = self._device.host
-        address, storage = _address(tensor), tensor.untyped_storage()._cdata
-        if address not in self._memory or self._memory[address].storage != storage:
-            self._memory[address] = _Memory(storage, None, {})  # allocated where this does not look
-        accesses = self._memory[address].accesses
+        address = _address(tensor)
+        accesses = (self._memory.get(address) or self._know(tensor, None)).accesses  # None: allocated elsewhere
         start, stop = _bytes_of(tensor, address)
         access = _Access(stream, start, stop, is_write, stream.ticks, what)
         for other in accesses.values():
             is_shared = start < other.stop and other.start < stop and (is_write or other.is_write)
-            if is_shared and not other.is_before(stream):
+            if is_shared and not self._is_ordered(other, stream):
                 self.found.append(f"{other.what}, then {what} on another stream, {tuple(tensor.shape)} {tensor.dtype}")
         accesses.pop(access[:4], None)  # the latest is last
         accesses[access[:4]] = access
@@ -389,6 +407,7 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
         mock.patch.object(Backward, "finish", finish_behind),
         mock.patch.object(edge, "_on_small_gradient", there(edge._on_small_gradient)),
         mock.patch.object(edge, "_on_gradient", there(edge._on_gradient)),
+        contextlib.closing(checker),
     ):
         yield checker
     assert checker.accesses > 100

@@ -333,7 +333,7 @@ class Streams:
 
     def keep(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that our streams use `buffer`: its memory is reused only after their work is done."""
-        if self.module is not None:
+        if self.module is not None and buffer.device.type == self.device.type:
             for stream in self._own.values():
                 buffer.record_stream(stream)
 

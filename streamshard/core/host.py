@@ -258,6 +258,12 @@ class HostState:
         unit = unit_of()
         return None if unit is None or flat is None or found is None else (unit, flat, found)
 
+    def copy_of(self, number: torch.Tensor) -> torch.Tensor:
+        """A copy that FETCH may read, on whatever device. Whoever frees it need not wait for FETCH."""
+        copy = number.clone()
+        self._streams.keep(copy)
+        return copy
+
     def add_step(self, step: Late) -> None:
         """Carry out `step` later, unit by unit. For everybody who looks at versions, its weights have changed."""
         self._written.record()

@@ -22,6 +22,7 @@ from streamshard.core.host import HostState, HostUnit
 from streamshard.core.params import FlatParam, Param
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
+from streamshard.nested import map_tensors
 from streamshard.planning.structure import replacing
 from streamshard.torch_private import NO_STEP_HOOKS, AsTensors, get_grad
 
@@ -97,8 +98,8 @@ class LateStep:
         self, optimizer: Optimizer, params: Sequence[tuple[int, FlatParam, Param, int]], host: HostState
     ) -> None:
         self._kind = type(optimizer)
-        self._attributes = _copied({key: value for key, value in vars(optimizer).items() if key not in _REPLACED})
-        self._options = [_copied({**group, "params": []}) for group in optimizer.param_groups]
+        self._attributes = _copied({k: v for k, v in vars(optimizer).items() if k not in _REPLACED}, host.copy_of)
+        self._options = [map_tensors({**group, "params": []}, host.copy_of) for group in optimizer.param_groups]
         # Kernels of such groups read counters on the device.
         counts_there = [bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups]
         self._entries: dict[int, list[_Entry]] = defaultdict(list)
@@ -107,7 +108,7 @@ class LateStep:
             if param.local.numel:
                 self.makes_state = self.makes_state or param.sharded not in optimizer.state
                 state = optimizer.state.setdefault(param.sharded, {})
-                facts = flat, param, group, own_attributes(param.sharded), state
+                facts = flat, param, group, _copied(own_attributes(param.sharded), host.copy_of), state
                 self._entries[unit].append(_Entry(*facts, counts_there[group], host.grads.factors_of(param)))
 
     @property
@@ -140,11 +141,12 @@ class LateStep:
     def _stand_in(self, groups: Mapping[int, list[nn.Parameter]], state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Step plain parameters on the device, as an optimizer of the same class with the same options."""
         kind: Any = self._kind
+        options = [map_tensors(each, torch.clone) for each in self._options]
         stand_in = object.__new__(kind)
         stand_in.__dict__ = {
             **_copied(self._attributes),
             **dict.fromkeys(_HOOKS, {}),
-            "param_groups": [{**_copied(opts), "params": groups.get(i, [])} for i, opts in enumerate(self._options)],
+            "param_groups": [{**each, "params": groups.get(number, [])} for number, each in enumerate(options)],
             "state": defaultdict(dict, state),
         }
         with replacing(*NO_STEP_HOOKS):  # for a class whose step calls super().step()
@@ -225,7 +227,9 @@ class _Chunk:
         if not isinstance(value, torch.Tensor):
             return value
         if _is_number(key, part, value):
-            return value.to(self._host.device, copy=True) if part.entry.counts_on_device else value.clone()
+            is_last = part.stop == part.entry.param.local.numel  # it changes the counter itself, as without offload
+            device = self._host.device if part.entry.counts_on_device else value.device
+            return value.to(device, copy=not is_last)
         return self._fetch(value.view(-1)[part.start : part.stop])
 
     def _keep_state(self, key: str, part: _Part, value: Any) -> Any:
@@ -264,9 +268,9 @@ def _is_number(key: str, part: _Part, value: torch.Tensor) -> bool:
     return value.ndim == 0 and (key in NUMBERS or part.entry.param.piece.local_shape != ())
 
 
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
+def _copied(values: dict[str, Any], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> dict[str, Any]:
     """Options or attributes, which a step may change in place."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    return {key: copy(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
 def late_steps(

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from streamshard import ConfigError, StreamShard
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName
 from streamshard.core import late_step
+from streamshard.nested import map_tensors
 from streamshard.optim import elementwise
 from tests.models import Stack, vector_batch
 from tests.races import detect_races
@@ -72,10 +73,62 @@ def test_fences_order_all_uses_of_each_buffer(context: RankContext, scenario: st
         assert races.accesses > 100
 
 
+def _fused(model: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True, **options)  # reads all numbers on the device
+
+
+def _skip_layers(model: Any, context: RankContext) -> None:
+    """Compute never waits for the all-gather of the last layers, nor for their steps."""
+    optimizer = adamw(model)
+    for step, route in enumerate(([0, 1, 2, 3, 4], [0], [0, 1], [0, 1, 2, 3, 4])):
+        model.route = route
+        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        model.clip_grad_norm_(0.01)
+        optimizer.step()
+
+
+def _scale_losses(model: Any, context: RankContext) -> None:
+    optimizer, scaler = _fused(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        scaler.scale(model(vector_batch(step, context.rank)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def _change_options(model: Any, context: RankContext) -> None:
+    optimizer = _fused(model, lr=torch.tensor(0.1))
+    for step in range(3):
+        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1) * 0.5**step
+
+
+def _load_counters(model: Any, context: RankContext) -> None:
+    optimizer = _fused(model)
+    for step in range(3):
+        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        if step == 0:
+            optimizer.load_state_dict(map_tensors(optimizer.state_dict(), torch.clone))
+
+
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "scenario"), [(2, "clipping"), (1, "plain"), (2, "micro-batches")])
-def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, scenario: str) -> None:
-    """Chunks live in memory that FETCH allocates and STORE reads; clipping leaves factors on the compute stream."""
+@pytest.mark.parametrize(
+    ("world_size", "work"),
+    [
+        (2, "clipping"),
+        (1, "plain"),
+        (2, "micro-batches"),
+        (1, _skip_layers),
+        (1, _scale_losses),
+        (1, _change_options),
+        (1, _load_counters),
+    ],
+)
+def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, work: Any) -> None:
+    """FETCH allocates chunks, which STORE reads. Compute allocates factors, options and counters, which FETCH reads."""
+    scenario = work if isinstance(work, str) else "clipping"
     with (
         simulated_device() as device,
         mock.patch.object(late_step, "CHUNK_NUMEL", 100),
@@ -83,7 +136,10 @@ def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, sce
     ):
         model = sharded(scenario, BF16, **OFFLOAD)
         with checker.of(model):
-            train(model, scenario, context)
+            if isinstance(work, str):
+                train(model, work, context)
+            else:
+                work(model, context)
 
 
 def _clip(model: Any, call: Call) -> None:

@@ -114,10 +114,11 @@ def _options(run: Run) -> None:
 
 def _options_in_place(run: Run) -> None:
     for group in run.optimizer.param_groups:
-        group["lr"] = torch.tensor(0.01)
+        group["lr"], group["betas"] = torch.tensor(0.01), (torch.tensor(0.9), torch.tensor(0.99))
     run.step()
     for group in run.optimizer.param_groups:
-        group["lr"].fill_(0.5)
+        for number in (group["lr"], *group["betas"]):
+            number.fill_(0.5)
 
 
 def _schedule(run: Run) -> Any:
