@@ -148,6 +148,7 @@ class SimulatedDevice:
         synchronizations: how often the host has waited for the device.
         is_capturing: it records a graph.
         kept: the streams that memory is kept for when it is freed, by its address.
+        pinned: blocks of host memory, which only the host and copies use.
     """
 
     Stream = SimulatedStream
@@ -158,6 +159,7 @@ class SimulatedDevice:
         self.synchronizations = 0
         self.is_capturing = False
         self.kept: dict[int, set[SimulatedStream]] = {}
+        self.pinned: list[torch.Tensor] = []
         self.compute = SimulatedStream()
         self._of_another_device = SimulatedStream()
         self._local = threading.local()
@@ -198,6 +200,18 @@ class SimulatedDevice:
         """The host waits."""
         self.synchronizations += 1
 
+    def map_block(self, memory: PinnedMemory, n_bytes: int) -> torch.Tensor:
+        """Note the pinned memory that is mapped."""
+        self.pinned.append(_map_block(memory, n_bytes))
+        return self.pinned[-1]
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in pinned memory."""
+        return is_inside(tensor, self.pinned)
+
+
+_map_block = PinnedMemory._map
+
 
 @contextlib.contextmanager
 def simulated_device() -> Iterator[SimulatedDevice]:
@@ -207,6 +221,8 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         mock.patch.object(devices, "get_device_module", lambda kind: device if kind == "cpu" else real(kind)),
         mock.patch.object(devices, "WITHOUT_STREAMS", ("meta",)),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
+        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: device.is_pinned(tensor)),
+        mock.patch.object(PinnedMemory, "_map", lambda memory, n_bytes: device.map_block(memory, n_bytes)),
         mock.patch("streamshard.comm.streams.raw_stream_of", lambda _: lambda index: id(device.current_stream(CPU))),
     ):
         yield device
@@ -255,7 +271,6 @@ class StreamChecker(TorchDispatchMode, Observer):
         self.accesses = 0
         self.leaves: set[SimulatedStream] = set()
         self._device = device
-        self.pinned: list[torch.Tensor] = []  # blocks that only the host and copies use
         self._memory: dict[int, _Memory] = {}
         self._freed: dict[SimulatedStream, list[_Access]] = defaultdict(list)
         self._declared: SimulatedStream | None = None
@@ -286,6 +301,12 @@ class StreamChecker(TorchDispatchMode, Observer):
             if place != dist.ProcessGroup.unbox(args[2]).rank() * shard.nbytes:
                 self.found.append(f"{func} is not in place, but its tensors overlap")
 
+    def _check_blocking(self, func: Any, both: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        """A copy between host and device lets the host wait, unless it is told not to."""
+        is_waited_for = not (kwargs.get("non_blocking") or args[2:3] == (True,))
+        if is_waited_for and {self._device.is_pinned(each) for each in both[:2]} == {False, True}:
+            self.found.append(f"{func} between host and device blocks the host")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         stream, result = self._device.current_stream(CPU), func(*args, **kwargs)
@@ -302,6 +323,8 @@ class StreamChecker(TorchDispatchMode, Observer):
                 places = [(args[at] if at < len(args) else kwargs.get(name), w) for at, name, w in _touched(func)]
                 touched = [(each, is_write) for value, is_write in places for each in tensors_in(value)]
                 outputs = [each for each in tensors_in(result) if each.layout is torch.strided]
+            if func._opname in ("copy_", "_to_copy") and stream is not self._device.compute:
+                self._check_blocking(func, [*tensors_in(args), *outputs], args, kwargs)
             given = {_address(each) for each in tensors_in((args, kwargs)) if each.layout is torch.strided}
             for tensor, is_write in touched:
                 self._note(tensor, is_write, stream, str(func))
@@ -349,9 +372,7 @@ class StreamChecker(TorchDispatchMode, Observer):
         if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device != CPU:
             return
         self.accesses += 1
-        address = tensor.data_ptr()
-        is_pinned = any(block.data_ptr() <= address < block.data_ptr() + block.nbytes for block in self.pinned)
-        if stream is self._device.compute and is_pinned:
+        if stream is self._device.compute and self._device.is_pinned(tensor):
             stream = self._device.host
         address = _address(tensor)
         accesses = (self._memory.get(address) or self._know(tensor, None)).accesses  # None: allocated elsewhere
@@ -381,7 +402,7 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     Gradients of parameters are taken on the stream that has made them. The stream of whoever calls backward waits for
     those streams before the end of backward. So does autograd with a device's own streams.
     """
-    checker, finish, mapped = StreamChecker(device), Backward.finish, PinnedMemory._map
+    checker, finish = StreamChecker(device), Backward.finish
 
     def there(hook: Callable[..., None]) -> Callable[..., None]:
         def called(*args: Any) -> None:
@@ -397,13 +418,8 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
             device.current_stream(CPU).wait_stream(stream)
         finish(self)
 
-    def map_block(self: PinnedMemory, n_bytes: int) -> torch.Tensor:
-        checker.pinned.append(mapped(self, n_bytes))
-        return checker.pinned[-1]
-
     with (
         checker,
-        mock.patch.object(PinnedMemory, "_map", map_block),
         mock.patch.object(Backward, "finish", finish_behind),
         mock.patch.object(edge, "_on_small_gradient", there(edge._on_small_gradient)),
         mock.patch.object(edge, "_on_gradient", there(edge._on_gradient)),
@@ -484,20 +500,6 @@ def late_copies(engine: Engine) -> Iterator[None]:
     for each in copying:
         each.run()
         each.is_late = False
-
-
-@contextlib.contextmanager
-def pinned_blocks() -> Iterator[list[torch.Tensor]]:
-    """Collects the host memory that is pinned inside."""
-    blocks: list[torch.Tensor] = []
-    map_block = PinnedMemory._map
-
-    def note(self: PinnedMemory, n_bytes: int) -> torch.Tensor:
-        blocks.append(map_block(self, n_bytes))
-        return blocks[-1]
-
-    with mock.patch.object(PinnedMemory, "_map", note):
-        yield blocks
 
 
 def is_inside(tensor: torch.Tensor, blocks: list[torch.Tensor]) -> bool:

@@ -79,7 +79,6 @@ class HostState:
 
     Attributes:
         device: the accelerator.
-        allocate: allocates pinned memory, see `PinnedMemory.allocate`.
         grads: knows norms and factors of main grads, for clipping.
     """
 
@@ -88,7 +87,7 @@ class HostState:
     ) -> None:
         self.device = ranks.streams.device
         self._streams = streams = ranks.streams
-        self.allocate = PinnedMemory(self.device).allocate
+        self._pinned = PinnedMemory(self.device)
         self.grads = HostGrads(self.device)
         # Weak: units own this object.
         self._places: dict[nn.Parameter, tuple[weakref.ref[HostUnit], FlatParam, Param]] = {}
@@ -146,6 +145,10 @@ class HostState:
                 "was kept when its model was freed, before the last optimizer step was carried out: read the weights "
                 "before, for example by model.full_state_dict()"
             )
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory, see `PinnedMemory.allocate`. No view: buffers of a block are not one tensor's."""
+        return self._pinned.allocate(numel, dtype).data
 
     def launch(
         self, stream: StreamName, what: Collective, action: Callable[[], None], reads: Any = (), writes: Any = ()
@@ -305,10 +308,9 @@ class HostState:
         """The last chunk of the unit with this index is on its way to the host."""
         self._stored[unit].record()
 
-    def home_of(self, value: torch.Tensor | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Pinned memory [numel] for one entry of an optimizer's state: that of `value`, if it has some."""
-        is_pinned = value is not None and (self.device.type == "cpu" or value.is_pinned())
-        return value if value is not None and is_pinned else self.allocate(numel, dtype)
+    def home_of(self, value: torch.Tensor | None) -> torch.Tensor | None:
+        """`value`, an entry of an optimizer's state, if it can be stored where it is. A loaded one is not pinned."""
+        return value if value is not None and value.is_contiguous() and value.is_pinned() else None
 
     # -- readers --------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from streamshard.core.params import FlatParam, Param
+from streamshard.core.ranges import cut
 from streamshard.guards.sharded_parameter import grad_of
 
 
@@ -40,10 +41,14 @@ class HostGrads:
 
     def take_norms(self, flats: Iterable[tuple[FlatParam, torch.Tensor]]) -> None:
         """Take the norms of reduced gradients, by flat parameter. Comm stream."""
-        pieces = [(param, param.shaped(each)) for flat, each in flats for param in flat.params if param.local.numel]
+        pieces: list[torch.Tensor] = []
+        norms: list[torch.Tensor] = []
+        for flat, result in flats:
+            params = [param for param in flat.params if param.local.numel]
+            pieces += cut(result, [(param.local.shard_offset, param.local.numel) for param in params])
+            norms += [self._norm_of[param] for param in params]
         if pieces:
-            norms = torch._foreach_norm([piece for _, piece in pieces])
-            torch._foreach_copy_([self._norm_of[param] for param, _ in pieces], norms)
+            torch._foreach_copy_(norms, torch._foreach_norm(pieces))
 
     def replace(self, params: Iterable[Param]) -> None:
         """The main grads of `params` are about to be those whose norms were taken."""

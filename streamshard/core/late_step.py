@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from streamshard.comm.streams import Collective, StreamName
 from streamshard.core.host import HostState, HostUnit
 from streamshard.core.params import FlatParam, Param
+from streamshard.core.ranges import GAP_NUMEL, Copy, Range, cut, joined
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.nested import map_tensors
@@ -58,6 +59,7 @@ class _Entry(NamedTuple):
         state: of the optimizer, the dict that was there at the call. The user may have put another one there since.
         counts_on_device: kernels read counters there.
         factors: of its gradient, which clipping has left.
+        after: its state after the step; complete behind its last part.
     """
 
     flat: FlatParam
@@ -67,6 +69,7 @@ class _Entry(NamedTuple):
     state: dict[str, Any]
     counts_on_device: bool
     factors: Sequence[torch.Tensor]
+    after: dict[str, Any]
 
 
 class _Part(NamedTuple):
@@ -76,10 +79,14 @@ class _Part(NamedTuple):
     start: int
     stop: int
 
-    def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """These elements of `shard` [shard_numel], an alias with a version counter of its own."""
-        offset = self.entry.param.local.shard_offset
-        return shard.data[offset + self.start : offset + self.stop]
+    @property
+    def is_last(self) -> bool:
+        """Whether the parameter has no elements behind it."""
+        return self.stop == self.entry.param.local.numel
+
+    def of(self, shard: torch.Tensor) -> Range:
+        """These elements of `shard` [shard_numel]."""
+        return Range(shard, self.entry.param.local.shard_offset + self.start, self.stop - self.start)
 
 
 class LateStep:
@@ -109,7 +116,9 @@ class LateStep:
                 self.makes_state = self.makes_state or param.sharded not in optimizer.state
                 state = optimizer.state.setdefault(param.sharded, {})
                 facts = flat, param, group, _copied(own_attributes(param.sharded), host.copy_of), state
-                self._entries[unit].append(_Entry(*facts, counts_there[group], host.grads.factors_of(param)))
+                self._entries[unit].append(_Entry(*facts, counts_there[group], host.grads.factors_of(param), {}))
+        for entries in self._entries.values():
+            entries.sort(key=lambda entry: (entry.flat.tag, entry.param.local.shard_offset))
 
     @property
     def is_done(self) -> bool:
@@ -128,10 +137,9 @@ class LateStep:
             unit: its index. FETCH has waited for its memory.
             fills_slot: copy the new weights to the weight slot too. Else only to the all-gather input on the host.
         """
-        after: dict[str, Any] = {}
         for parts in _chunks(self._entries.pop(unit, ())):
             with host.chunk() as tensors:
-                chunk = _Chunk(host, tensors, parts, after)
+                chunk = _Chunk(host, tensors, parts)
                 step = functools.partial(chunk.step, self._stand_in, fills_slot=fills_slot)
                 host.launch(StreamName.FETCH, Collective.STEP, step, *chunk.touched(fills_slot=fills_slot))
                 host.stepped()
@@ -157,92 +165,155 @@ class LateStep:
 class _Chunk:
     """One part of a step: copied to the device, stepped, copied back.
 
+    Of each kind (main weights, main grads, an entry of state) there is one buffer, in which parameters lie as in the
+    shard. So a copy takes all parameters at once.
+
     Args:
         host: of the model.
         tensors: keeps the chunk's memory.
-        parts: of parameters.
-        after: state after the step, of a parameter that the chunk before has begun; filled here.
+        parts: of parameters, in the order of their memory.
     """
 
-    def __init__(
-        self, host: HostState, tensors: list[torch.Tensor], parts: Sequence[_Part], after: dict[str, Any]
-    ) -> None:
-        self._host, self._tensors, self._parts, self._after = host, tensors, parts, after
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host, on the device
+    def __init__(self, host: HostState, tensors: list[torch.Tensor], parts: Sequence[_Part]) -> None:
+        self._host, self._tensors, self._parts = host, tensors, parts
+        self._stores: dict[Any, list[Copy]] = defaultdict(list)  # by kind
+        self._places: list[tuple[int, int]] = []  # of each part in a buffer: where it begins, its length
+        self._numel = 0
+        before: Range | None = None
+        for part in parts:
+            place = part.of(part.entry.flat.main)
+            distance = None if before is None else before.distance(place)
+            gap = GAP_NUMEL + 1 if before is None or distance is None else distance - before.numel
+            if gap > GAP_NUMEL:
+                gap = -self._numel % GAP_NUMEL
+            begin = self._numel + gap
+            self._places.append((begin, place.numel))
+            self._numel, before = begin + place.numel, place
+
+    def _views(self, kind: Callable[[FlatParam], torch.Tensor]) -> list[torch.Tensor]:
+        """The parts of one kind of shard."""
+        ranges = [part.of(kind(part.entry.flat)) for part in self._parts]
+        return [view for view, _ in joined(zip(ranges, ranges, strict=True))]
 
     def touched(self, *, fills_slot: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What `step` reads and writes outside of the chunk."""
-        flats = [(part, part.entry.flat) for part in self._parts]
-        read = [part.of(shard) for part, flat in flats for shard in (flat.main, flat.main_grads)]
-        return read, [part.of(flat.gather.shard) for part, flat in flats] if fills_slot else []
+        read = self._views(lambda flat: flat.main) + self._views(lambda flat: flat.main_grads)
+        return read, self._views(lambda flat: flat.gather.shard) if fills_slot else []
 
     def stored(self) -> list[torch.Tensor]:
         """What `store` writes."""
-        return [part.of(shard) for part in self._parts for shard in (part.entry.flat.main, part.entry.flat.host_input)]
+        return self._views(lambda flat: flat.main) + self._views(lambda flat: flat.host_input)
 
     def step(self, run: Callable[..., None], *, fills_slot: bool) -> None:
         """Copy the parts to the device, and step them. FETCH."""
+        main = self._fetch({n: part.of(part.entry.flat.main) for n, part in enumerate(self._parts)})
+        grads = self._fetch({n: part.of(part.entry.flat.main_grads) for n, part in enumerate(self._parts)})
+        weights = cut(main, self._places)
+        params = [nn.Parameter(each) for each in weights]
         groups: dict[int, list[nn.Parameter]] = defaultdict(list)
-        state: dict[nn.Parameter, dict[str, Any]] = {}
-        params = []
-        for part in self._parts:
-            param = nn.Parameter(self._fetch(part.of(part.entry.flat.main)))
+        for part, param, grad in zip(self._parts, params, cut(grads, self._places), strict=True):
             param.__dict__.update(part.entry.attributes)
-            param.grad = self._fetch(part.of(part.entry.flat.main_grads))
-            for factor in part.entry.factors:
-                param.grad.mul_(factor)
-            state[param] = {key: self._fetch_state(key, part, value) for key, value in part.entry.state.items()}
+            param.grad = grad
             groups[part.entry.group].append(param)
-            params.append(param)
+            for factor in part.entry.factors:
+                grad.mul_(factor)
+        state = dict(zip(params, self._fetch_state(), strict=True))
         run(groups, state)
-        for part, param in zip(self._parts, params, strict=True):
-            flat, weights = part.entry.flat, param.detach()
-            sent = weights.to(flat.kind.wire_dtype)
-            if fills_slot:
-                part.of(flat.gather.shard).copy_(sent)
-            self._pairs.append((part.of(flat.main), weights))
+        for param, each in zip(params, weights, strict=True):
+            if param.data_ptr() != each.data_ptr():  # ``param.data = ..``
+                each.copy_(param)
+        self._send(main, fills_slot=fills_slot)
+        self._keep_state(list(state.values()))
+        self._tensors += [source.tensor for copies in self._stores.values() for _, source in copies]
+
+    def _fetch(self, sources: Mapping[int, Range]) -> torch.Tensor:
+        """A buffer of the device with the `sources`, by part."""
+        dtype = next(iter(sources.values())).tensor.dtype
+        buffer = torch.empty(self._numel, dtype=dtype, device=self._host.device)
+        self._tensors.append(buffer)
+        copies = [(Range(buffer, *self._places[number]), source) for number, source in sources.items()]
+        for to, source in joined(copies):
+            to.copy_(source, non_blocking=True)
+        return buffer
+
+    def _fetch_state(self) -> list[dict[str, Any]]:
+        """The state of each part on the device."""
+        states = [dict(part.entry.state) for part in self._parts]
+        sources: dict[tuple[str, torch.dtype], dict[int, Range]] = defaultdict(dict)
+        for number, part in enumerate(self._parts):
+            for key, value in part.entry.state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if _is_number(key, part, value):
+                    # The last part's step changes the counter itself, as without offload.
+                    device = self._host.device if part.entry.counts_on_device else value.device
+                    states[number][key] = value.to(device, copy=not part.is_last)
+                else:
+                    sources[key, value.dtype][number] = Range(value.contiguous(), part.start, part.stop - part.start)
+        for (key, _), each in sources.items():
+            values = cut(self._fetch(each), [self._places[number] for number in each])
+            for number, value in zip(each, values, strict=True):
+                states[number][key] = value
+        return states
+
+    def _send(self, main: torch.Tensor, *, fills_slot: bool) -> None:
+        """Cast new weights for the all-gather, and note where they are to be stored."""
+        sent = {dtype: main.to(dtype) for dtype in {part.entry.flat.kind.wire_dtype for part in self._parts}}
+        to_slot = []
+        for place, part in zip(self._places, self._parts, strict=True):
+            flat = part.entry.flat
+            new = Range(sent[flat.kind.wire_dtype], *place)
+            self._stores["main weights"].append((part.of(flat.main), Range(main, *place)))
             if flat.host_input is not flat.main:
-                self._pairs.append((part.of(flat.host_input), sent))
-            for key, value in state[param].items():
-                self._after[key] = self._keep_state(key, part, value)
-            if part.stop == part.entry.param.local.numel:
-                part.entry.state.clear()
-                part.entry.state.update(self._after)
-                self._after.clear()
-        self._tensors += [source for _, source in self._pairs]
+                self._stores["all-gather input"].append((part.of(flat.host_input), new))
+            to_slot.append((part.of(flat.gather.shard), new))
+        for to, source in joined(to_slot if fills_slot else ()):
+            to.copy_(source)
+
+    def _keep_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over the state of each part after the step, and note where it is to be stored."""
+        values: dict[tuple[str, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
+        for number, (part, state) in enumerate(zip(self._parts, states, strict=True)):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and not _is_number(key, part, value):
+                    values[key, value.dtype][number] = value.contiguous()
+                    part.entry.after.setdefault(key, None)  # keeps the order of keys
+                else:
+                    part.entry.after[key] = value
+        for (key, dtype), each in values.items():
+            self._find_homes(key, dtype, each)
+            for number, value in each.items():
+                entry, start, stop = self._parts[number]
+                self._stores[key, dtype].append(
+                    (Range(entry.after[key], start, stop - start), Range(value, 0, stop - start))
+                )
+        for entry, _, _ in (part for part in self._parts if part.is_last):
+            entry.state.clear()
+            entry.state.update(entry.after)
+
+    def _find_homes(self, key: str, dtype: torch.dtype, numbers: Iterable[int]) -> None:
+        """Host memory for one entry of the parts' state. Parts that follow each other get new memory in one piece."""
+        runs: list[list[int]] = []
+        for number in numbers:
+            entry = self._parts[number].entry
+            if entry.after[key] is None:  # else the chunk before has begun the parameter
+                entry.after[key] = self._host.home_of(entry.state.get(key))
+            if entry.after[key] is None:
+                if not runs or runs[-1][-1] != number - 1:
+                    runs.append([])
+                runs[-1].append(number)
+        for run in runs:
+            begin, end = self._places[run[0]][0], self._places[run[-1]][0]
+            home = self._host.allocate(end - begin + self._parts[run[-1]].entry.param.local.numel, dtype)
+            for number in run:
+                entry, at = self._parts[number].entry, self._places[number][0] - begin
+                entry.after[key] = home[at : at + entry.param.local.numel].view(entry.param.piece.local_shape)
 
     def store(self) -> None:
         """Copy weights and state back. STORE."""
-        for to, source in self._pairs:
-            to.copy_(source, non_blocking=True)
-
-    def _fetch(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy on the device."""
-        copy = torch.empty_like(source, device=self._host.device).copy_(source, non_blocking=True)
-        self._tensors.append(copy)
-        return copy
-
-    def _fetch_state(self, key: str, part: _Part, value: Any) -> Any:
-        """The part's elements of one entry of state, on the device; a copy of a counter."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        if _is_number(key, part, value):
-            is_last = part.stop == part.entry.param.local.numel  # it changes the counter itself, as without offload
-            device = self._host.device if part.entry.counts_on_device else value.device
-            return value.to(device, copy=not is_last)
-        return self._fetch(value.view(-1)[part.start : part.stop])
-
-    def _keep_state(self, key: str, part: _Part, value: Any) -> Any:
-        """The entry of state that the parameter has after the step: host memory, to which `value` will be copied."""
-        if not isinstance(value, torch.Tensor) or _is_number(key, part, value):
-            return value
-        kept = self._after.get(key)
-        if kept is None:
-            param = part.entry.param
-            kept = self._host.home_of(part.entry.state.get(key), param.local.numel, value.dtype)
-            kept = kept.view(param.piece.local_shape)
-        self._pairs.append((kept.view(-1)[part.start : part.stop], value))
-        return kept
+        for copies in self._stores.values():
+            for to, source in joined(copies):
+                to.copy_(source, non_blocking=True)
 
 
 def _chunks(entries: Sequence[_Entry]) -> Iterator[list[_Part]]:

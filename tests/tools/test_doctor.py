@@ -35,7 +35,7 @@ from tests.launched import Launched
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.scenarios import over_sockets
-from tests.simulated import is_inside, pinned_blocks, simulated_device
+from tests.simulated import is_inside, simulated_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -171,7 +171,7 @@ def test_a_link_is_measured_alone_and_both_ways_with_pinned_memory(monkeypatch: 
     """Copies of both ways are on streams of their own."""
     monkeypatch.setattr(speed, "_COPIED_BYTES", 1 << 16)
     copies: list[list[tuple[object, bool]]] = []
-    with simulated_device() as device, pinned_blocks() as blocks:
+    with simulated_device() as device:
 
         def medians(ranks: Any, _: torch.device, *parts: Callable[[], object]) -> list[float]:
             for part in parts:
@@ -181,8 +181,8 @@ def test_a_link_is_measured_alone_and_both_ways_with_pinned_memory(monkeypatch: 
             return [1.0, 2.0, 4.0]
 
         def note(to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-            assert non_blocking and is_inside(to, blocks) is not is_inside(source, blocks)
-            copies[-1].append((device.current_stream(CPU), is_inside(to, blocks)))
+            assert non_blocking and is_inside(to, device.pinned) is not is_inside(source, device.pinned)
+            copies[-1].append((device.current_stream(CPU), is_inside(to, device.pinned)))
 
         monkeypatch.setattr(speed, "medians_ms", medians)
         assert speed.link_gb_s(CPU) == [(1 << 16) / ms / 1e6 for ms in (1.0, 2.0, 4.0)]

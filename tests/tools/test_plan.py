@@ -33,7 +33,7 @@ from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, engine_inside, lm_step, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, over_sockets
-from tests.simulated import is_inside, pinned_blocks, simulated_device
+from tests.simulated import is_inside, simulated_device
 from tests.test_meta_device import on_meta
 
 SLOTS: tuple[dict[str, Any], ...] = (
@@ -98,11 +98,11 @@ def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext,
             planned = plan(MODELS[name], context.world_size, weight_slots=3, **settings)
             assert [stage.name for stage in planned.stages] == ["ZeRO-3", "3 slots"]
             for stage, slots in zip(planned.stages, (2, 3), strict=True):
-                with simulated_device(), pinned_blocks() as blocks:
+                with simulated_device() as device:
                     model: Any = StreamShard(MODELS[name](), weight_slots=slots, **settings)
                 _assert_equal(stage, model)
                 held = [buffer for _, buffer in engine_inside(model).ledger.buffers]
-                assert sum(each.nbytes for each in held if is_inside(each, blocks)) == sum(
+                assert sum(each.nbytes for each in held if is_inside(each, device.pinned)) == sum(
                     stage.memory.host_bytes.values()
                 )
 

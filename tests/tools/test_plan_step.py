@@ -18,7 +18,7 @@ from tests.models import DIM, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, case, lm_step
 from tests.scenarios import BF16
-from tests.simulated import is_inside, pinned_blocks, simulated_device
+from tests.simulated import is_inside, simulated_device
 
 
 def _step(model: Any, world_size: int, machine: str, **given: Any) -> StepTime:
@@ -62,11 +62,11 @@ def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches
         settings["precision"] = BF16
         run = {"batch": 2, "seq": 8, "micro_batches": micro_batches}
         step = _step(functools.partial(build, frozen), context.world_size, "pcie5", **run, **settings)
-        with simulated_device(), pinned_blocks() as blocks:
+        with simulated_device() as device:
             model = StreamShard(build(frozen), **settings)
             optimizer = adamw(model)
             for number in range(3):
-                with _Copied(blocks) as copied:
+                with _Copied(device.pinned) as copied:
                     for part in range(micro_batches):
                         lm_step(model, call._replace(step=micro_batches * number + part))
                 optimizer.step()

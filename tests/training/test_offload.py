@@ -12,16 +12,28 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import ConfigError, StreamShard
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName
 from streamshard.core import late_step
 from streamshard.nested import map_tensors
 from streamshard.optim import elementwise
-from tests.models import Stack, vector_batch
+from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, built, engine_inside, full_weights, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    built,
+    engine_inside,
+    full_weights,
+    lm_step,
+    stack_step,
+)
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, sharded, train, without_waits
 from tests.simulated import backward_elsewhere, checking_streams, late, simulated_device
 
@@ -110,7 +122,8 @@ def _load_counters(model: Any, context: RankContext) -> None:
         stack_step(model, Call(step, context.rank, context.world_size, 1.0))
         optimizer.step()
         if step == 0:
-            optimizer.load_state_dict(map_tensors(optimizer.state_dict(), torch.clone))
+            state = map_tensors(optimizer.state_dict(), lambda value: value if value.ndim else value.clone())
+            optimizer.load_state_dict(state)
 
 
 @on_ranks()
@@ -284,6 +297,39 @@ def test_a_step_leaves_the_weights_of_other_layers_in_their_slots(context: RankC
                 model(x)
     names = [engine_inside(model).units[unit].name for unit in gathers.units if unit]
     assert names == ["layers.2", "layers.3"]
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(depth: int, settings: dict[str, Any]) -> int:
+    """Of one step of a model with so many layers."""
+    model: Any = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=BF16, **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for step in range(3):  # the first one makes the state, the second one carries it out
+        with _Operators() as operators:
+            lm_step(model, Call(step, 0, 1, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+    return operators.count
+
+
+@on_ranks(1)
+def test_offload_adds_few_operators_for_each_layer(context: RankContext) -> None:
+    """Copies are of whole flat parameters: the 12 parameters of a layer, one by one, would need 150 of them."""
+    with simulated_device():
+        resident, offloaded = (
+            (_operators(7, settings) - _operators(5, settings)) // 2
+            for settings in ({"weight_slots": 2, "grad_slots": 2}, OFFLOAD)
+        )
+    assert offloaded - resident < 110
 
 
 class _Extended(torch.optim.AdamW):
