@@ -8,6 +8,7 @@ nearly all of it overlaps with compute.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -119,6 +120,7 @@ class LateStep:
                 self._entries[unit].append(_Entry(*facts, counts_there[group], host.grads.factors_of(param), {}))
         for entries in self._entries.values():
             entries.sort(key=lambda entry: (entry.flat.tag, entry.param.local.shard_offset))
+        self._surroundings = _surroundings(host.device)
 
     @property
     def is_done(self) -> bool:
@@ -140,11 +142,15 @@ class LateStep:
         for parts in _chunks(self._entries.pop(unit, ())):
             with host.chunk() as tensors:
                 chunk = _Chunk(host, tensors, parts)
-                step = functools.partial(chunk.step, self._stand_in, fills_slot=fills_slot)
+                step = functools.partial(self._step, chunk, host.device, fills_slot=fills_slot)
                 host.launch(StreamName.FETCH, Collective.STEP, step, *chunk.touched(fills_slot=fills_slot))
                 host.stepped()
                 host.launch(StreamName.STORE, Collective.COPY, chunk.store, (), chunk.stored())
         host.stored(unit)
+
+    def _step(self, chunk: _Chunk, device: torch.device, *, fills_slot: bool) -> None:
+        with _inside(self._surroundings, device):
+            chunk.step(self._stand_in, fills_slot=fills_slot)
 
     def _stand_in(self, groups: Mapping[int, list[nn.Parameter]], state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Step plain parameters on the device, as an optimizer of the same class with the same options."""
@@ -342,6 +348,30 @@ def _is_number(key: str, part: _Part, value: torch.Tensor) -> bool:
 def _copied(values: dict[str, Any], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> dict[str, Any]:
     """Options or attributes, which a step may change in place."""
     return {key: copy(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+def _surroundings(device: torch.device) -> tuple[Any, ...]:
+    """The settings of torch by which operators compute and make tensors."""
+    autocasts = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
+    ]
+    return torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.get_default_device(), autocasts
+
+
+@contextlib.contextmanager
+def _inside(wanted: tuple[Any, ...], device: torch.device) -> Iterator[None]:
+    """Run the body in these `_surroundings`, whatever forward or reader is around it."""
+    if (now := _surroundings(device)) == wanted:
+        yield
+        return
+    is_inference, dtype, default_device, autocasts = wanted
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, now[1])
+        torch.set_default_dtype(dtype)
+        contexts = (torch.autocast(kind, cast_dtype, is_enabled) for kind, is_enabled, cast_dtype in autocasts)
+        for each in (torch.inference_mode(is_inference), torch.no_grad(), default_device, *contexts):
+            stack.enter_context(each)
+        yield
 
 
 def late_steps(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -330,6 +330,64 @@ def test_offload_adds_few_operators_for_each_layer(context: RankContext) -> None
             for settings in ({"weight_slots": 2, "grad_slots": 2}, OFFLOAD)
         )
     assert offloaded - resident < 110
+
+
+def _torch_settings() -> tuple[Any, ...]:
+    is_autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return is_autocast, torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.get_default_device()
+
+
+class _Noting(torch.optim.AdamW):
+    """Notes in which settings it steps parameters."""
+
+    seen: ClassVar[list[tuple[Any, ...]]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """See `torch.optim.AdamW`."""
+        self.seen += [_torch_settings() for group in self.param_groups if group["params"]]
+        return super().step(closure)
+
+
+@contextlib.contextmanager
+def _in_double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+_CONTEXTS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.float16),
+    "inference mode": torch.inference_mode,
+    "default dtype": _in_double_precision,
+    "default device": lambda: torch.device("cpu", 0),
+}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", _CONTEXTS)
+def test_a_late_step_runs_in_the_settings_of_its_call(context: RankContext, name: str) -> None:
+    """Neither in those of the next forward nor in those of a reader."""
+    elementwise(_Noting)
+    nothing = contextlib.nullcontext
+    with simulated_device():
+        model: Any = StreamShard(built(), precision=FP32, **OFFLOAD)
+        optimizer = _Noting(model.parameters(), lr=0.01)
+        for at_call, afterwards in ((nothing, nothing), (nothing, _CONTEXTS[name]), (_CONTEXTS[name], nothing)):
+            for read in (lambda: model(vector_batch(0, 0)), lambda: next(model.parameters()).norm()):
+                optimizer.zero_grad()
+                stack_step(model, Call(0, 0, 1, 1.0))
+                _Noting.seen.clear()
+                with at_call():
+                    wanted = _torch_settings()
+                    optimizer.step()
+                with afterwards():
+                    read()
+                assert _Noting.seen and {*_Noting.seen} == {wanted}
+        for state in optimizer.state.values():
+            state["step"].add_(1)  # no inference tensor
 
 
 class _Extended(torch.optim.AdamW):
