@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _measure import Clock, summary
+from _measure import Clock, counted, summary
 from _models import LLAMAS, flops_per_token, llama
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -220,7 +220,10 @@ def _steps(step: Step, size: str, count: int, device: torch.device) -> dict[str,
         clock.lap()
     laps_ms = clock.laps_ms()
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return {"step_ms": summary(laps_ms), "steps_ms": laps_ms, "peak_device_bytes": peak, "loss": loss.item()}
+    with counted(device) as steady:
+        step(batches[-1])
+    waits = {"synchronizations": steady.synchronizations, "synchronized_at": steady.synchronized_at}
+    return {"step_ms": summary(laps_ms), "steps_ms": laps_ms, "peak_device_bytes": peak, "loss": loss.item(), **waits}
 
 
 def _tokens(size: str, count: int, index: int, device: torch.device) -> torch.Tensor:

@@ -311,11 +311,15 @@ class Streams:
             self._own = {name: self.module.Stream(device, priority=-1) for name in names}
 
     def device_stream(self, name: StreamName) -> Any:
-        """The device's stream of this name; for compute, the caller's current stream. None on the CPU."""
+        """The device's stream of this name; for compute, the caller's current stream. None on the CPU.
+
+        Raises:
+            KeyError: there is no such stream, so work that is meant for it must not go to another one.
+        """
         if self.module is None:
             return None
-        if (own := self._own.get(name)) is not None:
-            return own
+        if name is not StreamName.COMPUTE:
+            return self._own[name]
         if self._raw is None:
             return self.module.current_stream(self.device)
         # On CUDA ``current_stream`` makes an object for each call, which takes ten times as long as the address.

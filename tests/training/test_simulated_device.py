@@ -19,7 +19,7 @@ from streamshard import LocalSGD, Precision, StreamShard
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.save import start_copies
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
+from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName, Streams
 from streamshard.core import unit as unit_module
 from streamshard.core.reductions import Reductions
 from streamshard.core.unit import Unit
@@ -59,6 +59,12 @@ def _cells() -> Iterator[tuple[str, str]]:
         chosen = names if scenario in ("no_sync", "a kept graph") else (names[number % 5],)
         yield from ((scenario, setting) for setting in chosen)
     yield "an order that changes", "several layers"  # gradients are spilled
+
+
+def test_a_stream_that_is_not_there_is_no_other_one() -> None:
+    """A wrong name would put copies on the compute stream, where they overlap with nothing."""
+    with simulated_device(), pytest.raises(KeyError):
+        Streams(CPU).device_stream(StreamName.FETCH)
 
 
 @on_ranks(2)
