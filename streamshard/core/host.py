@@ -218,11 +218,12 @@ class HostState:
     def begin_reduction(self, unit: HostUnit, *, adds: bool) -> list[torch.Tensor]:
         """Buffers [shard_numel] for the unit's reductions, one per flat parameter that trains.
 
+        No step of the unit is late: a pass all-gathers each unit that was stepped, before it reduces any.
+
         Args:
             unit: its gradients are written.
             adds: the reduction adds to main grads, so the buffers hold them.
         """
-        self._step(unit.index, fills_slot=False)  # its gradients are about to be overwritten
         self._turn = 1 - self._turn
         free, trained = self._staging_stored[self._turn], unit.trained
         sizes = [flat.layout.shard_numel for flat in trained]

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import ConfigError, StreamShard
-from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName
+from streamshard.comm.streams import Collective, Fence, Observer, StepEvent, StreamName
 from streamshard.core import late_step
 from streamshard.nested import map_tensors
-from streamshard.optim import elementwise
-from tests.models import Stack, TinyConfig, TinyLM, vector_batch
+from tests.models import Stack, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -31,7 +31,6 @@ from tests.reference import (
     built,
     engine_inside,
     full_weights,
-    lm_step,
     stack_step,
 )
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, sharded, train, without_waits
@@ -126,35 +125,6 @@ def _load_counters(model: Any, context: RankContext) -> None:
             optimizer.load_state_dict(state)
 
 
-@on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "work"),
-    [
-        (2, "clipping"),
-        (1, "plain"),
-        (2, "micro-batches"),
-        (1, _skip_layers),
-        (1, _scale_losses),
-        (1, _change_options),
-        (1, _load_counters),
-    ],
-)
-def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, work: Any) -> None:
-    """FETCH allocates chunks, which STORE reads. Compute allocates factors, options and counters, which FETCH reads."""
-    scenario = work if isinstance(work, str) else "clipping"
-    with (
-        simulated_device() as device,
-        mock.patch.object(late_step, "CHUNK_NUMEL", 100),
-        checking_streams(device) as checker,
-    ):
-        model = sharded(scenario, BF16, **OFFLOAD)
-        with checker.of(model):
-            if isinstance(work, str):
-                train(model, work, context)
-            else:
-                work(model, context)
-
-
 def _clip(model: Any, call: Call) -> None:
     """A late step with a factor, which a reader carries out."""
     optimizer = adamw(model)
@@ -176,6 +146,41 @@ def _change_weights(model: Any, call: Call) -> None:
         model(vector_batch(call.step, call.rank))
         next(model.parameters()).zero_()
         model(vector_batch(call.step, call.rank))
+
+
+def _twice(steps: Callable[[Any, Call], None], model: Any, context: RankContext) -> None:
+    for step in range(2):
+        steps(model, Call(step, context.rank, context.world_size, 1.0))
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "work"),
+    [
+        (2, "clipping"),
+        (1, "plain"),
+        (2, "micro-batches"),
+        (2, _skip_layers),
+        (2, functools.partial(_twice, _change_weights)),
+        (1, _scale_losses),
+        (1, _change_options),
+        (1, _load_counters),
+    ],
+)
+def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, work: Any) -> None:
+    """FETCH allocates chunks, which STORE reads. Compute allocates factors, options and counters, which FETCH reads."""
+    scenario = work if isinstance(work, str) else "clipping"
+    with (
+        simulated_device() as device,
+        mock.patch.object(late_step, "CHUNK_NUMEL", 100),
+        checking_streams(device) as checker,
+    ):
+        model = sharded(scenario, BF16, **OFFLOAD)
+        with checker.of(model):
+            if isinstance(work, str):
+                train(model, work, context)
+            else:
+                work(model, context)
 
 
 # By what a wait guards, a scenario that needs it, or steps that do.
@@ -209,8 +214,38 @@ def test_each_wait_is_needed(context: RankContext, what: str) -> None:
             if isinstance(needs, str):
                 train(model, needs, context)
             else:
-                for step in range(2):
-                    needs(model, Call(step, context.rank, 2, 1.0))
+                _twice(needs, model, context)
+
+
+@on_ranks(1)
+def test_events_order_the_copies_of_a_single_unit(context: RankContext) -> None:
+    """No other unit's waits lie between its reductions, nor between its step and another forward."""
+    with simulated_device() as device, checking_streams(device) as checker:
+        with pytest.warns(UserWarning, match="it becomes one unit"):
+            model: Any = StreamShard(nn.Linear(16, 4), precision=BF16, **OFFLOAD)
+        optimizer = adamw(model)
+        with checker.of(model):
+            for step in range(6):
+                for part in range(2):
+                    model(vector_batch(2 * step + part, 0)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model(vector_batch(0, 0))
+
+
+@on_ranks(1)
+def test_a_cast_waits_for_copies_although_no_guard_has_seen_the_write(context: RankContext) -> None:
+    """A kernel that takes an address has written weights."""
+    with simulated_device() as device, checking_streams(device) as checker:
+        model: Any = sharded("clipping", BF16, **OFFLOAD)
+        with checker.of(model):
+            _clip(model, Call(0, 0, 1, 1.0))
+            model(vector_batch(0, 0))
+            address = next(model.parameters()).data_ptr()
+            ctypes.memset(address, 0, 4)
+            engine_inside(model).expire_weights()
+            model(vector_batch(0, 0))
 
 
 @on_ranks()
@@ -230,15 +265,22 @@ def test_a_part_of_the_state_stays_on_the_device(context: RankContext, scenario:
         assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
 
 
-class _HostWaits(Observer):
-    """Counts the waits of the host for copies."""
+class _Waits(Observer):
+    """Notes waits for copies, and what the host launches on which stream."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.of_host = 0
+        self.fences: set[str] = set()
+        self.launched: Counter[tuple[StreamName, Collective]] = Counter()
 
     def on_wait(self, fence: Fence, target: StreamName) -> None:
         """See `Observer`."""
-        self.count += target is StreamName.HOST
+        self.of_host += target is StreamName.HOST
+        self.fences.add(fence.what)
+
+    def on_collective(self, stream: StreamName, collective: Collective, *_: object) -> None:
+        """See `Observer`."""
+        self.launched[stream, collective] += 1
 
 
 @on_ranks()
@@ -247,7 +289,8 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext) -> None:
     """Micro-batches, clipping, the step and clearing of gradients included."""
     with simulated_device():
         model: Any = sharded("micro-batches", BF16, **OFFLOAD)
-        optimizer, waits, streams = adamw(model), _HostWaits(), engine_inside(model).streams
+        optimizer, waits, streams = adamw(model), _Waits(), engine_inside(model).streams
+        host: Any = engine_inside(model).host
 
         def step(number: int) -> None:
             for part in range(2):
@@ -263,9 +306,16 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext) -> None:
         with streams.observed_by(waits):
             step(1)
             step(2)
-            assert waits.count == 0
+            held = sum(len(tensors) for _, tensors in host._chunks)
+            step(3)
+            assert waits.of_host == 0
+            assert sum(len(tensors) for _, tensors in host._chunks) == held  # the memory of two chunks, not of all
+            assert {"staging 0", "staging 1", "chunk 0", "chunk 1"} < waits.fences  # they take turns
+            of_steps, of_norms = (StreamName.FETCH, Collective.STEP), (StreamName.COMM, Collective.NORMS)
+            launched = waits.launched
+            assert launched[StreamName.STORE, Collective.COPY] == launched[of_steps] + launched[of_norms]
             next(model.parameters()).sum()
-            assert waits.count == 2
+            assert waits.of_host == 2
 
 
 class _Gathers(Observer):
@@ -297,125 +347,6 @@ def test_a_step_leaves_the_weights_of_other_layers_in_their_slots(context: RankC
                 model(x)
     names = [engine_inside(model).units[unit].name for unit in gathers.units if unit]
     assert names == ["layers.2", "layers.3"]
-
-
-class _Operators(TorchDispatchMode):
-    """Counts operators."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _operators(depth: int, settings: dict[str, Any]) -> int:
-    """Of one step of a model with so many layers."""
-    model: Any = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=BF16, **settings)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    for step in range(3):  # the first one makes the state, the second one carries it out
-        with _Operators() as operators:
-            lm_step(model, Call(step, 0, 1, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-    return operators.count
-
-
-@on_ranks(1)
-def test_offload_adds_few_operators_for_each_layer(context: RankContext) -> None:
-    """Copies are of whole flat parameters: the 12 parameters of a layer, one by one, would need 150 of them."""
-    with simulated_device():
-        resident, offloaded = (
-            (_operators(7, settings) - _operators(5, settings)) // 2
-            for settings in ({"weight_slots": 2, "grad_slots": 2}, OFFLOAD)
-        )
-    assert offloaded - resident < 110
-
-
-def _torch_settings() -> tuple[Any, ...]:
-    is_autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    return is_autocast, torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.get_default_device()
-
-
-class _Noting(torch.optim.AdamW):
-    """Notes in which settings it steps parameters."""
-
-    seen: ClassVar[list[tuple[Any, ...]]] = []
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """See `torch.optim.AdamW`."""
-        self.seen += [_torch_settings() for group in self.param_groups if group["params"]]
-        return super().step(closure)
-
-
-@contextlib.contextmanager
-def _in_double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-_CONTEXTS: dict[str, Callable[[], Any]] = {
-    "autocast": lambda: torch.autocast("cpu", torch.float16),
-    "inference mode": torch.inference_mode,
-    "default dtype": _in_double_precision,
-    "default device": lambda: torch.device("cpu", 0),
-}
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("name", _CONTEXTS)
-def test_a_late_step_runs_in_the_settings_of_its_call(context: RankContext, name: str) -> None:
-    """Neither in those of the next forward nor in those of a reader."""
-    elementwise(_Noting)
-    nothing = contextlib.nullcontext
-    with simulated_device():
-        model: Any = StreamShard(built(), precision=FP32, **OFFLOAD)
-        optimizer = _Noting(model.parameters(), lr=0.01)
-        for at_call, afterwards in ((nothing, nothing), (nothing, _CONTEXTS[name]), (_CONTEXTS[name], nothing)):
-            for read in (lambda: model(vector_batch(0, 0)), lambda: next(model.parameters()).norm()):
-                optimizer.zero_grad()
-                stack_step(model, Call(0, 0, 1, 1.0))
-                _Noting.seen.clear()
-                with at_call():
-                    wanted = _torch_settings()
-                    optimizer.step()
-                with afterwards():
-                    read()
-                assert _Noting.seen and {*_Noting.seen} == {wanted}
-        for state in optimizer.state.values():
-            state["step"].add_(1)  # no inference tensor
-
-
-class _Extended(torch.optim.AdamW):
-    """Calls the step of a class that torch has put hooks around."""
-
-    def step(self, closure: Any = None) -> Any:
-        """See `torch.optim.AdamW`."""
-        return super().step(closure)
-
-
-@on_ranks(1)
-def test_hooks_run_as_often_as_without_offload(context: RankContext) -> None:
-    """An optimizer's own hooks and those of all optimizers, around the step of a class and of the class it extends."""
-    adamw(built())
-    elementwise(_Extended)
-    counts = []
-    with simulated_device():
-        for settings in ({"weight_slots": 2, "grad_slots": 2}, OFFLOAD):
-            model: Any = StreamShard(built(), precision=FP32, **settings)
-            optimizer, seen = _Extended(model.parameters()), []
-            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("own"))
-            handle = register_optimizer_step_post_hook(lambda *_, seen=seen: seen.append("all"))
-            stack_step(model, Call(0, 0, 1, 1.0))
-            optimizer.step()
-            stack_step(model, Call(1, 0, 1, 1.0))
-            handle.remove()
-            counts.append(seen)
-    assert counts[0] == counts[1] == ["own", "all"] * 2
 
 
 # -- a GPU ------------------------------------------------------------------------------------------------------------

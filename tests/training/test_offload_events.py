@@ -265,6 +265,22 @@ def _multiplied(run: Run) -> None:
         param.grad *= 3.0
 
 
+def _multiplied_by_a_number_that_changes(run: Run) -> None:
+    for param in run.model.parameters():
+        factor = torch.tensor(0.5, device=run.context.device)
+        param.grad.mul_(factor)
+        factor.zero_()
+    run.optimizer.step()
+
+
+def _norms_kept(run: Run) -> Any:
+    """Reductions replace the norms that are known."""
+    run.loss().backward()
+    norms = [param.grad.norm() for param in run.model.parameters()]
+    run.step()
+    return norms
+
+
 def _weights_written(run: Run) -> None:
     with torch.no_grad():
         for param in run.model.parameters():
