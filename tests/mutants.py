@@ -110,6 +110,7 @@ def _text(source: str, node: ast.AST) -> str:
     return ast.get_source_segment(source, node) or ""
 
 
+_OPTIONS = "offload_events:options_in_place"
 _STREAMS = "simulated_device:precision or averages or stream"
 _NO_STREAM = Swap("self.streams.on(self.stream)", "torch.no_grad()")
 # One line that stands before a statement of a test's simulated device.
@@ -211,6 +212,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "simulated_device:weights_may or small_gradients",
         ),
         ("Streams.device_stream", Swap("current != address", "address is None"), _STREAMS),
+        ("Streams.device_stream", Swap("self._own[name]", "self._own.get(name)"), "simulated_device:not_there"),
         ("Streams.keep", Drop("buffer.record_stream(stream)"), _STREAMS),
         ("_OnStream.__init__", Swap("device_stream(name)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
     ],
@@ -388,6 +390,38 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "planning/program": [
         ("Schedule.add_request", Drop("self._current = unit"), "program"),
         ("Schedule.advance_to", Swap(": self.position + 1", ": self.position"), "program"),
+    ],
+    # offload
+    "core/host": [
+        ("HostState.copy", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
+        ("HostState.fetch", Drop("self._stored[unit.index].wait()"), "offload:single_unit"),
+        ("HostState.begin_reduction", Drop("self._stored[unit.index].wait()"), "offload:single_unit"),
+        ("HostState.begin_reduction", Swap("1 - self._turn", "0"), "offload:never_waits"),
+        ("HostState.chunk", Drop("tensors.clear()"), "offload:never_waits"),
+        ("HostState.chunk", Drop("self._chunks.reverse()"), "offload:never_waits"),
+        ("HostState.stored", Drop("self._stored[unit].record()"), "offload:single_unit"),
+        ("HostState.copy_of", Drop("self._streams.keep(copy)"), "offload:events_order"),
+        ("HostState.home_of", Swap(" and value.is_pinned()", ""), "late_step:moments"),
+        ("HostState._complete", Swap("in self._copied", "in self._copied[1:]"), "offload:events_order"),
+    ],
+    "core/host_grads": [
+        ("HostGrads.multiply", Swap("factor.clone()", "factor"), "offload_events:number_that"),
+        ("HostGrads.norm_of", Swap(".clone()", ""), "offload_events:norms_kept"),
+        ("HostGrads.norm_of", Swap(" or param in self._factors", ""), "offload_events:clipped_twice"),
+        ("HostGrads.norm_of", Swap("param is None or", "True or"), "offload:never_waits"),
+    ],
+    "core/late_step": [
+        ("LateStep.__init__", Swap('map_tensors({**group, "params": []}', '_copied({**group, "params": []}'), _OPTIONS),
+        ("LateStep.run", Drop("host.stored(unit)"), "offload:single_unit"),
+        ("LateStep.run", Swap("StreamName.STORE", "StreamName.FETCH"), "offload:never_waits"),
+        ("_Chunk._fetch", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
+        ("_Chunk.store", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
+        ("_Chunk.step", Drop("self._tensors += "), "offload:events_order"),
+        ("_inside", Swap(") == wanted", ") or True"), "late_step:settings"),
+    ],
+    "core/ranges": [
+        ("joined", Swap("and distance == to_first.distance(to)", ""), "offload_events:frozen"),
+        ("Range.distance", Swap("mine._base is None or ", ""), "offload_events:state_loaded"),
     ],
 }
 
