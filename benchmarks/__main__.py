@@ -94,7 +94,7 @@ BENCHMARKS = (
     Benchmark("optimizers", "", 1800, "--only torch.optim.adamw --ranks 2", "--out"),
     Benchmark("transformers_classes", "", 3600, "--only LlamaForCausalLM", "--out", ("transformers",)),
     Benchmark("host_memory", "--within 240", 260, "--rehearse", needs=("GPU", "transformers")),
-    Benchmark("gpu", "--within 590", 620, "--only facts", "--out", ("GPU",)),
+    Benchmark("gpu", "--within 470", 500, "--only facts", "--out", ("GPU",)),
 )
 
 

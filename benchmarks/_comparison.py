@@ -19,6 +19,8 @@ from _measure import Clock, Memory, counted, measured_memory, runtime_calls, see
 from _models import LLAMAS, PRESETS, Transformer, flops_per_token, llama, next_token_loss
 from _systems import System, build
 
+from streamshard import StreamShard
+
 __all__ = ["CASES", "REHEARSED", "Comparison", "free_memory"]
 
 PHASES = ("forward", "backward", "update")
@@ -107,6 +109,7 @@ class Comparison:
         self._steps: dict[str, list[Step]] = {name: [] for name in case.systems}
         self._host: dict[str, list[list[float]]] = {name: [] for name in case.systems}
         self._model_facts: dict[str, Any] = {}
+        self._planned: dict[str, int] = {}  # by system, the bytes that it says it holds, Adam's moments included
         result["systems"] = {name: {} for name in case.systems}
         result["not_run"] = {}
 
@@ -183,6 +186,9 @@ class Comparison:
         if self._arguments.compile:
             _compile(name, blocks, "eager" if self._arguments.rehearse else "inductor")
         system = build(name, model, list(blocks), "fused")
+        if isinstance(system.forward, StreamShard):
+            report = system.forward.memory_report()
+            self._planned[name] = report.total_bytes + report.adam_bytes
         if self._arguments.case == "llama":
             of_whole: Any = system.forward
             system = system._replace(forward=lambda tokens: of_whole(input_ids=tokens, use_cache=False).logits)
@@ -249,10 +255,11 @@ class Comparison:
     # -- what is measured -------------------------------------------------------------------------------------------
 
     def _note_memory(self, name: str, made: Built, rows: int) -> None:
-        """Bytes: of building, held between steps, and at the highest point of a step."""
+        """Bytes: of building, planned and held between steps, and at the highest point of a step."""
         self._step(made.system, rows, 0)
         self._result["systems"][name]["memory"] = {
             "building_peak_bytes": made.building.peak_bytes,
+            "planned_bytes": self._planned.get(name),
             "held_bytes": made.held_bytes,
             "step_peak_bytes": made.held_bytes + self._peak(made.system, rows),
         }

@@ -1,6 +1,6 @@
-"""What state in host memory rests on: the time to pin memory, the link in both directions, and a step of an optimizer.
+"""What state in host memory rests on: the link in both directions, a step of an optimizer, the time to pin memory.
 
-Run by `host_memory`. Each group of facts is told as soon as it is known.
+Run by `host_memory`. Each fact is told as soon as it is known, the most useful one first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from streamshard import StreamShard, pinned
 from streamshard.core.late_step import CHUNK_NUMEL
 from streamshard.pinned import PinnedMemory
+from streamshard.tools.speed import link_gb_s
 
 __all__ = ["SIZES", "TINY", "Sizes", "measure"]
 
@@ -26,19 +27,16 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 class Sizes(NamedTuple):
-    """How much is pinned, copied and stepped.
+    """How much is pinned and stepped.
 
     Attributes:
         pinned: by name, the buffers in bytes that are pinned one after the other.
-        copied_bytes: in each direction, in pieces of `piece_bytes`. StreamShard copies pieces of this size.
         width, layers: of the model that is stepped.
         chunk_numel: parameters that an optimizer's kernels step at once.
         repeats: of steps.
     """
 
     pinned: dict[str, list[int]]
-    copied_bytes: int
-    piece_bytes: int
     width: int
     layers: int
     chunk_numel: int
@@ -47,15 +45,13 @@ class Sizes(NamedTuple):
 
 _GIB = 1 << 30
 SIZES = Sizes(
-    pinned={"1 GiB": [_GIB], "16 GiB": [16 * _GIB], "16 GiB in 64 blocks": [_GIB // 4] * 64},
-    copied_bytes=4 * _GIB,
-    piece_bytes=_GIB // 8,
+    pinned={"1 GiB": [_GIB], "4 GiB": [4 * _GIB], "4 GiB in 16 blocks": [_GIB // 4] * 16},
     width=4096,
     layers=16,
     chunk_numel=CHUNK_NUMEL,
     repeats=5,
 )
-TINY = Sizes({"1 MiB": [1 << 20]}, 1 << 20, 1 << 18, 16, 2, 1 << 10, 2)
+TINY = Sizes({"1 MiB": [1 << 20]}, 16, 2, 1 << 10, 2)
 
 
 def measure(device: torch.device, sizes: Sizes, tell: Tell) -> None:
@@ -64,17 +60,17 @@ def measure(device: torch.device, sizes: Sizes, tell: Tell) -> None:
     Args:
         device: on which StreamShard can keep state in host memory.
         sizes: how much of everything.
-        tell: is called with the name of a group of facts, and the facts.
+        tell: is called with the name of a group of facts, and some of its facts.
     """
-    if device.type == "cuda":
-        tell("link_gb_s", _link(device, sizes))
+    ways = ("to the device", "to the host", "each way, both at once")
+    tell("link_gb_s", dict(zip(ways, link_gb_s(device), strict=True)))
+    for kind in ("fused", "foreach"):
+        tell("step_ns_per_param", {f"late step, {kind} AdamW": _late_step(device, sizes, {kind: True})})
+    tell("step_ns_per_param", {"kernel on the device, fused AdamW": _kernel(device, sizes)})
     tell("pin_s", _pin_times(device, sizes.pinned))
-    cpu = {threads: _cpu_step(sizes, threads) for threads in (len(os.sched_getaffinity(0)), 1)}
-    found = {f"CPU, fused AdamW, {threads} thread{'s' * (threads > 1)}": ns for threads, ns in cpu.items()}
-    found["kernel on the device, fused AdamW"] = _kernel(device, sizes)
-    for kind, options in {"fused": {"fused": True}, "foreach": {"foreach": True}}.items():
-        found[f"late step, {kind} AdamW"] = _late_step(device, sizes, options)
-    tell("step_ns_per_param", found)
+    for threads in (len(os.sched_getaffinity(0)), 1):
+        name = f"CPU, fused AdamW, {threads} thread{'s' * (threads > 1)}"
+        tell("step_ns_per_param", {name: _cpu_step(sizes, threads)})
 
 
 def _pin_times(device: torch.device, pinned_buffers: dict[str, list[int]]) -> dict[str, dict[str, float]]:
@@ -94,45 +90,6 @@ def _pin(device: torch.device, buffers: list[int]) -> dict[str, float]:
     del held, memory
     moments.append(time.perf_counter())
     return {"pin": moments[1] - moments[0], "free": moments[2] - moments[1]}
-
-
-def _link(device: torch.device, sizes: Sizes) -> dict[str, float]:
-    """GB/s between pinned memory and the device: each direction alone, and each while the other one is busy too."""
-    memory = PinnedMemory(device)
-    hosts = [memory.allocate(sizes.piece_bytes, torch.uint8) for _ in range(2)]
-    ours = [torch.empty(sizes.piece_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    ways = {"to the device": (ours[0], hosts[0]), "to the host": (hosts[1], ours[1])}
-    streams = {name: torch.cuda.Stream(device) for name in ways}
-    found = {}
-    for names in (["to the device"], ["to the host"], ["to the device", "to the host"]):
-        for _ in range(2):  # the first time warms up
-            rates = _rates(sizes, {name: (streams[name], *ways[name]) for name in names})
-        found |= {f"{name}{', both at once' if len(names) > 1 else ''}": rate for name, rate in rates.items()}
-    return found
-
-
-def _rates(sizes: Sizes, ways: dict[str, tuple[Any, torch.Tensor, torch.Tensor]]) -> dict[str, float]:
-    """GB/s of each way, counted until the first one has ended: afterwards the other one is alone."""
-    start = torch.cuda.Event(enable_timing=True)
-    start.record()
-    ends: dict[str, list[Any]] = {name: [] for name in ways}
-    for stream, _, _ in ways.values():
-        stream.wait_event(start)
-    for _ in range(sizes.copied_bytes // sizes.piece_bytes):
-        for name, (stream, to, source) in ways.items():
-            with torch.cuda.stream(stream):
-                to.copy_(source, non_blocking=True)
-                ends[name].append(torch.cuda.Event(enable_timing=True))
-                ends[name][-1].record()
-    torch.cuda.synchronize()
-    ends_ms = {name: [start.elapsed_time(end) for end in events] for name, events in ends.items()}
-    common_ms = min(each[-1] for each in ends_ms.values())
-    return {name: _rate(sizes, [end for end in each if end <= common_ms]) for name, each in ends_ms.items()}
-
-
-def _rate(sizes: Sizes, ends_ms: list[float]) -> float:
-    """GB/s of pieces that have ended at these times."""
-    return len(ends_ms) * sizes.piece_bytes / ends_ms[-1] / 1e6 if ends_ms else 0.0
 
 
 def _cpu_step(sizes: Sizes, threads: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ gradients in fp32, clip them by their exact norm, and step with AdamW.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import resource
 import time
@@ -189,8 +190,12 @@ def measure(size: str, name: str, counts: Sequence[int], device: torch.device, t
     del model
     for index in range(PREPARATION_STEPS):
         step(_tokens(size, min(counts), index, device))
+    tokens = _tokens(size, min(counts), PREPARATION_STEPS, device)
+    with counted(device) as steady:  # whether the host waits for a copy
+        step(tokens)
     _wait(device)
-    tell("built", {"seconds": time.perf_counter() - start, "parameters": numel, **_host_bytes(free)})
+    built = {"seconds": time.perf_counter() - start, "parameters": numel, **_host_bytes(free)}
+    tell("built", {**built, "steady_step": dataclasses.asdict(steady)})
     for count in counts:
         try:
             facts = _steps(step, size, count, device)

@@ -84,14 +84,15 @@ class Part(NamedTuple):
         return f"{self.size}, {f'{tokens // K}k' if tokens >= K else tokens} tokens"
 
 
-ALL = (16 * K, 64 * K, 4 * K, 32 * K, 8 * K)
-SOME = (16 * K, 64 * K, 4 * K)
-LARGE = (64 * K, 16 * K)
+FIRST, LATER = (16 * K, 4 * K), (64 * K, 32 * K, 8 * K)  # 64k tokens take as long as all else that is first
+SOME, LARGE = (16 * K, 4 * K, 64 * K), (16 * K, 64 * K)
 PARTS = (
-    Part("link", (), 45.0),
-    Part("3B.alone", ALL, 60.0),
-    Part("3B.streamshard", ALL, 90.0),
+    Part("link", (), 25.0),
+    Part("3B.alone", FIRST, 30.0),
+    Part("3B.streamshard", FIRST, 60.0),
     Part("3B.fsdp2", SOME, 75.0),
+    Part("3B.alone", LATER, 50.0),
+    Part("3B.streamshard", LATER, 90.0),
     Part("3B.deepspeed", SOME, 75.0),
     Part("3B.streamshard-40", SOME, 75.0),
     Part("6B.alone", LARGE, 50.0),

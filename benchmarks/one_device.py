@@ -102,7 +102,8 @@ def _print(result: dict[str, Any]) -> None:
     print(", compiled layers" if config["compiled_layers"] else "", end="")
     print(", one system after the other" if config["one_after_the_other"] else "")
     print(f"{'':12} {'step ms':>8} {'iqr':>6} {'/ local':>8} {'/ fsdp2':>8} {'tokens/s':>9} {'of mm':>6}", end="")
-    print(f" {'host us/l':>9} {'/ fsdp2':>8} {'built MB':>9} {'held MB':>9} {'peak MB':>9} {'syncs':>6} {'allocs':>7}")
+    print(f" {'host us/l':>9} {'/ fsdp2':>8} {'built MB':>9} {'plan MB':>9} {'held MB':>9} {'peak MB':>9}", end="")
+    print(f" {'syncs':>6} {'allocs':>7}")
     for name, entry in result["systems"].items():
         if "step_ms" not in entry:
             continue
@@ -112,7 +113,8 @@ def _print(result: dict[str, Any]) -> None:
         print(f"{name:12} {entry['step_ms']['median']:8.2f} {entry['step_ms']['iqr']:6.2f}", end="")
         print(f" {ratios[0]:8.4f} {ratios[1]:8.4f} {entry['tokens_per_s']:9.0f}", end="")
         print(f" {entry['utilization_of_matmul']:6.3f} {entry['host_us_per_layer']['median']:9.1f} {host:8.3f}", end="")
-        sizes = (memory[key] / 1e6 for key in ("building_peak_bytes", "held_bytes", "step_peak_bytes"))
+        kinds = ("building_peak_bytes", "planned_bytes", "held_bytes", "step_peak_bytes")
+        sizes = (float("nan") if memory[kind] is None else memory[kind] / 1e6 for kind in kinds)
         print("".join(f" {size:9.1f}" for size in sizes), end="")
         print(f" {steady.get('synchronizations', '?'):>6} {steady.get('allocations', '?'):>7}")
     for name, reason in result["not_run"].items():

@@ -129,12 +129,16 @@ def _call(gpu: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
 
 
 def test_a_run_on_a_gpu_begins_with_what_is_most_valuable(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If each of the first jobs took as long as it may, there would still be time for host memory."""
+    """If each of the first jobs took as long as it may, there would still be time for host memory.
+
+    Without ``parity.gloo``, which runs if NCCL refuses two ranks on one GPU: it has refused early then.
+    """
     assert _call(gpu, monkeypatch) == 0
     names = [job.name for job in gpu.chosen]
-    assert names[:6] == ["facts", "parity.one", "parity.two", "parity.gloo", "llama", "host_memory"]
-    assert names[6:] == ["overlap", "small", "tests.one", "tests.two", "compiled"]
-    assert sum(job.limit_s for job in gpu.chosen[:6]) < 590.0
+    assert names[:7] == ["facts", "parity.one", "parity.two", "parity.gloo", "llama", "overlap", "tests.one"]
+    assert names[7:] == ["host_memory", "small", "tests.two", "compiled"]
+    assert sum(job.limit_s for job in gpu.chosen[:8] if job.instead_of is None) <= 470.0
+    assert gpu.chosen[7].limit_s == 120.0
 
 
 def test_jobs_of_a_run_on_a_gpu_are_chosen_by_name(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
