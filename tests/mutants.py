@@ -153,6 +153,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/communicator": [
         ("Communicator._beside_compute", Drop("arrived.wait()"), _STREAMS),
         ("Communicator._beside_compute", Drop("written.wait()"), _STREAMS),
+        ("Communicator._blocking", Swap("not self.streams.has_streams", "True"), _STREAMS),
     ],
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),

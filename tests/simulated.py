@@ -217,13 +217,17 @@ _map_block = PinnedMemory._map
 def simulated_device() -> Iterator[SimulatedDevice]:
     """The CPU has streams inside; models that are sharded there keep them."""
     device, real = SimulatedDevice(), devices.get_device_module
+
+    def address_of_current(index: int | None) -> int:
+        return id(device.current_stream(CPU if index is CPU.index else None))
+
     with (
         mock.patch.object(devices, "get_device_module", lambda kind: device if kind == "cpu" else real(kind)),
         mock.patch.object(devices, "WITHOUT_STREAMS", ("meta",)),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
         mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: device.is_pinned(tensor)),
         mock.patch.object(PinnedMemory, "_map", lambda memory, n_bytes: device.map_block(memory, n_bytes)),
-        mock.patch("streamshard.comm.streams.raw_stream_of", lambda _: lambda index: id(device.current_stream(CPU))),
+        mock.patch("streamshard.comm.streams.raw_stream_of", lambda _: address_of_current),
     ):
         yield device
 
@@ -257,7 +261,7 @@ class StreamChecker(TorchDispatchMode, Observer):
     Attributes:
         found: what is wrong: operations of two streams on the same bytes that no event orders; memory that goes back
             to the stream that allocated it while another one may use it; collectives on a stream that is not theirs,
-            or with a shard at another rank's place.
+            or on two streams of one communicator, or with a shard at another rank's place.
         collectives: of torch, by name and stream.
         in_place: by name, how many collectives had their shard inside of the whole.
         accesses: how many were looked at.
@@ -274,6 +278,7 @@ class StreamChecker(TorchDispatchMode, Observer):
         self._memory: dict[int, _Memory] = {}
         self._freed: dict[SimulatedStream, list[_Access]] = defaultdict(list)
         self._declared: SimulatedStream | None = None
+        self._of_group: dict[str, SimulatedStream] = {}  # by communicator, the stream of its collectives
         self.in_place: Counter[str] = Counter()
 
     @contextlib.contextmanager
@@ -316,6 +321,10 @@ class StreamChecker(TorchDispatchMode, Observer):
                 if self._declared not in (None, stream):
                     self.found.append(f"{func} is on another stream than its transport's")
                 self._declared = None
+                place = [argument.name for argument in func._schema.arguments].index("process_group")
+                group = dist.ProcessGroup.unbox(args[place]).group_name
+                if self._of_group.setdefault(group, stream) is not stream:
+                    self.found.append(f"{func} is on another stream than earlier collectives of its communicator")
                 self._check_place(func, args)
                 touched = [(each, place == 0) for place, value in enumerate(args) for each in tensors_in(value)]
                 outputs = []

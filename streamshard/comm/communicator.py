@@ -171,8 +171,8 @@ class Communicator(RankGroup):
                     tensor.copy_(on_device)
 
     @contextlib.contextmanager
-    def _beside_compute(self, what: str) -> Iterator[list[Work | None]]:
-        """Run a collective on this communicator's stream, not on the compute stream. The body may add pending works.
+    def _beside_compute(self, what: str, stream: StreamName | None = None) -> Iterator[list[Work | None]]:
+        """Run a collective on its communicator's stream, not on the compute stream. The body may add pending works.
 
         Collectives of one communicator on two streams can wait for each other (reported for ROCm,
         pytorch/torchtitan#4064). First its stream waits for the compute stream (rule 5). Afterwards the compute stream
@@ -180,20 +180,25 @@ class Communicator(RankGroup):
 
         Args:
             what: the tensors that the collective reads and writes, for messages.
+            stream: None: the transport's.
         """
+        stream = stream or self.stream
         works: list[Work | None] = []
-        written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what, self.stream)
+        written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what, stream)
         written.record()
         written.wait()
-        with self.streams.on(self.stream):
+        with self.streams.on(stream):
             yield works
-        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, self.stream, what)
+        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, stream, what)
         arrived.record(*works)
         arrived.wait()
 
     def _blocking(self, what: str) -> AbstractContextManager[object]:
         """Around a collective of torch's that blocks the host on CPUs. There no fence orders other works behind it."""
-        return self._beside_compute(what) if self.streams.has_streams else contextlib.nullcontext()
+        if not self.streams.has_streams:
+            return contextlib.nullcontext()
+        # The replicas of one rank are all ranks, by the same communicator.
+        return self._beside_compute(what, StreamName.REPLICA if self.is_alone else self.stream)
 
     def talk(self, action: str, kind: RecordKind) -> RankWait:
         """See `RankGroup.talk`."""
