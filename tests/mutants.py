@@ -115,6 +115,7 @@ _STREAMS = "simulated_device:precision or averages or stream"
 _NO_STREAM = Swap("self.streams.on(self.stream)", "torch.no_grad()")
 # One line that stands before a statement of a test's simulated device.
 _ON_COMPUTE = "with self.streams.module.stream(self.streams.module.compute):"
+_ON_COMM = "with self._streams.on(self.weight_slot.arrived.source):"
 _ASIDE = "with module.stream(module.Stream()):"
 
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
@@ -207,6 +208,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("RankWait.__exit__", Drop("self._log.waits.pop()"), "streams"),
         ("Streams.__init__", Swap("Stream(device, ", "Stream("), _STREAMS),
         ("Streams.__init__", Swap(", priority=-1", ""), _STREAMS),
+        ("Streams.__init__", Swap("StreamName.REPLICA, ", ""), _STREAMS),
+        ("Streams.device_stream", Swap("_raw(self.device.index)", "_raw(0)"), _STREAMS),
         (
             "Streams.device_stream",
             Swap("stream = self.module.current_stream(self.device)", "stream = self.module.current_stream()"),
@@ -286,6 +289,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/reductions": [
         ("UsedParams.start", Drop("self._arrived[0].wait()"), "simulated_device:flags"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
+        ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
+        ("UsedParams._fetch_steps", Swap("non_blocking=True", "non_blocking=False"), "gpu:pinned"),
         ("Reductions._make_room", Drop("self.replicas.finish_average(unit)"), "replicas"),
         ("Reductions._make_room", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
         ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
@@ -307,6 +312,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
         ("GradSlot.finish_writing", Swap("in self._writers", "in self._writers[:1]"), _STREAMS),
         ("GradSlot.add_writer", Drop("self.drained.wait()"), _STREAMS),
+        ("GradSlot.wait_for_writers", Drop("current.wait_stream"), "simulated_device:spilled"),
         ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
@@ -315,6 +321,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.start_gather", Drop("slot.read.complete()"), "invariants"),
         ("Unit.start_gather", Drop("slot.released.wait()"), "matrix"),
         ("Unit.start_gather", Drop("slot.arrived.complete()"), "invariants matrix execution"),
+        ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
+        ("Unit.spill", Drop("self.grad_slot.wait_for_writers()"), "simulated_device:spilled"),
         ("Unit._take", Drop("if not param.is_kept:"), "invariants loops graphs"),
         ("Unit.open", Drop("self._adds_in_slot ="), "loops graphs"),
         ("Unit.open", Drop("self._leave_slot()"), "dial"),

@@ -83,18 +83,19 @@ def test_late_collectives_change_nothing(context: RankContext, scenario: str, se
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(2, "fp32"), (2, "16-bit wire"), (3, "16-bit")])
+@pytest.mark.parametrize(("world_size", "precision"), [(2, "fp32"), (2, "16-bit wire"), (3, "16-bit"), (2, "wire")])
 def test_every_precision_is_reduced_right(context: RankContext, precision: str) -> None:
     """Early collectives, each on its own stream from the first meeting of ranks on, and no races."""
     tolerance = OWN_SUMS if precision == "16-bit" else NEAR
+    given = PRECISIONS.get(precision) or Precision(param_dtype=torch.float32, wire_dtype=torch.bfloat16)
     with simulated_device() as device, checking_streams(device) as streams:
-        model = sharded("micro-batches", PRECISIONS[precision])
+        model = sharded("micro-batches", given)
         comm = engine_inside(model).streams.device_stream(StreamName.COMM)
         assert streams.collectives["allreduce_", comm] == 1
         with streams.of(model):
             train(model, "micro-batches", context)
             found = full_weights(model)
-    assert_same(found, reference(context, "micro-batches", PRECISIONS[precision]), "weights", tolerance)
+    assert_same(found, reference(context, "micro-batches", given), "weights", tolerance)
     assert bool(streams.in_place["_allgather_base_"]) is (precision != "fp32")
     assert bool(streams.in_place["_reduce_scatter_base_"]) is (precision != "16-bit wire")
 
@@ -355,6 +356,32 @@ def test_gradients_that_come_on_other_streams_are_in_time(
                     optimizer.step()
                     optimizer.zero_grad()
         assert checker.leaves == {side, device.compute}
+
+
+class _RoutedExperts(RoutedStack):
+    """Six of these layers, small and large gradients of which come on two streams."""
+
+    def __init__(self, device: SimulatedDevice, side: SimulatedStream) -> None:
+        super().__init__(1)
+        self.layers = nn.ModuleList(_SharedExpert(device, side, side_first=True) for _ in range(6))
+
+
+@on_ranks(2)
+def test_gradients_that_are_spilled_have_been_written_on_all_streams(context: RankContext) -> None:
+    """Two layers make a unit, and another unit with the same slot runs between them."""
+    with (
+        simulated_device() as device,
+        checking_streams(device) as checker,
+        mock.patch.object(unit_module, "_COLLECTED_BYTES", 1),  # each gradient is copied where it is made
+    ):
+        side = SimulatedStream()
+        model: Any = StreamShard(_RoutedExperts(device, side), precision=BF16, min_unit_size=1100)
+        assert len(engine_inside(model).units) == 4
+        with checker.of(model), mock.patch.object(Unit, "spill", autospec=True, side_effect=Unit.spill) as spill:
+            for number, route in enumerate((range(6), (0, 4, 1, 5, 2, 3), (0, 4, 1, 5, 2, 3))):
+                model.route = route
+                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+    assert spill.call_count
 
 
 class _Aside(nn.Module):
