@@ -3,7 +3,8 @@
     python -m tests.mutants                    # all of them, one line each
     python -m tests.mutants engine settle      # those whose function or change has one of these words
 
-They are about the ordering rules, the bookkeeping of gradients, and publishing. Each is applied to a copy of the
+They are about streams, the bookkeeping of gradients, and publishing; `tests/test_waits.py` leaves out each wait of the
+ordering rules. Each is applied to a copy of the
 repository in a temporary directory, never to the tree. A mutant names a function and a fragment of it, so it survives
 whatever else changes in that function, and a rename that is made everywhere.
 """
@@ -259,7 +260,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "core/forward": [
         ("begin_forward", Drop("engine.recover()"), "exceptions"),
-        ("Forward.begin", Drop("engine.weights_written.wait()"), "races"),
         ("Forward.finish", Drop("unit.guard.mark_absent(in_forward=False)"), "absent_weights"),
         ("Forward.finish", Drop("engine.finish_reading()"), "simulated_device:weights_may"),
         (
@@ -287,29 +287,21 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changes"),
     ],
     "core/reductions": [
-        ("UsedParams.start", Drop("self._arrived[0].wait()"), "simulated_device:flags"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
         ("UsedParams._fetch_steps", Swap("non_blocking=True", "non_blocking=False"), "gpu:pinned"),
         ("Reductions._make_room", Drop("self.replicas.finish_average(unit)"), "replicas"),
         ("Reductions._make_room", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
-        ("Reductions.complete", Drop("self._done.wait()"), "matrix"),
-        ("UsedParams.start", Drop("arrived.wait()"), "simulated_device:flags_over"),
         ("Reductions.set_divide_factor", Swap("* ranks.n_parts", ""), "parallelism_config:penalties"),
-        ("UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
-        ("UsedParams.finish", Drop("self._arrived[stage].wait()"), "invariants matrix execution replicas"),
         ("UsedParams.finish", Swap("not unit.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),
     ],
     "core/replicas": [
         ("Replicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
         ("Replicas.finish", Swap("averaged in", "_ in"), "replicas"),
-        ("Replicas.finish_average", Swap("pop(unit.index).wait()", "pop(unit.index)"), "replicas"),
-        ("Replicas.flush", Drop("self._reduced.wait()"), "replicas"),
         ("Replicas.add", Swap("not self._is_synced", "False"), "replicas"),
         ("Replicas.finish", Swap("sorted(self._unaveraged)", "()"), "replicas"),
     ],
     "core/slots": [
-        ("GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
         ("GradSlot.finish_writing", Swap("in self._writers", "in self._writers[:1]"), _STREAMS),
         ("GradSlot.add_writer", Drop("self.drained.wait()"), _STREAMS),
         ("GradSlot.wait_for_writers", Drop("current.wait_stream"), "simulated_device:spilled"),
@@ -319,7 +311,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.expire", Swap(" or self.versions_sent != self.versions()", ""), "graphs"),
         ("Unit.expire", Drop("self.weight_slot.move(WeightState.EMPTY, None)"), "graphs"),
         ("Unit.start_gather", Drop("slot.read.complete()"), "invariants"),
-        ("Unit.start_gather", Drop("slot.released.wait()"), "matrix"),
         ("Unit.start_gather", Drop("slot.arrived.complete()"), "invariants matrix execution"),
         ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
         ("Unit.spill", Drop("self.grad_slot.wait_for_writers()"), "simulated_device:spilled"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -350,12 +351,14 @@ def reference(context: RankContext, scenario: str, precision: Precision) -> dict
 
 
 @contextlib.contextmanager
-def without_waits(streams: Streams, *waits: Rule | str) -> Iterator[None]:
-    """Leave out waits: of rules, or of fences by what they guard."""
+def without_waits(streams: Streams, *waits: Rule | str | tuple[str, int]) -> Iterator[None]:
+    """Leave out waits: of rules, of fences by what they guard, or in a line of a file."""
     wait = Fence.wait
 
     def wait_for_others(fence: Fence, target: StreamName | None = None) -> None:
-        if fence._streams is not streams or not {fence.rule, fence.what} & {*waits}:
+        caller = sys._getframe(1)
+        where = caller.f_code.co_filename, caller.f_lineno
+        if fence._streams is not streams or not {fence.rule, fence.what, where} & {*waits}:
             wait(fence, target)
 
     with mock.patch.object(Fence, "wait", wait_for_others):
@@ -363,7 +366,7 @@ def without_waits(streams: Streams, *waits: Rule | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def dropping(model: nn.Module, *waits: Rule | str) -> Iterator[None]:
+def dropping(model: nn.Module, *waits: Rule | str | tuple[str, int]) -> Iterator[None]:
     """Leave out waits of `model`, and clean up at the end. See `without_waits`."""
     engine = engine_inside(model)
     try:

@@ -45,7 +45,7 @@ from streamshard.nested import tensors_in
 from streamshard.pinned import PinnedMemory
 from streamshard.torch_private import AsTensors, get_grad
 from tests.adversary import AdversarialTransport, unobserved
-from tests.races import _bytes_of, _touched
+from tests.races import _bytes_of, _touched, detect_races
 from tests.reference import engine_inside
 
 CPU = torch.device("cpu")
@@ -283,10 +283,11 @@ class StreamChecker(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Collectives that `model` declares inside have to be on the streams that it says."""
+        """Collectives that `model` declares inside have to be on the streams that it says. Fences have to order all."""
         self._streams, self._is_alone = engine_inside(model).streams, engine_inside(model).ranks.world_size == 1
-        with self._streams.observed_by(self):
+        with self._streams.observed_by(self), detect_races(model, raise_at_exit=False) as races:
             yield
+        self.found += map(str, races.found)  # these name the rule that is broken
 
     def on_collective(
         self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
@@ -436,7 +437,7 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     ):
         yield checker
     assert checker.accesses > 100
-    assert not checker.found, "\n".join(checker.found[:10])
+    assert not checker.found, "\n".join([*checker.found[:10], *checker.found[-10:]])
 
 
 class LateTransport(AdversarialTransport):

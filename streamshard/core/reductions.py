@@ -237,7 +237,9 @@ class UsedParams:
         flags += follows_step, not follows_step
         with self._exchanging:
             if flags != self._sent:  # else the last exchange has sent the same
-                self._arrived[0].wait()  # rule 6: the last exchange, also of other ranks, has read the flags
+                # The last exchange, also of other ranks, has read the flags. Both have waited for it already, unless an
+                # error came between: on a device `_fetch_steps`, on the CPU `finish`.
+                self._arrived[0].wait()
                 for readers in filter(None, self._readers):
                     readers.wait()
                 if flags[:-2] == self._sent[:-2]:  # then the host sends nothing

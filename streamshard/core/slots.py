@@ -259,7 +259,7 @@ class GradSlot(_Slot):
         """The last gradient is written: the comm stream waits for all streams that have written (rule 4)."""
         for stream in self._writers:
             self.written.record(stream=stream)
-            self.written.wait()
+            self.written.wait()  # rule 4
         # On CUDA reductions come one after the other. On the CPU an earlier one may still use the scratch.
         if (before := self.scratch.drained) is not None:
             before.complete()

@@ -1,0 +1,149 @@
+"""Each line that waits because of a rule (``# rule 5``) is needed: without it the race detector names the rule.
+
+A new line needs a way of training, in `_RUNS`, that has a race without it, or an entry in `_UNSEEN`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import streamshard
+from streamshard import LocalSGD, StreamShard
+from streamshard.comm.streams import Rule
+from streamshard.core import late_step
+from tests.models import vector_batch
+from tests.races import detect_races
+from tests.ranks import RankContext, on_ranks
+from tests.reference import Call, adamw, stack_step
+from tests.scenarios import BF16, RoutedStack, dropping, sharded, train
+from tests.simulated import simulated_device
+
+PACKAGE = Path(streamshard.__file__).parent
+_WAIT = re.compile(r"\s*(.*\.wait\(.*\))  # rule (\d)")
+_ELSEWHERE = ("optim/rounds",)  # test_each_wait_of_a_round_is_needed
+# The detector does not see what these guard. Tests of events do: of the streams that write gradients, in
+# test_simulated_device; of averages of weights there too; of chunks, factors, building and others' copies in host
+# memory, in test_offload.
+_UNSEEN = (
+    "core/slots: self.drained.wait() 2",
+    "core/replicas: self._written.wait() 1",
+    "core/replicas: averaged.wait() 1",
+    "core/host: self._written.wait() 1",
+    "core/host: self._written.wait() 2",
+    "core/host: stored.wait() 1",
+    "core/host: self._computed.wait() 1",
+    # Implied by that of the forward: weights that change between a forward and its backward are refused.
+    "core/backward: engine.weights_written.wait() 1",
+    # Implied by the waits for staging and chunks: there are two of each, and other units between.
+    "core/host: self._stored[unit.index].wait() 1",
+    "core/host: self._stored[unit.index].wait() 2",
+)
+
+
+def _lines() -> Iterator[tuple[str, str, int, int]]:
+    """File, statement with its place among equal ones, line and rule."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file, counts = path.relative_to(PACKAGE).with_suffix("").as_posix(), Counter[str]()
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if (found := _WAIT.match(line)) and file not in _ELSEWHERE:
+                counts[found[1]] += 1
+                yield file, f"{file}: {found[1]} {counts[found[1]]}", number, int(found[2])
+
+
+# -- ways of training -------------------------------------------------------------------------------------------------
+
+
+def _plain(model: Any, context: RankContext) -> None:
+    train(model, "plain", context)
+
+
+def _skipping(model: Any, context: RankContext) -> None:
+    """Weights change after a forward that has skipped layers, which were all-gathered all the same."""
+    with torch.no_grad():
+        for route in (range(5), [0], [0]):
+            model.route = route
+            model(vector_batch(0, context.rank))
+            for param in model.parameters():
+                param.mul_(0.5)
+
+
+def _accumulating(model: Any, context: RankContext) -> None:
+    """Micro-batches that use other layers."""
+    for step in range(2):
+        with model.no_sync():
+            for last in (0, 1, 0):
+                model.route = range(2 - last)
+                stack_step(model, Call(step, context.rank, 2, 1.0))
+        stack_step(model, Call(step, context.rank, 2, 1.0))
+        model.zero_grad()
+
+
+def _adding(model: Any, context: RankContext) -> None:
+    train(model, "a kept graph", context)
+
+
+def _local(model: Any, context: RankContext) -> None:
+    """Weights are averaged, not gradients."""
+    optimizer = LocalSGD(adamw(model), model, period=1, warmup_steps=1)
+    for step in range(3):
+        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+Run = Callable[[Any, RankContext], None]
+# By file: the ways, of which one has a race without the wait.
+_RUNS: dict[str, tuple[Run, ...]] = {
+    "core/engine": (_skipping,),
+    "core/forward": (_plain,),
+    "core/host": (_plain, _skipping),
+    "core/reductions": (_plain, _accumulating),
+    "core/replicas": (_adding, _local),
+    "core/slots": (_plain,),
+    "core/unit": (_plain,),
+}
+
+
+def _broken(context: RankContext, run: Run, file: str, line: int) -> set[Rule | None]:
+    """The rules that training breaks without the wait in this line."""
+    settings: dict[str, Any] = {"offload": "state"} if file == "core/host" else {}
+    if file == "core/replicas":
+        settings["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
+        if run is _plain:
+            model: Any = sharded("plain", BF16, **settings)
+        else:
+            depth = 5 if run is _skipping or run is _adding else 2
+            if run is _accumulating:
+                settings["weight_slots"] = "all"
+            model = StreamShard(RoutedStack(depth), precision=BF16, **settings)
+        with dropping(model, (str(PACKAGE / f"{file}.py"), line)), detect_races(model, raise_at_exit=False) as races:
+            run(model, context)
+    return {race.rule for race in races.found}
+
+
+_SEEN = [
+    (4 if file == "core/replicas" else 2, file, number, rule)
+    for file, statement, number, rule in _lines()
+    if statement not in _UNSEEN
+]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "file", "number", "rule"), _SEEN)
+def test_each_line_that_waits_is_needed(context: RankContext, file: str, number: int, rule: int) -> None:
+    """Other tests ask whether these ways of training break no rule with it."""
+    assert any(Rule(rule) in _broken(context, run, file, number) for run in _RUNS[file])
+
+
+def test_lines_that_the_detector_cannot_check_are_there() -> None:
+    assert {*_UNSEEN} <= {statement for _, statement, *_ in _lines()}
