@@ -42,8 +42,8 @@ SETTINGS = (
     Setting("ZeRO-1, fp16, fp16 grads", Precision(param_dtype=FP16, grad_dtype=FP16), ALL, 4, 16),
     Setting("ZeRO-1, bf16, fp32 grads", Precision(), ALL, 6, 12),
     Setting("ZeRO-1, fp32", Precision(param_dtype=torch.float32), ALL, 8, 8),
-    Setting("ZeRO-2, bf16", Precision(grad_dtype=BF16), {"weight_slots": "all", "grad_slots": 2}, 2, 16),
-    Setting("ZeRO-3, bf16", Precision(grad_dtype=BF16), {"weight_slots": 2, "grad_slots": 2}, 0, 18),
+    Setting("ZeRO-2, bf16", Precision(grad_dtype=BF16), {"weight_slots": "all"}, 2, 16),
+    Setting("ZeRO-3, bf16", Precision(grad_dtype=BF16), {"weight_slots": 2}, 0, 18),
 )
 
 

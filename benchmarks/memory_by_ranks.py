@@ -6,7 +6,8 @@ Measured, on 2 and 4 CPU ranks: the most bytes that tensors of one rank hold in 
 two tokens, so that activations are small (see `_live.LiveBytes`). Layers compute in bf16, gradients are summed in fp32,
 AdamW is fused. DDP computes under autocast, and keeps gradients in its buckets (``gradient_as_bucket_view``).
 
-Computed for Llama 3 8B over NCCL, by `peak_bytes`: from `streamshard.plan` for StreamShard, formulas for the others.
+Computed for Llama 3 8B over NCCL, at the peak and at the start of backward, by `peak_bytes`: from `streamshard.plan`
+for StreamShard, formulas for the others.
 The same function computes the bytes of the small Llama. The result has both numbers.
 """
 
@@ -18,7 +19,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,27 +46,44 @@ def build(width: int, inner: int, layers: int, heads: int, vocabulary: int) -> n
     )
 
 
-def peak_bytes(system: str, sizes: dict[str, int], ranks: int, backend: str) -> int:
-    """Bytes of a rank at the peak of a step, without activations.
+class Bytes(NamedTuple):
+    """The most bytes of a rank until backward reaches the last layer, and in the whole step."""
+
+    start: int
+    peak: int
+
+
+def peak_bytes(system: str, sizes: dict[str, int], ranks: int, backend: str) -> Bytes:
+    """Bytes of a rank in a step, without activations.
 
     The state takes 16 bytes per parameter: fp32 weights and gradients, AdamW's moments. The embedding has E elements,
-    and so has the head.
+    and so has the head; a layer has b.
 
     - DDP: the state, and autocast's bf16 copies of linear weights. The head's gradient (4 E) is not in its bucket yet.
-    - FSDP2: a part of the state. The embedding's gradient comes last: in bf16, and in fp32 for the reduction (6 E).
-      gloo copies the reduction's input (4 E more).
-    - StreamShard: the plan. The head's gradient in bf16 (2 E) is not in its slot yet.
+    - FSDP2: a part of the state. Gradients, 4 of the 16 bytes, have memory from their reduction on. The head's backward
+      takes its weight and its gradient in bf16, and its gradient in fp32 for the reduction (6 E), and the next layer's
+      weights (2 b). The last layer comes with the fp32 gradient of the head (4 E + 6 b), the first one with its
+      neighbour's (8 b) and the embedding, which is prefetched (2 E). The embedding's gradient comes last (6 E). gloo
+      copies the input of the largest reduction (4 E more).
+    - StreamShard: the plan, at two moments. The gradient in bf16 of head and embedding (2 E) is not in its slot yet.
     """
     with torch.device("meta"):
         model: Any = build(**sizes)
     numel, embedding = sum(param.numel() for param in model.parameters()), model.lm_head.weight.numel()
+    layer = sum(param.numel() for param in model.model.layers[0].parameters())
     if system == "ddp":
         linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-        return 16 * numel + 2 * linear + 4 * embedding
+        return Bytes(*[16 * numel + 2 * linear + 4 * embedding] * 2)
     if system == "fsdp2":
-        return 16 * numel // ranks + (10 if backend == "gloo" else 6) * embedding
-    transport = "shared-memory" if backend == "gloo" else "nccl"
-    return plan(model, ranks, transport=transport).stages[0].total_bytes + 2 * embedding
+        copied = 4 * embedding * (backend == "gloo")
+        start = 12 * numel // ranks + 6 * embedding + 2 * layer + copied
+        last = 12 * numel // ranks + 4 * embedding + 6 * layer
+        first = 16 * numel // ranks - 4 * (embedding + layer) // ranks + 8 * layer + 2 * embedding
+        return Bytes(start, max(start, last, first, 16 * numel // ranks + 6 * embedding + copied))
+    stage = plan(model, ranks, transport="shared-memory" if backend == "gloo" else "nccl").stages[0]
+    grads = 4 * embedding // ranks  # the head's, which are reduced
+    peak = stage.total_bytes + 2 * embedding
+    return Bytes(peak - stage.memory.dropped_bytes + grads, peak)
 
 
 def _ddp(model: nn.Module) -> nn.Module:
@@ -126,23 +144,27 @@ def main() -> None:
     small = {**SMALL, "layers": arguments.layers}
     measured: dict[str, dict[str, Any]] = {}
     for ranks, system in itertools.product(arguments.measured_ranks, SYSTEMS):
-        found = {"measured": _measured(system, small, ranks), "computed": peak_bytes(system, small, ranks, "gloo")}
-        measured[f"{system}, {ranks} ranks"] = {f"{name}_bytes": count for name, count in found.items()}
+        computed_bytes = peak_bytes(system, small, ranks, "gloo").peak
+        found = {"measured_bytes": _measured(system, small, ranks), "computed_bytes": computed_bytes}
+        measured[f"{system}, {ranks} ranks"] = found
         print(
             f"{ranks} ranks, {system:11}",
             *(f"{name} {count / 1e6:.2f} MB" for name, count in found.items()),
             flush=True,
         )
-    computed = {
-        f"{ranks} ranks": {system: peak_bytes(system, LLAMA_3_8B, ranks, "nccl") / 2**30 for system in SYSTEMS}
+    both = {
+        f"{ranks} ranks": {system: peak_bytes(system, LLAMA_3_8B, ranks, "nccl") for system in SYSTEMS}
         for ranks in arguments.ranks
     }
-    for ranks, row in computed.items():
-        print(ranks, " ".join(f"{system} {gib:.1f} GiB" for system, gib in row.items()))
+    computed = {ranks: {system: bytes_.peak / 2**30 for system, bytes_ in row.items()} for ranks, row in both.items()}
+    starts = {ranks: {system: bytes_.start / 2**30 for system, bytes_ in row.items()} for ranks, row in both.items()}
+    for ranks, row in both.items():
+        cells = (f"{system} {start / 2**30:.1f} {peak / 2**30:.1f} GiB" for system, (start, peak) in row.items())
+        print(ranks, *cells)
     where = environment(torch.device("cpu"))
     config = {"small": small, "llama_3_8b": LLAMA_3_8B, "tokens": 2, "warmup_steps": 1}
     result = {"benchmark": "memory_by_ranks", "environment": where, "config": config, "measured": measured}
-    save({**result, "llama_3_8b_gib": computed}, arguments.output)
+    save({**result, "llama_3_8b_gib": computed, "llama_3_8b_start_gib": starts}, arguments.output)
     if arguments.picture is not None:
         draw_memory(computed, arguments.picture)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.config import Offload, Precision, SlotCount
+from streamshard.config import GradSlots, Offload, Precision, SlotCount
 from streamshard.core.edge import WatchedRoot
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of
 from streamshard.errors import ShardingError
@@ -57,8 +57,9 @@ class StreamShard(WatchedRoot):
             ``"float16"`` or ``torch.float32``: layers compute in it, and reductions are in fp32. None: "bf16".
         weight_slots: number of buffers for the weights of streamed units, at least 2. The last layers of forward stay
             in their slots for backward. With "all" each unit is all-gathered once in a step (ZeRO-2).
-        grad_slots: number of buffers for gradients, at least 2. With "all" gradients are accumulated locally inside
-            `no_sync` and reduced once (ZeRO-1).
+        grad_slots: None: the gradients of a unit take the slot of its weights, which backward has left; with "all"
+            weight slots they have two slots of their own. "all": each unit has a gradient slot of its own, where
+            gradients are accumulated locally inside `no_sync`, and are reduced once (ZeRO-1).
         min_unit_size: combine consecutive units until each has at least this many bytes in `param_dtype`, e.g.
             ``"1MiB"``, so that tiny layers share collectives. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
@@ -68,6 +69,8 @@ class StreamShard(WatchedRoot):
             results are the same. None: the device holds them.
         device_budget: with ``offload``, so many bytes of state, such as ``"20GiB"``, stay on the device: those of the
             first units, which have no earlier forward to hide behind.
+        keep_main_grads: main grads keep their memory after ``zero_grad()``, so that no step allocates it: 4/N bytes per
+            parameter more while activations are largest. Worth it if an allocator without a cache takes the time.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -96,11 +99,12 @@ class StreamShard(WatchedRoot):
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         precision: Precision | torch.dtype | str | None = None,
         weight_slots: SlotCount | None = None,
-        grad_slots: SlotCount | None = None,
+        grad_slots: GradSlots = None,
         min_unit_size: int | str = 0,
         align_pieces_to: int = 1,
         offload: Offload = None,
         device_budget: int | str = 0,
+        keep_main_grads: bool = False,
     ) -> None:
         pass  # Python calls this after __new__, which has returned a complete, sharded model
 

@@ -37,7 +37,7 @@ from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is
 from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
-from streamshard.planning.layout import UnitLayout, plan_units
+from streamshard.planning.layout import FlatParamPlan, UnitLayout, plan_units
 from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_host, plan_scratch, plan_slots
 from streamshard.planning.structure import (
     InFp32,
@@ -158,7 +158,9 @@ def plan_layouts(checked: Checked, ranks: Communicator, experts: Communicator | 
     """Lay out all units. For the arguments see `make_engine`."""
     sizes = ranks.world_size, 0 if experts is None else experts.world_size
     settings, in_fp32 = checked.settings, checked.in_fp32.params
-    return plan_units(checked.found, settings.precision, in_fp32, *sizes, align_pieces_to=settings.align_pieces_to)
+    _, grad_slots = settings.slots_on(ranks.world_size)
+    given = checked.found, settings.precision, in_fp32, *sizes
+    return plan_units(*given, align_pieces_to=settings.align_pieces_to, adds_in_slots=grad_slots == "all")
 
 
 def make_engine(
@@ -195,10 +197,12 @@ def make_engine(
     ranks.transport.check_precision(settings.precision)
 
     weight_slots, grad_slots = settings.slots_on(ranks.world_size)
-    plan = plan_slots([not unit.is_resident for unit in found], weight_slots, grad_slots)
+    streamed = [not unit.is_resident for unit in found]
+    plan = plan_slots(streamed, weight_slots, grad_slots, in_order=ranks.transport.in_order)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
     hosts = [host if each else None for each in on_host]
-    units = _allocate(layouts, plan, ranks, experts or ranks, ledger, take, hosts)
+    keeps_main_grads = settings.keep_main_grads
+    units = _allocate(layouts, plan, ranks, experts or ranks, ledger, take, hosts, keeps_main_grads)
     reductions = Reductions(units, ranks, ledger, replicas)
     return Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
 
@@ -390,6 +394,7 @@ def _allocate(
     ledger: Ledger,
     take: TakeWeights,
     hosts: Sequence[HostState | None],
+    keeps_main_grads: bool,
 ) -> list[Unit]:
     """Allocate slots, each as large as its largest unit, and make the units.
 
@@ -401,6 +406,7 @@ def _allocate(
         experts: the ranks that cut flat parameters of experts.
         take: see `TakeWeights`.
         hosts: by unit, what copies its state; None: it lies on the device.
+        keeps_main_grads: main grads always have memory.
     """
     streams = ranks.streams
     ends = [layout.flat_params[-1] for layout in layouts]
@@ -408,7 +414,7 @@ def _allocate(
     weight_slots: dict[int, WeightSlot] = {}
     for slot, n_bytes in largest_of(plan.weights, [end.weights.stop for end in ends]).items():
         buffer = allocate(Category.WEIGHT_SLOTS, n_bytes)
-        is_shared = plan.weights.count(slot) > 1
+        is_shared = plan.weights.count(slot) > 1 or plan.is_one_slot and plan.is_streamed[plan.weights.index(slot)]
         weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=is_shared)
     wire_bytes = largest_of(plan.weights, [end.wire.stop for end in ends])
     wires = {slot: allocate(Category.WIRE_BUFFERS, n_bytes) for slot, n_bytes in wire_bytes.items()}
@@ -419,24 +425,32 @@ def _allocate(
         own = [(flat, *places, experts if flat.kind.is_expert else ranks, ledger) for flat in layout.flat_params]
         flat_params.append([FlatParam(*each, keeps_slot=keeps, is_on_host=is_on_host) for each in own])
         take(layout, flat_params[-1])
-    numels_of = ([flat.ranks.transport.scratch_numel for flat in own] for own in flat_params)
+    streamed = [layout.weight_bytes for layout, each in zip(layouts, plan.is_streamed, strict=True) if each]
+    limit = max(streamed, default=max(layout.weight_bytes for layout in layouts))
+    numels_of = [[functools.partial(_scratch_numel, flat, limit) for flat in own] for own in flat_params]
     parts = list(map(plan_scratch, layouts, numels_of))
     scratch_bytes = largest_of(plan.scratch, [own[-1].stop for own in parts])
     scratch = {number: Scratch(n_bytes, ledger) for number, n_bytes in scratch_bytes.items()}
-    scratch_of = dict(zip(plan.grads, plan.scratch, strict=True))
-    grad_slots = {
-        slot: GradSlot(n_bytes, ledger, streams, scratch[scratch_of[slot]], f"grad slot {slot}")
-        for slot, n_bytes in largest_of(plan.grads, [end.grads.stop for end in ends]).items()
-    }
+    scratch_of = {slot: scratch[number] for slot, number in zip(plan.grads, plan.scratch, strict=True)}
+    grad_slots: dict[int, GradSlot] = {}
+    for slot, n_bytes in largest_of(plan.grads, [end.grads.stop for end in ends]).items():
+        weights = weight_slots[slot] if plan.is_one_slot else None
+        buffer = allocate(Category.GRAD_SLOTS, n_bytes) if weights is None else weights.buffer
+        grad_slots[slot] = GradSlot(buffer, weights, streams, scratch_of[slot], f"grad slot {slot}")
     units = []
     for index, layout in enumerate(layouts):
         slots = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
         for flat_param, part in zip(flat_params[index], parts[index], strict=True):
             if flat_param.kind.trains:
-                flat_param.allocate_grads(slots[1], part, keeps_slot=plan.keeps_grads)
+                keeps_slot, keeps_memory = plan.keeps_grads, keeps_main_grads
+                flat_param.allocate_grads(slots[1], part, keeps_slot=keeps_slot, keeps_memory=keeps_memory)
         given = layout, flat_params[index], *slots, ranks
         units.append(Unit(index, *given, is_streamed=plan.is_streamed[index], host=hosts[index]))
     return units
+
+
+def _scratch_numel(flat: FlatParam, limit: int, plan: FlatParamPlan) -> int:
+    return flat.ranks.transport.scratch_numel(plan.layout.shard_numel, plan.kind.mode, plan.kind.grad_dtype, limit)
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> None:

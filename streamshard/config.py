@@ -17,6 +17,7 @@ from torch import nn
 from streamshard.errors import ConfigError
 
 SlotCount = int | Literal["all"]
+GradSlots = Literal["all"] | None
 Offload = Literal["state"] | None
 AnyPath = str | os.PathLike[str]
 
@@ -31,8 +32,7 @@ class ReductionMode(enum.Enum):
     """
 
     FP32 = enum.auto()
-    """Gradients are converted to fp32 on their way into the grad slot. fp32 is sent and summed. The sum goes straight
-    into main grads, unless it is added to earlier gradients."""
+    """fp32 is sent and summed. The sum goes straight into main grads, unless it is added to earlier gradients."""
     EXCHANGE_16 = enum.auto()
     """16-bit chunks are exchanged. Each rank sums the chunks that it receives, in fp32 and in rank order (as in
     Megatron-LM's ``reduce_scatter_with_fp32_accumulation``)."""
@@ -70,7 +70,8 @@ class Precision:
         wire_dtype: dtype of all-gathers, no wider than `param_dtype`; None means `param_dtype`. Weights are rounded to
             it. bf16 with fp32 compute sends half as many bytes, and needs a buffer beside each weight slot.
         reduce_dtype: dtype of the sum of gradients over ranks. fp32, or `param_dtype`.
-        grad_dtype: dtype of grad slots and of the gradients that are sent; None means `reduce_dtype`.
+        grad_dtype: dtype of the gradients that are sent, and with ``grad_slots="all"`` of the sum over backwards inside
+            ``no_sync()``; None means `reduce_dtype`.
         output_dtype: dtype of the model's floating-point outputs, so that a loss outside is in fp32; None: outputs are
             not cast. float64, ``cache`` and ``past_key_values`` are not cast either. If an output has a ``loss``
             (transformers, with labels), only the loss and other scalars are cast: no second copy of the logits is made.
@@ -110,7 +111,7 @@ class Precision:
 
     @property
     def slot_grad_dtype(self) -> torch.dtype:
-        """The dtype of grad slots: `grad_dtype`, or `reduce_dtype` if that is None."""
+        """The dtype of gradients that are sent: `grad_dtype`, or `reduce_dtype` if that is None."""
         return self.grad_dtype if self.grad_dtype is not None else self.reduce_dtype
 
     @property
@@ -180,17 +181,21 @@ class Settings:
 
     precision: Precision = Precision()
     weight_slots: SlotCount | None = None
-    grad_slots: SlotCount | None = None
+    grad_slots: GradSlots = None
     min_unit_size: int | str = 0
     align_pieces_to: int = 1
     offload: Offload = None
     device_budget: int | str = 0
+    keep_main_grads: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("weight_slots", "grad_slots"):
-            count = getattr(self, name)
-            if count is not None and count != "all" and (not _is_int(count) or count < 2):
-                raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, 'all', or None")
+        count = self.weight_slots
+        if count is not None and count != "all" and (not _is_int(count) or count < 2):
+            raise ConfigError(f"weight_slots={count!r}: wanted an integer of at least 2, 'all', or None")
+        if self.grad_slots not in (None, "all"):
+            raise ConfigError(
+                f"grad_slots={self.grad_slots!r}: wanted 'all', or None: gradients take the slots of their weights"
+            )
         if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
             raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
@@ -204,14 +209,14 @@ class Settings:
             what = 'offload="state" streams layers from host memory through a few slots'
             raise ConfigError(f'{what}, and "all" slots hold the model: leave weight_slots and grad_slots away')
 
-    def slots_on(self, world_size: int) -> tuple[SlotCount, SlotCount]:
-        """The numbers of weight slots and gradient slots on `world_size` ranks: by default 2, and "all" on one rank.
+    def slots_on(self, world_size: int) -> tuple[SlotCount, GradSlots]:
+        """The numbers of weight slots and gradient slots on `world_size` ranks.
 
-        With ``offload`` they are 2 on one rank too.
+        By default 2, and none beside the weight slots. On one rank without ``offload`` "all", of both.
         """
-        default: SlotCount = "all" if world_size == 1 and self.offload is None else 2
-        weights, grads = (default if count is None else count for count in (self.weight_slots, self.grad_slots))
-        return weights, grads
+        is_alone = world_size == 1 and self.offload is None
+        weights = self.weight_slots or ("all" if is_alone else 2)
+        return weights, self.grad_slots or ("all" if is_alone and weights == "all" else None)
 
 
 _ELSEWHERE = {  # words of other systems: ours

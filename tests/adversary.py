@@ -107,9 +107,12 @@ class AdversarialTransport(Transport):
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
         if gather.is_published:
             self._issue(None, Collective.ALL_GATHER, gather.tag, reads=(gather.shard,), writes=(gather.slot,))
-            with self.streams.on(self.stream):
-                _spoil(gather.slot, keep=gather.shard)
+            self._spoil(gather.slot, gather.shard)
         return self._start_gather(lambda: self.inner.start_gather(gather))
+
+    def _spoil(self, slot: torch.Tensor, keep: torch.Tensor | None) -> None:
+        with self.streams.on(self.stream):
+            _spoil(slot, keep)
 
     def _start_gather(self, gather: Callable[[], Work | None]) -> Work | None:
         readers: list[Work | None] = []
@@ -156,9 +159,9 @@ class AdversarialTransport(Transport):
             _spoil(exchange.received)
         return self._start(lambda: self.inner.start_all_to_all(exchange), lambda: _spoil(exchange.send))
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """See `Transport.scratch_numel`."""
-        return self.inner.scratch_numel(shard_numel, mode)
+        return self.inner.scratch_numel(shard_numel, mode, dtype, limit)
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Transport.allocate_visible`."""

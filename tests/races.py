@@ -154,6 +154,7 @@ class RaceDetector(Observer):
         self._snapshots: dict[Fence, dict[StreamName, int]] = {}
         self._seen: set[tuple[object, ...]] = set()
         self._buffers: list[_Buffer] = []
+        self._watched: list[int] = []  # addresses in the ledger
 
     # -- what the engine declares -----------------------------------------------------------------------------------
 
@@ -225,14 +226,14 @@ class RaceDetector(Observer):
         if key not in self._seen:
             self._seen.add(key)
             start, stop = max(first.start, second.start), min(first.stop, second.stop)
-            rule = _missing_rule(buffer.category, first)
+            rule = _missing_rule(buffer.category, first, second)
             self.found.append(Race(buffer.category, buffer.name, first, second, start, stop, rule))
 
     # -- which bytes ------------------------------------------------------------------------------------------------
 
     def _find(self, tensor: torch.Tensor) -> _Buffer | None:
         """The watched buffer that `tensor` lies in."""
-        if len(self._buffers) != len(self.engine.ledger.buffers):
+        if [buffer.data_ptr() for _, buffer in self.engine.ledger.buffers] != self._watched:
             self._watch_buffers()
         address = tensor.data_ptr()
         index = bisect.bisect_right(self._buffers, address, key=_address) - 1
@@ -240,9 +241,10 @@ class RaceDetector(Observer):
         return found if found is not None and address < found.address + found.n_bytes else None
 
     def _watch_buffers(self) -> None:
-        """Look at the ledger, again when an optimizer has allocated buffers, or main grads have left their slot."""
+        """Look at the ledger, again when an optimizer or main grads have got or lost memory."""
         known, names = {each.address: each.history for each in self._buffers}, _describe(self.engine)
         self._buffers = []
+        self._watched = [buffer.data_ptr() for _, buffer in self.engine.ledger.buffers]
         for category, tensor in self.engine.ledger.buffers:
             address = tensor.data_ptr()
             history = known.get(address, {stream: {} for stream in self._clocks})
@@ -271,7 +273,7 @@ def _describe(engine: Engine) -> dict[int, str]:
     """By address, a buffer's name."""
     names: dict[int, str] = {}
     for unit in engine.units:
-        weights, slot = unit.weight_slot, unit.grad_slot
+        weights, slot = unit.weight_slot, unit.grads.slot
         names.setdefault(weights.buffer.data_ptr(), weights.arrived.what)
         names.setdefault(slot.buffer.data_ptr(), slot.drained.what)
         names.setdefault(slot.scratch.buffer.data_ptr(), f"scratch of {slot.drained.what}")
@@ -283,8 +285,8 @@ def _describe(engine: Engine) -> dict[int, str]:
     return names
 
 
-def _missing_rule(category: Category, first: Access) -> Rule | None:
-    """The rule that orders `first` before what another stream does next with such a buffer."""
+def _missing_rule(category: Category, first: Access, second: Access) -> Rule | None:
+    """The rule that orders `first` before `second`, which another stream does with such a buffer."""
     if first.stream is StreamName.REPLICA:
         return Rule.RESULTS_ARRIVED  # only averages run there
     is_compute_first = first.stream is StreamName.COMPUTE
@@ -294,6 +296,12 @@ def _missing_rule(category: Category, first: Access) -> Rule | None:
         return Rule.HOST_COPIED
     if first.stream is StreamName.FETCH:
         return Rule.SHARDS_WRITTEN
+    is_of_gradients = first.what.startswith("aten._foreach_") or second.what.startswith(Collective.REDUCE_SCATTER.value)
+    if category is Category.WEIGHT_SLOTS and is_compute_first and is_of_gradients:
+        return Rule.GRADS_WRITTEN
+    is_reduced = first.what.startswith(Collective.REDUCE_SCATTER.value)
+    if is_reduced and second.stream is StreamName.FETCH and category is Category.WEIGHT_SLOTS:
+        return Rule.SLOT_RELEASED
     if category in (Category.WEIGHT_SLOTS, Category.WIRE_BUFFERS):
         return Rule.SLOT_RELEASED if is_compute_first else Rule.WEIGHTS_ARRIVED
     if category in (Category.GRAD_SLOTS, Category.SCRATCH):

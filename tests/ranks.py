@@ -246,8 +246,6 @@ def _start_clean() -> None:
     _collect_garbage()
     if "torch._dynamo" in sys.modules:
         importlib.import_module("torch._dynamo").reset()
-    # Models of tests are so small that all of their gradients would be small ones.
-    importlib.import_module("streamshard.core.unit")._COLLECTED_BYTES = 600
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.manual_seed(0)

@@ -376,4 +376,4 @@ def dropping(model: nn.Module, *waits: Rule | str | tuple[str, int]) -> Iterator
         engine.recover()
         for unit in engine.units:  # nothing may be under way when its buffers go
             unit.weight_slot.arrived.complete()
-            unit.grad_slot.drained.complete()
+            unit.grads.slot.drained.complete()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,7 +30,8 @@ def _has_nan(weights: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("rule", [Rule.WEIGHTS_ARRIVED, Rule.GRADS_DRAINED])
 def test_a_missing_wait_for_a_slot_shows_as_nan(context: RankContext, rule: Rule, precision: Precision) -> None:
     """Weights that have not arrived, and gradients written into a slot that is still to be reduced."""
-    model = sharded("plain", precision)
+    settings: dict[str, Any] = {"weight_slots": "all"} if rule is Rule.GRADS_DRAINED else {}  # gradients have own slots
+    model = sharded("plain", precision, **settings)
     with make_adversarial(model), dropping(model, rule):
         train(model, "plain", context)
         assert _has_nan(full_weights(model))
@@ -39,7 +41,7 @@ def test_a_missing_wait_for_a_slot_shows_as_nan(context: RankContext, rule: Rule
 def test_a_missing_wait_for_reductions_shows_as_wrong_weights(context: RankContext) -> None:
     """The optimizer reads the main grads of the step before. Flags that have not arrived say nothing about steps."""
     wanted = reference(context, "plain", FP32)
-    model = sharded("plain", FP32)
+    model = sharded("plain", FP32, keep_main_grads=True)
     steps = mock.patch.object(UsedParams, "refuse_out_of_step")
     with make_adversarial(model), dropping(model, "main grads", "everybody's flags"), steps:
         train(model, "plain", context)

@@ -153,7 +153,7 @@ def test_bad_units_are_refused_by_name(context: RankContext, what: str) -> None:
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "one weight slot": ({"weight_slots": 1}, "weight_slots=1"),
     "some weight slots": ({"weight_slots": "some"}, "weight_slots='some'"),
-    "half a slot": ({"grad_slots": 1.5}, "grad_slots=1.5"),
+    "a number of gradient slots": ({"grad_slots": 2}, "grad_slots=2: wanted 'all'"),
     "a flag": ({"grad_slots": True}, "grad_slots=True"),
     "blocks of nothing": ({"align_pieces_to": 0}, "align_pieces_to=0"),
     "precision by name": (

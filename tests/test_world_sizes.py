@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -82,7 +82,12 @@ def test_nothing_that_a_rank_does_grows_with_the_number_of_ranks(precision: Prec
     """Operators of construction and of a step, collectives, slots, buffers. Shards shrink with the number of ranks."""
     _counts_of_a_step(8, precision)  # what is made once in a process
     counts = _counts_of_a_step(8, precision)
-    assert _counts_of_a_step(4096, precision) == counts
+    on_many = _counts_of_a_step(4096, precision)
+    for operator, count in cast(
+        dict[str, int], on_many.pop("step")
+    ).items():  # smaller shards are reduced in fewer parts
+        assert count <= cast(dict[str, int], counts["step"])[operator], operator
+    assert on_many == {name: count for name, count in counts.items() if name != "step"}
     # Nine units are gathered in forward; in backward the last layers are still there. Flags are reduced.
     wanted = {Collective.ALL_GATHER: 9 + 6, Collective.REDUCE_SCATTER: 9, Collective.ALL_REDUCE: 1}
     assert counts["collectives"] == wanted

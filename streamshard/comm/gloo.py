@@ -22,6 +22,8 @@ _TAGS_EACH = 3
 class PairwiseTransport(Transport):
     """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without intermediate copies."""
 
+    in_order = False
+
     def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards arrive in the slot; this rank copies its own."""
         shard, slot, tag, cast_to, is_published = gather
@@ -71,7 +73,7 @@ class PairwiseTransport(Transport):
         work = dist.all_to_all_single(received, send, received_numels, send_numels, group=self.group, async_op=True)
         return Exchange(None, [work], self.group)
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """One chunk from every other rank: all arrive before the sum."""
         return shard_numel * (self.world_size - 1)
 

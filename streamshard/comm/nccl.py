@@ -31,6 +31,10 @@ from streamshard.errors import ConfigError
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Of a reduction in parts: large enough that NCCL runs at full speed, on many ranks too.
+_STAGING_BYTES, _STAGING_BYTES_EACH = 64 << 20, 512 << 10
+_STAGING_ALIGNMENT = 64  # elements
+
 
 class NcclTransport(Transport):
     """The backend's own collectives, on one of the engine's streams."""
@@ -57,6 +61,8 @@ class NcclTransport(Transport):
         with self.streams.on(self.stream), torch.no_grad():
             if mode is ReductionMode.EXCHANGE_16:
                 self._exchange(reduction)
+            elif mode is ReductionMode.FP32 and slot.dtype is not torch.float32:
+                self._reduce_in_parts(reduction)
             elif mode is ReductionMode.FP32 and not accumulate:
                 _reduce_scatter_single(out, slot, op=dist.ReduceOp.SUM, group=self.group)
                 out.mul_(1.0 / divisor)
@@ -71,6 +77,20 @@ class NcclTransport(Transport):
                 else:
                     out.copy_(total).mul_(before / divisor)
         return None
+
+    def _reduce_in_parts(self, reduction: Reduction) -> None:
+        """Sum 16-bit gradients in fp32: convert a part of each rank's chunk, and reduce it, before the next part."""
+        slot, out, scratch, _, accumulate, _, divisor = reduction
+        chunks, staging = slot.view(self.world_size, -1), scratch.view(torch.float32)
+        most = staging.numel() // self.world_size
+        for start in range(0, out.numel(), max(most, 1)):
+            part = out.narrow(0, start, min(most, out.numel() - start))
+            size = part.numel()
+            sent = staging.narrow(0, 0, self.world_size * size)
+            sent.view(self.world_size, size).copy_(chunks.narrow(1, start, size))
+            total = sent.narrow(0, self.rank * size, size) if accumulate else part
+            _reduce_scatter_single(total, sent, op=dist.ReduceOp.SUM, group=self.group)
+            part.add_(total, alpha=1.0 / divisor) if accumulate else part.mul_(1.0 / divisor)
 
     def _exchange(self, reduction: Reduction) -> None:
         slot, out, scratch, _, accumulate, _, divisor = reduction
@@ -109,9 +129,19 @@ class NcclTransport(Transport):
             dist.all_to_all_single(received, send, received_numels, send_numels, group=self.group)
         return None
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
-        """`EXCHANGE_16`: a chunk from each rank, and an fp32 sum. Else the slot takes the sum."""
-        return shard_numel * (self.world_size + 2) if mode is ReductionMode.EXCHANGE_16 else 0
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
+        """`EXCHANGE_16`: a chunk from each rank, and an fp32 sum. `FP32`: 16-bit gradients, converted part by part."""
+        if mode is ReductionMode.EXCHANGE_16:
+            return shard_numel * (self.world_size + 2)
+        if mode is ReductionMode.SUM_16 or dtype is torch.float32:
+            return 0  # the slot takes the sum
+        bytes_each = min(limit, max(_STAGING_BYTES, _STAGING_BYTES_EACH * self.world_size)) // self.world_size
+        part = max(bytes_each // (4 * _STAGING_ALIGNMENT), 1) * _STAGING_ALIGNMENT
+        return 2 * self.world_size * min(part, shard_numel)
+
+    def sent_dtype(self, mode: ReductionMode, dtype: torch.dtype) -> torch.dtype:
+        """See `Transport.sent_dtype`."""
+        return torch.float32 if mode is ReductionMode.FP32 else dtype
 
     def check_precision(self, precision: Precision) -> None:
         """See `Transport.check_precision`, and [Note: sums in 16 bits]."""

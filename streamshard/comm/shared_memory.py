@@ -1,9 +1,9 @@
 """A transport for CPU ranks of one machine: they read each other's memory, without sockets.
 
-Each rank has one anonymous memory file, its shared buffers, which holds its weight and grad slots. Every peer maps the
-file. An all-gather copies each peer's shard from the peer's slot, a reduction sums all ranks' grad slots, and counters
-in the file tell the progress of each rank ([Note: counters]). NCCL does the same between the GPUs of one machine.
-Through gloo's sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
+Each rank has one anonymous memory file, its shared buffers, which holds its slots. Every peer maps the file. An
+all-gather copies each peer's shard from the peer's slot, a reduction sums the gradients in all ranks' slots, and
+counters in the file tell the progress of each rank ([Note: counters]). NCCL does the same between the GPUs of one
+machine. Through gloo's sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
 
 A forked child does not get the mapping (MADV_DONTFORK), because it must not write to memory that other ranks read. A
 child that reads weights there ends with a segmentation fault. The child never frees the inherited objects, which would
@@ -16,7 +16,7 @@ Each rank has four counters, and only this rank increments them:
   for PUBLISHED before they copy.
 - READ: the number of all-gathers that this rank has copied. Peers wait for READ before they write these shards again
   (rule 6).
-- WRITTEN: the number of reductions for which this rank has filled the grad slot. Peers wait for WRITTEN before they
+- WRITTEN: the number of reductions for which this rank has filled the slot. Peers wait for WRITTEN before they
   sum.
 - SUMMED: the number of reductions that this rank has summed. Peers wait for SUMMED before they write these slots again
   (rule 3).
@@ -200,6 +200,8 @@ class SharedMemoryTransport(PairwiseTransport):
         buffers: shared memory of all ranks, by rank.
     """
 
+    in_order = True
+
     def __init__(self, ranks: RankGroup, buffers: Sequence[SharedBuffers]) -> None:
         super().__init__(ranks)
         self._buffers = buffers
@@ -218,7 +220,7 @@ class SharedMemoryTransport(PairwiseTransport):
         """See `Transport.allocate_visible`."""
         return self._own.allocate(numel, dtype)
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """No scratch: chunks are read in place, not received."""
         return 0
 
@@ -402,6 +404,8 @@ class ExpertsTransport(PairwiseTransport):
         among: the numbers of `ranks` in it.
     """
 
+    in_order = True
+
     def __init__(self, ranks: RankGroup, model: SharedMemoryTransport, among: Sequence[int]) -> None:
         super().__init__(ranks)
         self._among, self._model = among, model
@@ -421,7 +425,7 @@ class ExpertsTransport(PairwiseTransport):
         """See `Transport.allocate_visible`."""
         return self._model.allocate_visible(numel, dtype)
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """No scratch, as in `model`."""
         return 0
 

@@ -7,12 +7,15 @@ the race detector, are told of every record and wait, so any machine can check t
 
 [Note: ordering rules]
 1. WEIGHTS_ARRIVED: a unit's forward or backward does not start until its weights are in its slot.
-2. SLOT_RELEASED: a slot is not gathered into while an earlier unit in it is still computing.
-3. GRADS_DRAINED: a unit's backward does not write a grad slot until the reduction of the slot's earlier unit is done.
+2. SLOT_RELEASED: a slot is not gathered into while an earlier unit in it is still computing, nor while its gradients
+   are being reduced.
+3. GRADS_DRAINED: no gradients are written into a slot until the reduction of the earlier gradients in it is done. If
+   weights were gathered into the slot since, this follows from rules 2 and 1.
 4. GRADS_WRITTEN: a reduction does not start until every gradient of its unit is written.
 5. SHARDS_WRITTEN: no all-gather reads a shard before it is written, nor an exchange its flags.
-6. SHARDS_READ: no code after a pass writes main weights that an all-gather still reads. No all-gather casts into this
-   rank's range of a slot that another rank still reads. The host writes no flags that an exchange reads.
+6. SHARDS_READ: no code after a pass writes main weights that an all-gather still reads. No all-gather casts, and no
+   gradient is copied, into this rank's range of a slot that another rank still reads. The host writes no flags that an
+   exchange reads.
 7. RESULTS_ARRIVED: no result outside of slots is read before it is complete: main grads by the optimizer, by the
    average over replicas and by their copy to host memory, flags by the host, full tensors by the caller.
 8. HOST_COPIED: memory that a copy to the host reads or writes is not used before the copy is complete; nor by the
@@ -119,7 +122,7 @@ class StepEvent(enum.Enum):
     BACKWARD_ENDS = enum.auto()
     """Backward of the whole pass, all units, has ended."""
     GRAD_WRITTEN = enum.auto()
-    """Gradients have been copied into the unit's grad slot. Small ones are copied together, before the reduction."""
+    """All new gradients of the unit have been copied into its slot, before the reduction."""
     REDUCTION_BEGINS = enum.auto()
     """The host begins to issue the reduction of the unit's gradients."""
     REDUCTION_ENDS = enum.auto()

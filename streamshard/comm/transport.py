@@ -52,12 +52,12 @@ class Gather(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """One reduction: the sum over ranks of each rank's slice of a grad slot, divided, into main grads.
+    """One reduction: the sum over ranks of each rank's slice of a slot of gradients, divided, into main grads.
 
     Attributes:
-        slot: [padded_numel] slot_grad_dtype, this rank's gradients of the whole flat parameter.
+        slot: [padded_numel] grad_dtype, this rank's gradients of the whole flat parameter.
         out: [shard_numel] fp32, this rank's main grads.
-        scratch: [`Transport.scratch_numel`] slot_grad_dtype, temporary.
+        scratch: [`Transport.scratch_numel`] grad_dtype, temporary.
         mode: says what is sent and summed; the same for all reductions of a flat parameter.
         accumulate: add to `out` instead of overwriting it.
         tag: number of the flat parameter; separates its reductions from other messages.
@@ -103,7 +103,11 @@ class Transport(abc.ABC):
     Attributes:
         rank, world_size, streams, recorder: those of the ranks.
         stream: the stream on which collectives run.
+        in_order: collectives run one after the other, so a reduction from a slot holds up the next all-gather into it
+            no more than any other. False: they run side by side.
     """
+
+    in_order = True
 
     def __init__(self, ranks: RankGroup) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
@@ -155,13 +159,19 @@ class Transport(abc.ABC):
         """Start an all-to-all. Several may be pending."""
 
     @abc.abstractmethod
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """Number of scratch elements for a reduction, which may add to main grads.
 
         Args:
             shard_numel: elements of the unit's shard.
             mode: mode of the reductions.
+            dtype: of the gradients in the slot, and of the scratch.
+            limit: bytes that a scratch need not exceed if the reduction can be made in parts.
         """
+
+    def sent_dtype(self, mode: ReductionMode, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a reduction sends gradients, which have `dtype` in their slot."""
+        return dtype
 
     def check_precision(self, precision: Precision) -> None:  # noqa: B027  # most sum in fp32
         """Check that sums over so many ranks are accurate in `precision`.
@@ -239,7 +249,7 @@ class AloneTransport(Transport):
             with self.streams.on(self.stream), torch.no_grad():
                 to.copy_(source)
 
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """No scratch."""
         return 0
 

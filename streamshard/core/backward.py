@@ -18,11 +18,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
-
 from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
-from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
 from streamshard.planning.program import Schedule
@@ -77,12 +74,12 @@ class Backward(Phase):
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         for unit in engine.units:
             unit.copy_trainability()
-            unit.resume()
+            unit.grads.resume()
         engine.progress.is_unreached = False
         engine.reductions.begin(
             is_synced=engine.is_synced,
             is_last=not self._leaves_unreduced,
-            leaves_small=engine.inputs.grad_scale == 1.0,
+            scale=engine.inputs.grad_scale,
         )
         engine.weights_written.record()
         engine.weights_written.wait()  # rule 5
@@ -91,7 +88,7 @@ class Backward(Phase):
     def break_off(self, callback: object) -> None:
         """Autograd has dropped its callback. If an exception has ended the backward, reshard units. In any thread."""
         if self._engine.phase is self:
-            self._engine.reductions.leaves_small = False
+            self._engine.reductions.is_open = False
             self._engine.profiler.close()
             for unit in self._engine.units:
                 if unit.is_bound:
@@ -111,7 +108,6 @@ class Backward(Phase):
         self._waiting = set(graph.called_again)
         visits = list(filter(None, reversed(graph.visits)))  # without the root unit, which is reduced at the end
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=True)
-        engine.reductions.due = set(visits)
         # The program is set before anything raises: `recover` issues its rest, the same on all ranks.
         for index, versions in graph.versions.items():
             refuse_changed(engine.units[index], versions)
@@ -137,6 +133,8 @@ class Backward(Phase):
             unit.set_bound(True)
         else:
             self._read.add(unit)
+        if unit.guard.is_gone:
+            unit.guard.begin_use()
 
     def _advance(self, unit: Unit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
@@ -193,22 +191,6 @@ class Backward(Phase):
                     self._advance(unit)
         self._unshard(unit, binds=True)
 
-    # -- gradients ------------------------------------------------------------------------------------------------
-
-    def on_gradient(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
-        """Autograd has made a gradient: copy it into the unit's gradient slot (rule 3).
-
-        Args:
-            unit: the parameter's unit.
-            param: the parameter.
-            grad: [full shape], any float dtype; the sum over all uses in this graph.
-        """
-        engine = self._engine
-        if self._computing is not unit and unit.is_streamed:
-            self._advance(unit)
-        scale = engine.inputs.grad_scale
-        engine.reductions.write(unit, param, grad if scale == 1.0 else grad * scale)
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _close_pass(self) -> None:
@@ -221,9 +203,7 @@ class Backward(Phase):
         self._read.clear()
         self._computing = None
         engine.issue(self._schedule.finish())
-        for unit in engine.units[1:]:  # gradients that came after the reduction of their unit
-            if unit.is_open or unit.has_spilled or unit.has_small_grads:
-                engine.reductions.start(unit)
+        engine.reductions.start_late(engine.units[1:])
 
     def finish(self) -> None:
         """Autograd has run the whole graph: the last reductions, then gradients for the optimizer (rule 7)."""
@@ -231,15 +211,15 @@ class Backward(Phase):
         if engine.phase is not self:
             return
         self._close_pass()
+        engine.root_unit.release()  # its gradients take the place of its weights
         engine.reductions.start(engine.root_unit)
-        engine.reductions.leaves_small = False
-        engine.root_unit.release()
+        engine.reductions.is_open = False
         engine.finish_reading()
         if self._leaves_unaveraged:
             engine.reductions.complete()
         if self._leaves_unreduced or self._leaves_unaveraged:
             for unit in engine.units:
-                unit.leave_unreduced()
+                unit.grads.leave(is_trainable=unit.is_trainable)
             engine.phase = None
             return
         given = engine.reductions.finish(follows_step=engine.progress.has_stepped or engine.inputs.compares_steps)
@@ -269,12 +249,13 @@ class Backward(Phase):
         try:
             if engine.ranks.failure is None:
                 self._close_pass()
+                engine.root_unit.release()
                 engine.reductions.start(engine.root_unit)
                 engine.reductions.complete()
         finally:
             for unit in engine.units:
                 unit.release()
-                unit.discard_grads()
+                unit.grads.discard(unit.params)
             engine.phase = None
 
 

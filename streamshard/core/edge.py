@@ -26,13 +26,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.comm.streams import StreamName
 from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
 from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.params import Param
-from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
 from streamshard.guards.weights import advice, refuse_absent
@@ -333,7 +331,7 @@ def _need_weights(engine: Engine, use: Use, grads: object = None) -> None:
             )
         refuse_changed(unit, use.versions)
         return
-    if torch.is_grad_enabled() and unit.weight_slot.is_shared:
+    if torch.is_grad_enabled() and (unit.weight_slot.is_shared or unit.grads.slot.weights is not None):
         raise ShardingError(
             f"backward with create_graph=True through {unit.name!r}, whose weights leave their slot afterwards: take "
             "gradients of inputs, torch.autograd.grad(loss, inputs, create_graph=True), with weight_slots='all'"
@@ -342,50 +340,35 @@ def _need_weights(engine: Engine, use: Use, grads: object = None) -> None:
 
 
 def register_gradient_hooks(engine: Engine, engine_of: Callable[[], Engine | None]) -> None:
-    """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot.
+    """From now on the engine knows of each gradient that autograd makes for an unsharded parameter.
 
     `engine_of` is weak, because the garbage collector does not see references of a tensor's hook.
     """
     for unit in engine.units:
         for place, param in enumerate(unit.params):
-            if param.form.is_packed:
-                continue
-            hook = _on_small_gradient if param.is_small else _on_gradient
-            hook = functools.partial(hook, engine_of, unit.index, place)
-            param.unsharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-@skip
-def _on_small_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
-    """Autograd has made a small gradient. It stays in ``.grad`` until its unit is reduced.
-
-    If it cannot stay, it is copied at once: ``create_graph=True``, another stream than the backward's.
-    """
-    if (engine := engine_of()) is None:
-        return
-    reductions = engine.reductions
-    is_here = reductions.stream is None or reductions.stream == engine.streams.device_stream(StreamName.COMPUTE)
-    if reductions.leaves_small and is_here and not torch.is_grad_enabled():
-        engine.units[index].has_small_grads = True
-    else:
-        _on_gradient(engine_of, index, place, view)
+            if not param.form.is_packed:
+                hook = functools.partial(_on_gradient, engine_of, unit.index, place)
+                param.unsharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 @skip
 def _on_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
-    """Autograd has made a gradient: copy it into the slot. It is the sum with a small one that was left before."""
+    """Autograd has made a gradient. It stays in ``.grad`` of the unsharded parameter until its unit is reduced."""
     if (engine := engine_of()) is None:
         return
-    unit = engine.units[index]
+    param = engine.units[index].params[place]
+    if not param.has_room or not engine.reductions.is_open or torch.is_grad_enabled():
+        untraced(_accept_gradient, engine, param, view)
+    engine.reductions.note(index)
+
+
+def _accept_gradient(engine: Engine, param: Param, view: torch.Tensor) -> None:
+    """Raise if the gradient of `param` cannot be reduced. Begin a backward if none runs."""
     with AsTensors():
         grad = get_grad(view)
         set_grad(view, None)
-    if grad is not None:  # else the parameter was frozen in this backward
-        untraced(_report_gradient, engine, unit, unit.params[place], grad)
-
-
-def _report_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tensor) -> None:
-    phase = engine.phase
+    if grad is None:  # the parameter was frozen in this backward
+        return
     if not param.has_room:
         raise ShardingError(
             f"parameter {param.name!r} was frozen when StreamShard(model) was called and trains now: there is no room "
@@ -394,14 +377,16 @@ def _report_gradient(engine: Engine, unit: Unit, param: Param, grad: torch.Tenso
     if grad.requires_grad:
         raise ShardingError(
             f"backward(create_graph=True): gradients of {param.name!r} cannot be differentiated again. Gradients of "
-            "inputs can, through resident layers: torch.autograd.grad(loss, inputs, create_graph=True)"
+            "inputs can, with weight_slots='all': torch.autograd.grad(loss, inputs, create_graph=True)"
         )
-    if phase is not None and phase.is_forward:
+    if engine.phase is not None and engine.phase.is_forward:
         raise ShardingError(
             f"backward() inside the model's forward has made a gradient of {param.name!r}, which is reduced over ranks "
             "only in a backward after it: use torch.autograd.grad(..., inputs) for what the forward needs"
         )
-    _begin_backward(engine).on_gradient(unit, param, grad)
+    _begin_backward(engine)
+    with AsTensors():
+        set_grad(view, grad)
 
 
 def run_empty_backward(engine: Engine, graph: Graph) -> None:

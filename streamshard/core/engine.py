@@ -263,7 +263,6 @@ class Engine:
         for op in ops:
             unit = self.units[op.unit]
             if op.is_reduction:
-                self.reductions.due.discard(op.unit)
                 self.reductions.start(unit)
             else:
                 self.all_gather(unit)

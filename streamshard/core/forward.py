@@ -67,6 +67,7 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     engine.ranks.recorder.log.add(RecordKind.FORWARD)
     for unit in engine.units:
         unit.expire(trusts_versions=is_current or unit.host is not None)  # a cast on the host takes time
+        unit.grads.drop()
     forward = Forward(engine, units)
     forward.begin()
     engine.phase = forward

@@ -3,17 +3,16 @@
     main weights -cast, all-gather-> weight slot (unsharded parameter) ... gradient slot ... main grads
 
 `FlatParam` is one flat parameter: the memory that its collectives move. `Param` is one parameter in it: the user's
-Parameter object, which stays the same object, the unsharded parameter, and the state of its gradient. See [Note: flat
+Parameter object, which stays the same object, the unsharded parameter, and the places of its gradient. See [Note: flat
 parameters] in `streamshard.planning.layout`.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -33,47 +32,7 @@ from streamshard.planning.layout import ByteRange, FlatParamPlan, ParamLayout
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, get_grad, make_subclass, set_grad
 
-
-class GradState(enum.IntEnum):
-    """Where the gradient of a parameter is: the sum of all backwards since the last one was given."""
-
-    NONE = enum.auto()
-    """Nowhere, or a small one where autograd has left it: in ``.grad`` of the unsharded parameter."""
-    IN_SLOT = enum.auto()
-    """In the gradient slot. Another gradient of the same backward is added."""
-    SPILLED = enum.auto()
-    """In a copy, because another unit has taken the slot."""
-    REDUCED = enum.auto()
-    """In the main grads, or on its way there."""
-    UNREDUCED = enum.auto()
-    """It waits for a later backward: in the slot, or in main grads that replicas have not averaged."""
-    GIVEN = enum.auto()
-    """The main grads are ``.grad`` of the sharded parameter."""
-
-
 use_of = operator.attrgetter("is_used")  # of a `Param`
-
-_S = GradState
-GRAD_TRANSITIONS = {
-    _S.NONE: (_S.IN_SLOT, _S.UNREDUCED, _S.GIVEN),  # the last two: only other ranks have a gradient
-    _S.IN_SLOT: (_S.IN_SLOT, _S.SPILLED, _S.REDUCED, _S.UNREDUCED),
-    _S.SPILLED: (_S.IN_SLOT,),
-    _S.REDUCED: (_S.IN_SLOT, _S.UNREDUCED, _S.GIVEN, _S.NONE),  # the last: frozen in backward
-    _S.UNREDUCED: (_S.IN_SLOT, _S.REDUCED, _S.NONE),  # the last: the user has dropped it
-    _S.GIVEN: (_S.NONE,),  # the next backward begins to make gradients
-}
-
-
-def move_all(params: Iterable[Param], state: GradState) -> None:
-    """The gradients of `params` go over to `state`.
-
-    Raises:
-        StateError: the table has no such transition.
-    """
-    for param in params:
-        if state not in GRAD_TRANSITIONS[param.state]:
-            raise StateError(f"the gradient of {param.name!r}", param.state.name, f"a state before {state.name}")
-        param.state = state
 
 
 class Param:
@@ -93,11 +52,9 @@ class Param:
         unsharded: [full shape] compute dtype, the parameter that layers compute with: a view of the weight slot.
         has_room: there is memory for the gradient: the parameter trained when the model was sharded.
         in_slot: [full shape] grad_dtype, the gradient's place in the gradient slot.
-        state: where the gradient is, see `GradState`.
         is_used: this rank's graphs have made a gradient since the last one was given; other ranks are told.
         is_kept: main grads hold ``.grad`` from before this backward, to which the reduction is added.
-        is_small: the gradient is copied into the slot together with others.
-        spilled: [full shape] grad_dtype, the copy in the state SPILLED.
+        is_left: the gradient waits unreduced, or for an average over replicas, for a later backward.
         main_grad: [local shape] fp32, the parameter's part of the main grads.
         given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made yet.
     """
@@ -114,9 +71,7 @@ class Param:
         self.form, self.whole_class = take_form(param), type(param)
         self.dtype = self.form.memory(param).dtype
         self.has_room = False
-        self.state = GradState.NONE
-        self.is_used = self.is_kept = self.is_small = False
-        self.spilled: torch.Tensor | None = None
+        self.is_used = self.is_kept = self.is_left = False
         self.given: ShardedTensor | None = None
 
     @property
@@ -176,65 +131,46 @@ class Param:
             self.given.add_(own)
         set_grad(self.sharded, self.given)
 
-    def spill(self) -> None:
-        """Copy the gradient out of the slot."""
-        move_all((self,), GradState.SPILLED)
-        self.spilled = self.in_slot.clone()
-
-    def pop_spilled(self) -> torch.Tensor:
-        """Take the copy, to write it into the slot."""
-        spilled, self.spilled = self.spilled, None
-        if spilled is None:
-            raise StateError(f"the gradient of {self.name!r}", self.state.name, "a copy")
-        return spilled
-
     def clear_main_grad(self) -> None:
         """Zero the main grads of the parameter."""
         self.piece.settle()
         self.main_grad.zero_()
 
-    def forget_grad(self) -> None:
-        """The user has dropped the gradient that waited (``zero_grad()``)."""
+    def forget_grad(self, *, in_slot: bool) -> None:
+        """The user has dropped the gradient that waited (``zero_grad()``), in main grads or in the slot too."""
         self.clear_main_grad()
-        move_all((self,), GradState.NONE)
+        if in_slot:
+            self.in_slot.zero_()
         self.is_used = self.is_kept = False
 
     def discard_grad(self) -> None:
         """The backward has failed: forget every gradient of the parameter."""
-        self.state = GradState.NONE  # whatever it was
-        self.is_used = self.is_kept = False
-        self.spilled = None
+        self.is_used = self.is_kept = self.is_left = False
         if self.has_room and self.sharded.grad is self.given:
             self.sharded.grad = None
 
 
 def write_all(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:
-    """Copy gradients [full shape] into the slot, or add them to gradients of this backward in the slot.
+    """Copy gradients [full shape] into the slot of their unit, or add them to the gradients there.
 
     Args:
         params: of one unit, whose slot is open.
         grads: one for each.
-        adds: to whatever is in the slot: main grads.
+        adds: to the gradients in the slot.
     """
     # Of mixed dtypes one call would launch a kernel for each tensor.
-    fresh: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for param, grad in zip(params, grads, strict=True):
         if param.form.inner:
             grad = param.form.local_grad(grad)
         if grad.is_sparse:
             grad = grad.to_dense()
-        if adds or param.state is GradState.IN_SLOT:
-            param.in_slot.add_(grad)
-        else:
-            key = param.in_slot.dtype, grad.dtype
-            if key not in fresh:
-                fresh[key] = [], []
-            fresh[key][0].append(param.in_slot)
-            fresh[key][1].append(grad)
+        places, given = alike.setdefault((param.in_slot.dtype, grad.dtype), ([], []))
+        places.append(param.in_slot)
+        given.append(grad)
         param.is_used = True
-    move_all(params, GradState.IN_SLOT)
-    for places, given in fresh.values():
-        torch._foreach_copy_(places, given)
+    for places, given in alike.values():
+        torch._foreach_add_(places, given) if adds else torch._foreach_copy_(places, given)
 
 
 class FlatParam:
@@ -261,9 +197,10 @@ class FlatParam:
         gathered: [padded_numel] wire_dtype, written by all-gathers; `weights` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype. Layers compute with views of it.
         grads: [padded_numel] grad_dtype, its range of the gradient slot; empty if it is frozen.
-        main_grads: [shard_numel] fp32; empty if it is frozen.
+        main_grads: [shard_numel] fp32; empty if it is frozen, and while main grads have no memory.
         scratch: grad_dtype, for its reductions; empty if it is frozen.
         is_main_in_slot: main grads are this rank's range of the gradient slot, until a reduction adds to them.
+        may_drop: main grads have memory only from a reduction until ``zero_grad()``.
         params: filled by `add`.
     """
 
@@ -281,7 +218,7 @@ class FlatParam:
         self.is_on_host, self.host_input = is_on_host, torch.empty(0)
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[Param] = []
-        self.is_main_in_slot = False
+        self.is_main_in_slot = self.may_drop = False
         self.grads = self.main_grads = self.scratch = torch.empty(0)
         self._plan, self.ranks, self._ledger_of = plan, ranks, weakref.ref(ledger)
         numel, kind = plan.layout.shard_numel, plan.kind
@@ -308,28 +245,49 @@ class FlatParam:
             for tensor in form_of(found.param).beside(found.param).values():
                 ledger.hold(Category.QUANTIZATION, tensor)
 
-    def allocate_grads(self, slot: GradSlot, scratch: ByteRange, *, keeps_slot: bool) -> None:
+    def allocate_grads(self, slot: GradSlot, scratch: ByteRange, *, keeps_slot: bool, keeps_memory: bool) -> None:
         """Allocate memory for the gradients of a flat parameter that trains.
 
         Args:
             slot: the unit's gradient slot.
             scratch: the range of the slot's scratch for its reductions.
             keeps_slot: no other unit uses the slot. If the slot is fp32, main grads are this rank's range of it.
+            keeps_memory: main grads always have memory. In host memory and in slots they have in any case.
         """
         numel, dtype = self.layout.shard_numel, self.kind.grad_dtype
         self.grads = slot.buffer.narrow(0, *self._plan.grads).view(dtype)
         self.scratch = slot.scratch.buffer.narrow(0, *scratch).view(dtype)
         self.is_main_in_slot = keeps_slot and dtype is torch.float32
+        self.may_drop = not (keeps_memory or self.is_main_in_slot or self.is_on_host)
         if self.is_main_in_slot:
             self.main_grads = self.grads.narrow(0, self.ranks.rank * numel, numel)
+        elif self.may_drop:
+            self.main_grads = torch.empty(0, dtype=torch.float32, device=self.main.device)
+            self._ledger.hold(Category.MAIN_GRADS, self.main_grads)
         else:
             self.main_grads = self._new_main_grads()
 
-    def _new_main_grads(self) -> torch.Tensor:
+    @property
+    def _ledger(self) -> Ledger:
         if (ledger := self._ledger_of()) is None:
             raise StateError("a flat parameter", "without its model", "a model that is alive")
+        return ledger
+
+    def _new_main_grads(self) -> torch.Tensor:
         numel = self.layout.shard_numel
-        return ledger.allocate(Category.MAIN_GRADS, numel, torch.float32, is_on_host=self.is_on_host)
+        return self._ledger.allocate(Category.MAIN_GRADS, numel, torch.float32, is_on_host=self.is_on_host)
+
+    def make_main_grads(self) -> None:
+        """Allocate main grads, without values. Compute stream: it waits for the last use before it frees them."""
+        self.main_grads.data = torch.empty(self.layout.shard_numel, dtype=torch.float32, device=self.main.device)
+        for param in self.params:
+            param.main_grad = param.shaped(self.main_grads)
+
+    def drop_main_grads(self) -> None:
+        """Free main grads."""
+        self.main_grads.data = self.main_grads.new_empty(0)
+        for param in self.params:
+            param.main_grad = self.main_grads
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None
@@ -388,8 +346,8 @@ class FlatParam:
     def place_grad(self, param: Param) -> None:
         """Tell `param` where its gradient lies in the slot and in the main grads."""
         param.has_room = True
-        param.in_slot = self.part_of(self.grads, param.layout)
-        param.main_grad, param._grad_piece = param.shaped(self.main_grads), param.piece.of_grad()
+        param.in_slot, param._grad_piece = self.part_of(self.grads, param.layout), param.piece.of_grad()
+        param.main_grad = self.main_grads if self.may_drop else param.shaped(self.main_grads)
 
     def leave_slot(self) -> None:
         """Give main grads memory of their own, because a reduction adds to them. Compute stream."""

@@ -1,4 +1,4 @@
-"""Gradients on their way out of a backward: into the gradient slot, over ranks, over replicas, to the optimizer.
+"""Gradients on their way out of a backward: into the slot of their unit, over ranks, over replicas, to the optimizer.
 
 `Reductions` owns the reductions under way. `UsedParams` lets ranks agree on which parameters had a gradient. A
 parameter that no rank used keeps ``grad = None``, so the optimizer skips it, as under DistributedDataParallel. A CUDA
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
-from streamshard.core.params import Param, use_of
+from streamshard.core.params import use_of
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
+from streamshard.core.unit_grads import GradState
 from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.planning.memory import Category
 
@@ -37,22 +38,21 @@ class Reductions:
         replicas: averages main grads over the replicate axis; None on a 1-D mesh.
 
     Attributes:
-        due: indices of units that the program still reduces.
-        leaves_small: a backward runs, and autograd leaves small gradients in ``.grad`` of unsharded parameters until
-            their unit is reduced.
-        stream: the device's stream of the backward; None on the CPU.
+        is_open: a backward runs: autograd leaves gradients in ``.grad`` of unsharded parameters.
         used: agrees on which parameters had a gradient.
     """
 
     def __init__(self, units: Sequence[Unit], ranks: Communicator, ledger: Ledger, replicas: Replicas | None) -> None:
         self.ranks = ranks
         self.replicas = replicas
-        self.due: set[int] = set()
-        self.leaves_small = False
-        self.stream: Any = None
+        self.is_open = False
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._units = units
+        self._scale = 1.0
         self._is_last = True
+        self._stream: Any = None  # the device's stream of the backward; None on the CPU
+        self._made: set[int] = set()  # indices of units with new gradients
+        self._others: dict[int, set[Any]] = {}  # by unit, further streams on which some were made
         self._under_way: list[Work | None] = []
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
         self._finishing = ranks.waiting("the last reductions of a backward")
@@ -88,62 +88,56 @@ class Reductions:
             # Of experts: for sums in a loss.
             flat.ranks.grad_divisor = ranks.grad_divisor * ranks.n_parts / flat.ranks.n_parts
 
-    def begin(self, *, is_synced: bool, is_last: bool, leaves_small: bool) -> None:
+    def begin(self, *, is_synced: bool, is_last: bool, scale: float) -> None:
         """A backward begins, on the current stream.
 
         Args:
             is_synced: outside of ``no_sync()``.
             is_last: gradients are reduced; False: they stay in their slots, for another backward to add to.
-            leaves_small: see above.
+            scale: multiplies gradients before they are reduced.
         """
-        self.due = set()
-        self._is_last, self.leaves_small = is_last, leaves_small
-        self.stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
+        self._is_last, self._scale, self.is_open = is_last, scale, True
+        self._stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
+        self._made.clear()
+        self._others.clear()
         if self.replicas is not None:
             self.replicas.begin(is_synced=is_synced)
 
-    def write(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
-        """Copy or add `grad` [full shape] to the unit's gradient slot; opens the slot (rule 3)."""
-        if not unit.is_open:
-            self._make_room(unit)
-            with unit.reducing:
-                unit.open()
-        unit.write([param], [grad])
-        self.ranks.transport.progress()
-
-    def _make_room(self, unit: Unit) -> None:
-        """Let the gradient slot, and the main grads, of `unit` be free."""
-        if self.replicas is not None:
-            self.replicas.finish_average(unit)
-        if unit.grad_slot.content is not None:  # gradients that come in several parts
-            earlier = self._units[unit.grad_slot.content]
-            if earlier.index in self.due:  # other ranks may not be here: they reduce it where the program has it
-                earlier.collect(self.stream)
-                earlier.spill()
-            else:
-                self.start(earlier)
+    def note(self, unit: int) -> None:
+        """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
+        self._made.add(unit)
+        if self._stream is None:
+            self.ranks.transport.progress()
+        elif self._stream != (stream := self.ranks.streams.device_stream(StreamName.COMPUTE)):
+            # Of a layer on a stream of its own, as shared experts: the backward's waits for it only at the end.
+            self._others.setdefault(unit, set()).add(stream)
 
     def start(self, unit: Unit) -> None:
         """Collect the gradients of the unit, which are all made, and reduce them (rule 4).
 
         Parameters without a gradient here send zeros.
         """
-        if not (unit.is_trainable or unit.has_unreduced):
+        is_new = unit.index in self._made
+        self._made.discard(unit.index)
+        if not (unit.is_trainable or unit.grads.has_unreduced) or not (self._is_last or is_new):
             return
-        if not self._is_last and not unit.has_small_grads and not unit.is_open:
-            return
-        if not unit.is_open:
-            self._make_room(unit)
-        with unit.reducing:
-            if not unit.is_open:
-                unit.open()
-            unit.collect(self.stream)
+        if self.replicas is not None:
+            self.replicas.finish_average(unit)
+        # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
+        with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
+            unit.collect(self._scale, self._others.pop(unit.index, ()))
             if not self._is_last:
                 return
             works = unit.start_reduce()
         self._under_way += works
         if self.replicas is not None:
             self.replicas.add(unit, works)
+
+    def start_late(self, units: Iterable[Unit]) -> None:
+        """Reduce those of `units` whose gradients came after their reduction."""
+        for unit in units:
+            if unit.index in self._made:
+                self.start(unit)
 
     def finish(self, *, follows_step: bool) -> list[nn.Parameter]:
         """Let the compute stream wait for all reductions, and set ``.grad``.
@@ -159,8 +153,8 @@ class Reductions:
         given: list[nn.Parameter] = []
         for unit in self._units:
             flags = used[unit.index] if used else None
-            if unit.has_taken:
-                given += unit.give(flags)
+            if unit.grads.state is not GradState.GIVEN:
+                given += unit.grads.give(unit.params, flags)
         return given
 
     def complete(self, follows_step: bool | None = None) -> None:
@@ -274,7 +268,7 @@ class UsedParams:
         is_complete = True
         for unit in self._units:
             for param in unit.params:
-                is_complete = is_complete and (param.is_used or not unit.may_have_grad(param))
+                is_complete = is_complete and (param.is_used or not unit.grads.may_have_grad(param))
         with self._exchanging:
             for stage in range(len(self._stages)):
                 if stage > 0:

@@ -1,13 +1,14 @@
 """The memory that units share, allocated once: weight slots, gradient slots, and the ledger that allocates them.
 
-A slot holds one full unit at a time. Each has a state, with a table of the transitions that may happen, and two fences.
-See [Note: slots] in `streamshard.planning.memory` and [Note: ordering rules] in `streamshard.comm.streams`.
+A slot holds one full unit at a time: its weights, and in the same memory its gradients, once backward has left the
+weights. With slots for all units, gradients have slots of their own. See [Note: slots] in `streamshard.planning.memory`
+and [Note: ordering rules] in `streamshard.comm.streams`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,31 +86,6 @@ class Ledger:
         return sum(buffer.untyped_storage().nbytes() for buffer in held)
 
 
-class _Slot:
-    """A buffer for one unit at a time, with a state.
-
-    Attributes:
-        state: one of the states in the table of transitions.
-        content: index of the unit whose data the slot holds or receives; None: of no unit.
-    """
-
-    def __init__(self, what: str, state: enum.IntEnum, transitions: Mapping[Any, Sequence[Any]]) -> None:
-        self.state: Any = state
-        self.content: int | None = None
-        self._what = what
-        self._transitions = transitions
-
-    def move(self, state: enum.IntEnum, content: int | None) -> None:
-        """Go over to `state`, with data of unit `content`.
-
-        Raises:
-            StateError: the table has no such transition.
-        """
-        if state not in self._transitions[self.state]:
-            raise StateError(self._what, self.state.name, f"a state before {state.name}")
-        self.state, self.content = state, content
-
-
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -131,12 +107,13 @@ WEIGHT_TRANSITIONS = {
 }
 
 
-class WeightSlot(_Slot):
+class WeightSlot:
     """A buffer for the full weights of one unit at a time. Owns its three fences.
 
     Attributes:
         buffer: [bytes of its largest unit] uint8.
-        state, content: see `WeightState`.
+        state: see `WeightState`.
+        content: index of the unit whose weights the slot holds or receives; None: of no unit.
         arrived: fence of rule 1, recorded after the all-gather.
         released: fence of rule 2, recorded after a unit's last use.
         read: fence of rule 6, recorded after the all-gather: all ranks have read this rank's shard. On a device the
@@ -145,13 +122,40 @@ class WeightSlot(_Slot):
     """
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
-        super().__init__(what, WeightState.EMPTY, WEIGHT_TRANSITIONS)
+        self.state = WeightState.EMPTY
+        self.content: int | None = None
         self.buffer = buffer
         self._first_byte = buffer.data_ptr()
         self.is_shared = is_shared
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
         self.read = Fence(streams, Rule.SHARDS_READ, StreamName.COMM, f"shards in {what}", at=self.arrived)
+
+    def move(self, state: WeightState, content: int | None) -> None:
+        """Go over to `state`, with weights of unit `content`.
+
+        Raises:
+            StateError: the table has no such transition.
+        """
+        if state not in WEIGHT_TRANSITIONS[self.state]:
+            raise StateError(self.arrived.what, self.state.name, f"a state before {state.name}")
+        self.state, self.content = state, content
+
+    def leave(self) -> bool:
+        """Compute has left the weights, and writes gradients into the slot: forget the weights.
+
+        Other ranks may still read this rank's part of them. A unit that this rank has skipped may still arrive.
+
+        Returns:
+            Whether there were weights: they were all-gathered behind the last reduction from the slot.
+        """
+        if self.content is None:
+            return False
+        if self.state is WeightState.ARRIVING:
+            self.arrived.wait()  # rule 1
+        self.read.complete()  # rule 6
+        self.move(WeightState.EMPTY, None)
+        return True
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the slot."""
@@ -168,24 +172,6 @@ class WeightSlot(_Slot):
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
-
-
-class SlotState(enum.IntEnum):
-    """The state of a gradient slot."""
-
-    FREE = enum.auto()
-    """No gradients. A reduction may still read the slot: `GradSlot.drained`."""
-    OPEN = enum.auto()
-    """Gradients of one unit are written."""
-    HELD = enum.auto()
-    """Unreduced gradients of one unit wait for a later backward."""
-
-
-SLOT_TRANSITIONS = {
-    SlotState.FREE: (SlotState.OPEN,),
-    SlotState.OPEN: (SlotState.FREE, SlotState.HELD),
-    SlotState.HELD: (SlotState.OPEN, SlotState.FREE),
-}
 
 
 class Scratch:
@@ -205,67 +191,53 @@ class Scratch:
         self.buffer = ledger.allocate(Category.SCRATCH, n_bytes, torch.uint8)
 
 
-class GradSlot(_Slot):
+class GradSlot:
     """A buffer for the full gradients of one unit at a time. Owns its two fences.
 
     Args:
-        n_bytes: bytes of the largest of its units.
-        ledger, streams: allocate the buffer, and order its uses.
+        buffer: [bytes of the largest of its units] uint8. With `weights` it is theirs.
+        weights: the weight slot whose second tenant gradients are; None: the buffer holds gradients only.
+        streams: order its uses.
         scratch: memory that reductions from this slot need beside the slot.
         what: the slot's name in messages.
 
     Attributes:
-        buffer: [n_bytes] uint8.
-        state, content: see `SlotState`.
-        written: fence of rule 4, recorded after a unit's last gradient.
+        content: index of the unit whose unreduced gradients are in the slot; None: of no unit. A reduction may still
+            read the slot: `drained`.
+        written: fence of rule 4, recorded after a unit's gradients.
         drained: fence of rule 3, recorded after the reduction.
     """
 
-    def __init__(self, n_bytes: int, ledger: Ledger, streams: Streams, scratch: Scratch, what: str) -> None:
-        super().__init__(what, SlotState.FREE, SLOT_TRANSITIONS)
-        self.buffer = ledger.allocate(Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True)
+    def __init__(
+        self, buffer: torch.Tensor, weights: WeightSlot | None, streams: Streams, scratch: Scratch, what: str
+    ) -> None:
+        self.buffer, self.weights, self.scratch = buffer, weights, scratch
+        self.content: int | None = None
         self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
-        self.scratch = scratch
-        self._streams = streams
-        self._writers: list[Any] = []  # the device's streams on which gradients are written
 
     def open(self, unit: int) -> None:
-        """Give the slot to `unit`; compute waits until the last reduction has read it (rule 3)."""
-        self.move(SlotState.OPEN, unit)
-        stream = self._streams.device_stream(StreamName.COMPUTE)
-        self.drained.wait()  # rule 3
-        self._writers = [stream]
+        """Give the slot to gradients of `unit`: compute waits until the slot is free (rule 3).
 
-    def add_writer(self) -> None:
-        """The device's current stream is about to write: it waits the first time (rule 3).
-
-        Autograd computes a gradient on the stream that ran the forward. A layer may use a stream of its own, as shared
-        experts do. The caller's stream waits for such streams only when backward ends.
+        Raises:
+            StateError: it holds gradients of another unit.
         """
-        stream = self._streams.device_stream(StreamName.COMPUTE)
-        if stream not in self._writers:
+        if self.content is not None:
+            raise StateError(self.drained.what, f"with gradients of unit {self.content}", "an empty slot")
+        self.content = unit
+        if self.weights is None or not self.weights.leave():
             self.drained.wait()  # rule 3
-            self._writers.append(stream)
-
-    def wait_for_writers(self) -> None:
-        """Let the device's current stream wait for all streams that have written: it is about to read the slot."""
-        current = self._streams.device_stream(StreamName.COMPUTE)
-        for stream in self._writers:
-            if stream != current:
-                current.wait_stream(stream)
 
     def finish_writing(self) -> None:
-        """The last gradient is written: the comm stream waits for all streams that have written (rule 4)."""
-        for stream in self._writers:
-            self.written.record(stream=stream)
-            self.written.wait()  # rule 4
+        """The gradients are written: the comm stream waits (rule 4)."""
+        self.written.record()
+        self.written.wait()  # rule 4
         # On CUDA reductions come one after the other. On the CPU an earlier one may still use the scratch.
-        if (before := self.scratch.drained) is not None:
+        if (before := self.scratch.drained) is not None and self.scratch.buffer.nbytes:
             before.complete()
 
     def drain(self, works: Sequence[Any]) -> None:
         """The reduction, with pending `works`, has started: the slot is free behind it."""
-        self.move(SlotState.FREE, None)
+        self.content = None
         self.drained.record(*works)
         self.scratch.drained = self.drained

@@ -179,7 +179,7 @@ def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 
 def keep_unreduced(param: nn.Parameter) -> None:
-    """The gradient of `param` waits in its grad slot until `drop_unreduced`, which setting ``.grad`` calls too."""
+    """The gradient of `param` waits in its slot until `drop_unreduced`, which setting ``.grad`` calls too."""
     piece = cast(ShardedParameter, param).piece
     param.__dict__[_UNREDUCED] = ShardedTensor.wrap(torch.empty(0), piece.of_grad(), Life(_WHY_UNREDUCED))
 

@@ -154,6 +154,7 @@ class WeightGuard:
         names: their names.
         params: the sharded parameters.
         ask: puts the weights in place, or raises; called with the name of a weight that is absent.
+        is_gone: see `mark_gone`.
     """
 
     def __init__(self, is_shared: bool) -> None:
@@ -163,6 +164,7 @@ class WeightGuard:
         self.params: list[nn.Parameter] = []
         self._addresses: list[int | None] = []  # of their pieces; None of empty ones
         self.ask: Callable[[str], object] = lambda name: None
+        self.is_gone = False
         self._is_shared = is_shared
         self._aliases: list[torch.Tensor] = []  # with the views' version counters: a view may be absent
         self._places: list[int] = []  # of the aliases' views
@@ -238,8 +240,14 @@ class WeightGuard:
 
     def begin_use(self) -> None:
         """Layers are about to compute: forget earlier writes."""
+        self.is_gone = False
         set_versions(self._aliases, self._versions)
         self._before.clear()
+
+    def mark_gone(self) -> None:
+        """Gradients take the slot of a resident unit: until `begin_use`, a backward that reads the weights raises."""
+        self.is_gone = True
+        set_versions(self._aliases, [ABSENT_VERSION] * len(self._aliases))
 
     def remember(self, index: int) -> None:
         """Copy the weight at `index`, because the forward may be about to write it through ``.data``."""

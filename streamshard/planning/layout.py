@@ -8,7 +8,7 @@ A unit's parameters lie in *flat parameters*, `flat_params` in the code. The par
 dtype and storage dtype, and all of them train or none does. Most units have one flat parameter, for example all bf16
 weights of a layer. Each flat parameter takes one all-gather and, if it trains, one reduction. A unit's all-gather is
 that of its flat parameters in order, followed by one fence. In a weight slot a unit's flat parameters lie one after
-another; in a grad slot only those that train.
+another, those that train first; gradients have the same places.
 
 Trainable parameters are kept in fp32. Frozen parameters have no updates to add up, so they keep their own dtype, unless
 layers compute in fp32. If storage dtype and compute dtype are equal, the main weights are the all-gather input.
@@ -168,7 +168,7 @@ class FlatParamKind(NamedTuple):
         compute_dtype: dtype of the unsharded parameters.
         wire_dtype: dtype of all-gathers.
         main_dtype: dtype of the main weights: fp32 if `trains`.
-        grad_dtype: dtype of gradients in grad slots.
+        grad_dtype: dtype of gradients in their slot: `compute_dtype`, or that of ``grad_slots="all"``.
         mode: how gradients are reduced.
         is_packed: the bytes are moved as they are, see `streamshard.forms`.
         is_expert: see `FoundParam`.
@@ -229,7 +229,7 @@ class FlatParamPlan(NamedTuple):
         layout: where they lie.
         weights: in the unit's weight slot: ``padded_numel`` elements of the compute dtype.
         wire: in the wire buffer beside the slot; empty if it is all-gathered in the compute dtype.
-        grads: in the unit's grad slot; empty if it is frozen.
+        grads: in the slot of the unit's gradients; empty if it is frozen.
     """
 
     tag: int
@@ -287,6 +287,7 @@ def plan_units(
     expert_ranks: int = 0,
     *,
     align_pieces_to: int,
+    adds_in_slots: bool = False,
 ) -> list[UnitLayout]:
     """Lay out all units.
 
@@ -297,6 +298,8 @@ def plan_units(
         world_size: number of ranks N.
         expert_ranks: number of ranks with the same experts; 0: there are no DTensors of experts.
         align_pieces_to: see `plan_flat_param`.
+        adds_in_slots: gradients of several backwards are added up in grad slots, in the dtype of `precision`. Else the
+            slots have the gradients' own dtype.
     """
     layouts: list[UnitLayout] = []
     tags = itertools.count()
@@ -307,6 +310,8 @@ def plan_units(
             n_ranks = expert_ranks if kind.is_expert else world_size
             if n_ranks == 1:
                 kind = kind.on_one_rank()
+            if kind.trains and not adds_in_slots:
+                kind = kind._replace(grad_dtype=kind.compute_dtype)
             memory = [form_of(found.param).memory(found.param) for found in params]
             sizes = [ParamLayout(p.names[0], tuple(m.shape)) for p, m in zip(params, memory, strict=True)]
             element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)

@@ -6,26 +6,38 @@ Pure functions: everything is known before anything is allocated.
 A unit always uses the same slots, so every unsharded parameter is made once and all addresses stay fixed. Streamed
 units (*blocks*) share the block slots: block i uses slot ``i % count``. Each slot has the size of its largest block. A
 resident unit (the root unit, embedding and head, a lone layer) has a weight slot of its own, so it does not size the
-others'. Its weights are all-gathered once in a step and stay until backward is over. The root unit's gradients come at
-any time and have a slot of their own. The other resident units share one grad slot: backward makes the head's
-gradients first and the embedding's last, so the embedding rarely waits for the head's reduction.
+others'. Its weights are all-gathered once in a pass and stay until its gradients take their place.
 
-With "all" weight slots, every block has a slot of its own: nothing is all-gathered twice in a step (ZeRO-2), and a
-rank's shard of a unit is a range of the unit's slot if the dtypes are equal. With "all" grad slots, gradients can
-accumulate (ZeRO-1), and fp32 main grads lie in the slots until a backward adds to earlier gradients. "all" is the
-default with one rank, where a unit's shard is the whole slot.
+A slot has two tenants: the weights of a unit, then its gradients. When the unit's backward is over, nobody needs its
+weights any more. Gradients have the dtype of the weights (autograd makes them so), hence the same size and offsets.
+They are copied into the unit's own weight slot and reduced there. The next all-gather into the slot comes behind the
+reduction.
+
+Gradients have slots of their own where weights stay, or gradients wait:
+
+- With "all" weight slots, every block has a slot of its own: nothing is all-gathered twice in a step (ZeRO-2), and a
+  rank's shard of a unit is a range of the unit's slot if the dtypes are equal. Blocks share two grad slots, by parity;
+  resident units but the root share one.
+- With "all" grad slots, gradients can accumulate (ZeRO-1), in the dtype of `Precision`, and fp32 main grads lie in the
+  slots until a backward adds to earlier gradients.
+- Over sockets nothing orders collectives but waits of the host, and an all-gather behind a reduction would leave the
+  host waiting. So gradients have two slots and one, as with "all" weight slots.
+
+"all" is the default with one rank, where a unit's shard is the whole slot.
 
 [Note: memory]
 S is the sum of the sizes of this rank's shards in elements, padding included; N is the number of ranks. Bytes per rank:
 
     main weights        4 S of flat parameters that train
-    main grads          4 S of flat parameters that train; 0 while they lie in "all" fp32 grad slots
+    main grads          4 S of flat parameters that train, from a unit's reduction until a forward finds no ``.grad``;
+                        0 while they lie in "all" fp32 grad slots
     frozen weights      m S of the others; m bytes per element of the storage dtype
     quantization        tensors beside packed weights, whole on each rank (`streamshard.forms`)
     wire buffers        w times the elements of the largest unit of each slot, if wire and compute dtype differ
     weight slots        p times the elements of the largest unit of each slot
-    grad slots          g times the elements of the largest unit that train, of each slot; g bytes of grad_dtype
-    scratch             as the transport asks
+    grad slots          g times the elements of the largest unit that trains, of each slot of gradients only; g bytes of
+                        the compute dtype, with "all" of grad_dtype
+    scratch             as the transport asks, at most p times the elements of the largest block for sums in fp32
     flags               N + 1 per parameter; R N + N + 1 with R replicas
     staging             with ``offload``: 8 times the elements of the largest shard that trains
     norms               with ``offload``: 4 per parameter that trains
@@ -43,8 +55,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from streamshard.config import ReductionMode, SlotCount
-from streamshard.planning.layout import ByteRange, UnitLayout
+from streamshard.config import GradSlots, SlotCount
+from streamshard.planning.layout import ByteRange, FlatParamPlan, UnitLayout
 
 
 class SlotPlan(NamedTuple):
@@ -55,6 +67,7 @@ class SlotPlan(NamedTuple):
         weights: by unit, its weight slot.
         grads: by unit, its grad slot.
         scratch: by unit, the scratch of its reductions.
+        is_one_slot: a unit's gradients take the weight slot of the unit, in which its weights are not needed any more.
         keeps_weights: every unit has a weight slot of its own, which also holds main weights that are sent as they are.
         keeps_grads: every unit has a grad slot of its own, where gradients may stay until the next backward.
     """
@@ -63,6 +76,7 @@ class SlotPlan(NamedTuple):
     weights: tuple[int, ...]
     grads: tuple[int, ...]
     scratch: tuple[int, ...]
+    is_one_slot: bool
     keeps_weights: bool
     keeps_grads: bool
 
@@ -71,24 +85,30 @@ class SlotPlan(NamedTuple):
         return set({self.weights[unit]: unit for unit in order}.values())
 
 
-def plan_slots(is_streamed: Sequence[bool], weight_slots: SlotCount, grad_slots: SlotCount) -> SlotPlan:
+def plan_slots(
+    is_streamed: Sequence[bool], weight_slots: SlotCount, grad_slots: GradSlots, *, in_order: bool
+) -> SlotPlan:
     """Assign slots to units.
 
     Args:
         is_streamed: by unit; the others are resident.
-        weight_slots, grad_slots: number of block slots, or "all": as many as there are blocks.
+        weight_slots: number of block slots, or "all": as many as there are blocks.
+        grad_slots: "all": every unit has a grad slot of its own.
+        in_order: the ranks' collectives run one after the other, on a stream. Over sockets they run side by side: an
+            all-gather into a slot would wait for the reduction from it, so gradients have two slots of their own.
     """
-    weights, grads = _assign(is_streamed, weight_slots), _assign(is_streamed, grad_slots)
-    if grad_slots == "all":
-        # Two scratches suffice: two reductions run at a time. One per unit would take a model / N.
-        scratch = [unit % 2 for unit in range(len(is_streamed))]
-    else:
+    weights = _assign(is_streamed, weight_slots)
+    keeps_weights, keeps_grads = weight_slots == "all", grad_slots == "all"
+    is_one_slot = in_order and not keeps_weights and not keeps_grads
+    grads = weights if is_one_slot else _assign(is_streamed, "all" if keeps_grads else 2)
+    if not is_one_slot and not keeps_grads:
         resident = [unit for unit, streamed in enumerate(is_streamed) if unit > 0 and not streamed]
         for unit in resident:
             grads[unit] = grads[resident[0]]
-        scratch = grads
-    keeps = weight_slots == "all", grad_slots == "all"
-    return SlotPlan(tuple(is_streamed), tuple(weights), tuple(grads), tuple(scratch), *keeps)
+    # Two reductions run at a time at most. One scratch per unit would take a model / N.
+    scratch = [slot % (1 if in_order else 2) for slot in grads]
+    slots = tuple(weights), tuple(grads), tuple(scratch)
+    return SlotPlan(tuple(is_streamed), *slots, is_one_slot, keeps_weights, keeps_grads)
 
 
 def _assign(is_streamed: Sequence[bool], count: SlotCount) -> list[int]:
@@ -117,16 +137,16 @@ class Category(enum.Enum):
     NORMS = "norms"
 
 
-def plan_scratch(unit: UnitLayout, numels_of: Iterable[Callable[[int, ReductionMode], int]]) -> list[ByteRange]:
+def plan_scratch(unit: UnitLayout, numels_of: Iterable[Callable[[FlatParamPlan], int]]) -> list[ByteRange]:
     """Where the reductions of each flat parameter have their part of the unit's scratch.
 
     Args:
         unit: the unit.
-        numels_of: for each flat parameter, see `Transport.scratch_numel`.
+        numels_of: for each flat parameter, elements of its `grad_dtype`; see `Transport.scratch_numel`.
     """
     ranges = [ByteRange(0, 0)]
     for flat, numel_of in zip(unit.flat_params, numels_of, strict=True):
-        numel = numel_of(flat.layout.shard_numel, flat.kind.mode) if flat.kind.trains else 0
+        numel = numel_of(flat) if flat.kind.trains else 0
         ranges.append(ByteRange(ranges[-1].stop, numel * flat.kind.grad_dtype.itemsize))
     return ranges[1:]
 

@@ -69,7 +69,7 @@ def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -
     if reduce:
         behind_last = dict(zip(visits, range(1, len(steps)), strict=True))
         for unit, step in behind_last.items():
-            steps[step].append(Op(unit, is_reduction=True))
+            steps[step].insert(0, Op(unit, is_reduction=True))
     return steps
 
 

@@ -1,8 +1,8 @@
 """The memory that activations take at most, from a forward and a backward with tensors that have no memory.
 
 The model trains on fake tensors, with dropout and a loss, while `LiveBytes` follows the storages of all tensors: what
-autograd keeps, gradients of activations, one weight's gradient at a time, and what an operation or layer makes and
-frees. On CPUs, real tensors take the same bytes. Memory that a kernel takes for itself is not seen.
+autograd keeps, gradients of activations, gradients of one unit's parameters at a time, and what an operation or layer
+makes and frees. On CPUs, real tensors take the same bytes. Memory that a kernel takes for itself is not seen.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ def estimate_activations(
     names = {module: name for name, module in modules_of(model)}
     units = [unit for unit in found if not unit.is_resident or list_of(unit.name) != unit.name]
     layers = [names[module] for unit in units for module in unit.modules]
+    own = [[names[module] for module in unit.modules] for unit in found if unit.name]
 
     attention = _FusedAttention if on_gpus else contextlib.nullcontext
     make, runs = partial(copy_without_memory, model, dtype), 1
@@ -136,13 +137,14 @@ def estimate_activations(
 
     def peak(inputs: Inputs, checkpointed: Sequence[str]) -> int:
         with attention():
-            return [_peak(make(), dtype, inputs, checkpointed, attention) for _ in range(runs)][-1]
+            return [_peak(make(), own, dtype, inputs, checkpointed, attention) for _ in range(runs)][-1]
 
     return run_without_memory(model, batch, seq, lambda inputs: Activations(peak(inputs, []), peak(inputs, layers)))
 
 
 def _peak(
     model: nn.Module,
+    units: Sequence[Sequence[str]],
     dtype: torch.dtype | None,
     inputs: Inputs,
     checkpointed: Sequence[str],
@@ -152,6 +154,7 @@ def _peak(
 
     Args:
         model, dtype, inputs: without memory.
+        units: by unit but the root unit, names of its modules.
         checkpointed: names of layers.
         attention: the context in which they run again; backward leaves a TorchFunctionMode of its caller.
     """
@@ -159,9 +162,8 @@ def _peak(
     again["context_fn"] = lambda: (contextlib.nullcontext(), attention())
     for layer in map(model.get_submodule, checkpointed):
         layer.forward = partial(checkpoint, layer.forward, **again)
-    for param in params_of(model).values():
-        if param.requires_grad:  # the engine takes each gradient into its slot
-            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    for unit in units:
+        _drop_grads_of(list(map(model.get_submodule, unit)))
     input_bytes = sum(tensor.nbytes for tensor in set(tensors_in(inputs)))
     with LiveBytes() as live:
         given = inputs if dtype is None else cast(inputs, dtype)
@@ -172,6 +174,23 @@ def _peak(
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             loss.backward()
     return int(input_bytes + live.peak)
+
+
+def _drop_grads_of(modules: Sequence[nn.Module]) -> None:
+    """Drop gradients of the parameters of a unit's `modules` as the engine does: when backward has left the modules."""
+    params = [param for module in modules for param in module.parameters()]
+
+    def drop(grad: torch.Tensor) -> None:
+        for param in params:
+            param.grad = None
+
+    def on_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad:
+                tensor.register_hook(drop)
+
+    for module in modules:
+        module.register_forward_pre_hook(on_inputs, with_kwargs=True)
 
 
 def _cross_entropy(output: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from streamshard.config import SlotCount
+from streamshard.config import GradSlots, SlotCount
 from streamshard.errors import ConfigError
 from streamshard.tools.activations import Activations
 from streamshard.tools.memory import MemoryReport
@@ -39,7 +39,7 @@ class Stage:
 
     name: str
     weight_slots: SlotCount
-    grad_slots: SlotCount
+    grad_slots: GradSlots
     memory: MemoryReport
     total_bytes: int
     host_total_bytes: int

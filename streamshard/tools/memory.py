@@ -30,7 +30,9 @@ class MemoryReport:
     """Bytes that the engine holds on this rank, by category.
 
     Attributes:
-        held_bytes: counted on the live tensors, by category; with ``offload``, on the device.
+        held_bytes: at the end of backward, by category; with ``offload``, on the device. Counted on the live tensors,
+            but for main grads that have no memory now, after ``zero_grad()``.
+        dropped_bytes: main grads among them that have memory only from their reduction until ``zero_grad()``.
         numel: elements of all parameters of the model.
         padded_numel: elements of all flat parameters, with alignment and padding.
         world_size: N.
@@ -50,11 +52,17 @@ class MemoryReport:
     host_bytes: Mapping[str, int]
     host_adam_bytes: int
     chunk_bytes: int
+    dropped_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """The sum over all categories; with ``offload``, on the device."""
         return sum(self.held_bytes.values())
+
+    @property
+    def start_bytes(self) -> int:
+        """The same at the start of backward, where activations are largest, if no gradients are kept."""
+        return self.total_bytes - self.dropped_bytes
 
     @property
     def host_total_bytes(self) -> int:
@@ -66,6 +74,8 @@ class MemoryReport:
         lines = [f"memory of one rank of {self.world_size}; {self.numel:,} parameters in all, padded by {padding:.2%}"]
         moments, chunks = "(Adam's moments)", "(Adam's chunks)"
         here = {**self.held_bytes, "total": self.total_bytes, moments: self.adam_bytes, chunks: self.chunk_bytes}
+        if self.dropped_bytes:
+            here["start of backward"] = self.start_bytes
         on_host = {**self.host_bytes, "total": self.host_total_bytes, moments: self.host_adam_bytes}
         places = {"device  ": here, "host    ": on_host} if self.host_bytes else {"": here}
         for place, (name, held) in ((place, row) for place, rows in places.items() for row in rows.items()):
@@ -80,9 +90,13 @@ def report_memory(engine: Engine) -> MemoryReport:
     layouts, ledger = [unit.layout for unit in engine.units], engine.ledger
     held_bytes = {category.value: ledger.held_bytes(category) for category in Category}
     host_bytes = {category.value: ledger.held_bytes(category, is_on_host=True) for category in Category}
-    adam_bytes = [0, 0]  # on the device, in host memory
-    for flat in (flat for unit in engine.units for flat in unit.flat_params):
-        adam_bytes[flat.is_on_host] += 8 * flat.main_grads.numel()
+    adam_bytes, dropped = [0, 0], 0  # on the device, in host memory
+    for flat in (flat for unit in engine.units for flat in unit.trained):
+        numel = flat.layout.shard_numel
+        adam_bytes[flat.is_on_host] += 8 * numel
+        if flat.may_drop:
+            dropped += 4 * numel
+            held_bytes[Category.MAIN_GRADS.value] += 4 * numel - flat.main_grads.nbytes
     return MemoryReport(
         held_bytes=held_bytes,
         numel=sum(layout.numel for layout in layouts),
@@ -94,6 +108,7 @@ def report_memory(engine: Engine) -> MemoryReport:
         host_bytes=host_bytes if engine.host is not None else {},
         host_adam_bytes=adam_bytes[1],
         chunk_bytes=chunk_bytes(unit for unit in engine.units if unit.host is not None),
+        dropped_bytes=dropped,
     )
 
 

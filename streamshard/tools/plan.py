@@ -65,7 +65,7 @@ class Plan:
             return f"{n_bytes / unit_bytes:.2f}"
 
         def row(name: str, cells: Iterable[object]) -> str:
-            return f"{name:<24}" + "".join(f"{cell:>12}" for cell in cells)
+            return f"{name:<24}" + "".join(f"{cell!s:>12}" for cell in cells)
 
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         ranks += f" (tensor parallel over {self.tp})" * (self.tp > 1) + f" (experts over {self.ep})" * (self.ep > 1)
@@ -110,9 +110,11 @@ class Plan:
         """By place, a table of each stage: bytes by name."""
         moments, chunks = "Adam's moments", "Adam's chunks"
         here, on_host = [], []
+        drops = any(stage.memory.dropped_bytes for stage in self.stages)
         for stage, memory in ((stage, stage.memory) for stage in self.stages):
             ours = {moments: memory.adam_bytes, chunks: memory.chunk_bytes, "total": stage.total_bytes}
-            here.append({**memory.held_bytes, **ours})
+            start = {"start of backward": stage.total_bytes - memory.dropped_bytes} if drops else {}
+            here.append({**memory.held_bytes, **ours, **start})
             on_host.append({**memory.host_bytes, moments: memory.host_adam_bytes, "total": stage.host_total_bytes})
         return {"per rank": here, **({"of host memory": on_host} if self.stages[0].memory.host_bytes else {})}
 

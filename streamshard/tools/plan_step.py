@@ -32,6 +32,12 @@ def still_gathered(engine: Engine) -> set[int]:
     return {unit for unit in left if engine.units[unit].host is not None and not engine.units[unit].trained}
 
 
+def _left_by_backward(engine: Engine) -> set[int]:
+    """The units in their slots as a later forward of a step begins: gradients have taken the slots of the others."""
+    left = engine.plan.left_by(reversed(range(len(engine.units))))
+    return {unit for unit in left if not (engine.plan.is_one_slot and engine.units[unit].trained)}
+
+
 def inputs_of(engine: Engine) -> Inputs:
     """What the rank of a planned engine has in host memory."""
     units, order = [unit for unit in engine.units if unit.host is not None], range(len(engine.units))
@@ -47,6 +53,6 @@ def inputs_of(engine: Engine) -> Inputs:
         trained=sum(flat.layout.shard_numel for flat in trained),
         cast=size(flat for flat in trained if flat.kind.wire_dtype is not flat.kind.main_dtype),
         first_forward=size(flat for flat in absent(still_gathered(engine)) if not flat.kind.trains),
-        forward=size(absent(engine.plan.left_by(reversed(order)))),
+        forward=size(absent(_left_by_backward(engine))),
         backward=size(absent(engine.plan.left_by(order))),
     )

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard.build import Checked, check_model, plan_engine
 from streamshard.comm.communicator import PlannedRanks
-from streamshard.config import SlotCount
+from streamshard.config import GradSlots, SlotCount
 from streamshard.core.engine import Engine
 from streamshard.core.unit import Unit
 from streamshard.dtensors import axes_of, mark_experts
@@ -146,7 +146,7 @@ class Planner(NamedTuple):
         if self.checked.settings.offload is None:
             raise ConfigError('a step without offload copies nothing from host memory: give offload="state"')
         load = load_of(self.model, self.checked.found, tokens, step)
-        inputs = inputs_of(self.engine(weight_slots=weight_slots, grad_slots=2))
+        inputs = inputs_of(self.engine(weight_slots=weight_slots, grad_slots=None))
         return predict(
             inputs, load, dataclasses.replace(step.machine, ranks=min(step.machine.ranks, self.ranks.world_size))
         )
@@ -167,15 +167,16 @@ class Planner(NamedTuple):
         others = PlannedRanks(ranks.world_size // ranks.tp, ranks.transport)
         return plan_engine(self.checked._replace(settings=changed), others, experts)
 
-    def stage(self, name: str, weights: SlotCount, grads: SlotCount = 2, **settings: Any) -> Stage:
+    def stage(self, name: str, weights: SlotCount, grads: GradSlots = None, **settings: Any) -> Stage:
         """Memory and communication with so many slots, and some other settings."""
         engine = self.engine(weight_slots=weights, grad_slots=grads, **settings)
         report, units = report_memory(engine), [unit.flat_params for unit in engine.units]
-        present = [*still_gathered(engine)], engine.plan.left_by(range(len(units)))  # as forward and backward begin
+        present = still_gathered(engine), engine.plan.left_by(range(len(units)))  # as forward and backward begin
         passes = [unit for there in present for number, unit in enumerate(units) if number not in there]
         gathered = [flat for unit in passes for flat in unit if flat.layout.params and flat.ranks.world_size > 1]
         reduced = [flat for unit in units for flat in unit if flat.kind.trains and flat.ranks.world_size > 1]
-        sent = [(flat, flat.kind.wire_dtype) for flat in gathered] + [(flat, flat.kind.grad_dtype) for flat in reduced]
+        sent = [(flat, flat.kind.wire_dtype) for flat in gathered]
+        sent += [(flat, flat.ranks.transport.sent_dtype(flat.kind.mode, flat.kind.grad_dtype)) for flat in reduced]
         # Each other rank receives this rank's shards, and chunks of this rank's gradients.
         sent_bytes = sum((flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize for flat, dtype in sent)
         here = report.total_bytes + report.adam_bytes + report.chunk_bytes

@@ -50,7 +50,7 @@ class CollectiveSpeed:
 
     Attributes:
         name: "all-gather" or "reduction".
-        unit_bytes: bytes of the whole unit: weights in the wire dtype, or gradients in the dtype of grad slots. A rank
+        unit_bytes: bytes of the whole unit: weights in the wire dtype, or gradients in the dtype that is sent. A rank
             sends (N - 1)/N of them.
         median_ms: from start to end.
         gb_s: 1e9 bytes of the unit per second.
@@ -126,13 +126,16 @@ class _Unit:
 
     def __init__(self, ranks: Communicator, tag: int, numel: int, trained: int, precision: Precision) -> None:
         kind = kind_of(torch.float32, precision, trains=True, in_fp32=False)
+        kind = kind._replace(grad_dtype=kind.compute_dtype)
         shard, part = (-(-count // ranks.world_size) for count in (numel, trained))
         self._ranks, transport, device = ranks, ranks.transport, ranks.streams.device
-        self.bytes = numel * kind.wire_dtype.itemsize, trained * kind.grad_dtype.itemsize
+        sent = transport.sent_dtype(kind.mode, kind.grad_dtype)
+        self.bytes = numel * kind.wire_dtype.itemsize, trained * sent.itemsize
         slot = torch.zeros(ranks.world_size * shard, dtype=kind.wire_dtype, device=device)
         self._gather = Gather(transport.allocate_visible(shard, kind.wire_dtype), slot, tag)
         grads = transport.allocate_visible(ranks.world_size * part, kind.grad_dtype)
-        scratch = torch.zeros(transport.scratch_numel(part, kind.mode), dtype=kind.grad_dtype, device=device)
+        scratch_numel = transport.scratch_numel(part, kind.mode, kind.grad_dtype, grads.nbytes)
+        scratch = torch.zeros(scratch_numel, dtype=kind.grad_dtype, device=device)
         self._reduction = Reduction(grads, torch.zeros(part, device=device), scratch, kind.mode, False, tag, 1.0)
         self._ready = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "a measured unit")
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "a measured unit")

@@ -185,7 +185,7 @@ def test_digests_are_written_before_their_count(context: RankContext) -> None:
 
 
 def _reduction(model: nn.Module, tag: int, out: torch.Tensor) -> Reduction:
-    slot = engine_inside(model).units[tag].grad_slot
+    slot = engine_inside(model).units[tag].grads.slot
     assert slot is not None
     room = slot.buffer.view(torch.float32)
     room.fill_(float(dist.get_rank() + 1))
@@ -216,7 +216,7 @@ def test_a_reduction_that_all_ranks_have_written_is_summed_at_the_next_gradient(
 @on_ranks(2)
 def test_a_rank_sums_while_it_waits_until_another_copies(context: RankContext) -> None:
     """The other one waits for the sum before it copies."""
-    model = StreamShard(Stack(), precision=BF16)
+    model = StreamShard(Stack(), precision=BF16, keep_main_grads=True)
     transport, flat = _shared(model), engine_inside(model).units[1].flat_params[0]
     transport.start_gather(flat.gather)
     given = flat.grads, flat.main_grads, flat.scratch, flat.kind.mode, False, flat.tag, 2.0

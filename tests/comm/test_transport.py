@@ -144,21 +144,26 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
 
 
 def _check_reductions(ranks: Communicator, mode: ReductionMode, *, sums: bool) -> None:
+    for dtype in dict.fromkeys((PRECISIONS[mode].slot_grad_dtype, torch.bfloat16)):
+        _check_reductions_of(dtype, ranks, mode, sums=sums)
+
+
+def _check_reductions_of(dtype: torch.dtype, ranks: Communicator, mode: ReductionMode, *, sums: bool) -> None:
     """Means and other quotients of sums over ranks, fp32 whatever was sent; added to what is there, or in its place.
 
-    Several are under way, one is empty.
+    Several are under way, one is empty. With the smallest scratch, a reduction that can be made in parts has five.
 
     Args:
+        dtype: of the gradients.
         ranks: between whom.
         mode: how.
         sums: whether the backend itself sums where it can: in its own order, in what is sent.
     """
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
-    dtype = PRECISIONS[mode].slot_grad_dtype
     numels = (NUMEL, NUMEL, 0)
     slots = [transport.allocate_visible(size * numel, dtype) for numel in numels]
     outs = [torch.full((numel,), 3.0, device=device) for numel in numels]
-    scratch_numels = [transport.scratch_numel(numel, mode) for numel in numels]
+    scratch_numels = [transport.scratch_numel(numel, mode, dtype, limit=1) for numel in numels]
     scratches = [torch.empty(numel, dtype=dtype, device=device) for numel in scratch_numels]
     for turn, divisor in enumerate((size, 1.0, 7.0)):
         wanted, works = [], []
@@ -298,7 +303,7 @@ def test_sums_are_divided_afterwards(context: RankContext, through: str) -> None
     for (dtype, value), divisor in itertools.product(numbers, (size, 1.0)):
         slot = transport.allocate_visible(size * NUMEL, dtype).fill_(value)
         out = torch.ones(NUMEL)
-        scratch = torch.empty(transport.scratch_numel(NUMEL, ReductionMode.SUM_16), dtype=dtype)
+        scratch = torch.empty(transport.scratch_numel(NUMEL, ReductionMode.SUM_16, dtype, limit=1), dtype=dtype)
         for accumulate in (False, True):
             slot.fill_(value)
             reduction = Reduction(slot, out, scratch, ReductionMode.SUM_16, accumulate, 0, divisor)

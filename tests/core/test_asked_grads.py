@@ -105,7 +105,7 @@ def test_gradients_of_inputs_and_activations_are_plain_pytorchs(context: RankCon
 def test_gradients_of_parameters_that_can_be_differentiated_again_are_refused(context: RankContext) -> None:
     """Of large and of small parameters, in layers whose weights stay."""
     for trained in ("weight", "bias"):
-        model = StreamShard(Stack(), precision=FP32, resident=[f"layers.{index}" for index in range(4)])
+        model = StreamShard(Stack(), precision=FP32, weight_slots="all")
         for name, param in model.named_parameters():
             param.requires_grad_(name.endswith(trained))
         with pytest.raises(ShardingError, match=f"{trained}' cannot be differentiated again"):

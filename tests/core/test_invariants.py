@@ -6,7 +6,6 @@ See `tests.mutants`: each of these notices a change to the engine that all other
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -14,15 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from streamshard.comm.streams import Collective, Fence, Observer, StepEvent, StreamName
 from streamshard.core.engine import Engine
-from streamshard.core.params import GradState
-from streamshard.core.slots import SlotState, WeightSlot
-from streamshard.core.unit import Unit
+from streamshard.core.slots import WeightSlot
+from streamshard.core.unit_grads import GradState
 from tests.adversary import make_adversarial
-from tests.models import Layer, Stack, stack_of, vector_batch
+from tests.models import Layer, stack_of, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -98,41 +95,31 @@ class _Checks(Observer):
                 assert unit.weight_slot.content == unit.index, f"{unit.name} is bound at {when}, but not in its slot"
 
 
-def _never_parking() -> AbstractContextManager[object]:
-    return mock.patch.object(Unit, "spill", mock.Mock(side_effect=AssertionError("gradients are spilled")))
-
-
 def _assert_at_rest(engine: Engine) -> None:
     """Assert that no state of a pass or backward is left."""
     assert engine.phase is None
-    assert engine.reductions.due == set()
+    assert not engine.reductions.is_open
     _assert_units_at_rest(engine)
 
 
 def _assert_units_at_rest(engine: Engine) -> None:
     for unit in engine.units:
         assert not unit.is_bound, unit.name
-        assert {param.state for param in unit.params} <= {GradState.NONE, GradState.GIVEN}, unit.name
-        assert not any(param.is_used for param in unit.params), unit.name
-        assert not unit.has_spilled and not unit.has_taken, unit.name
-        assert all(param.spilled is None for param in unit.params), unit.name
-        assert unit.grad_slot.state is SlotState.FREE and unit.grad_slot.content is None, unit.name
+        assert unit.grads.state is GradState.GIVEN and unit.grads.slot.content is None, unit.name
+        assert not any(param.is_used or param.is_left for param in unit.params), unit.name
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_bound_units_are_in_their_slots_and_nothing_is_left_behind(context: RankContext, scenario: str) -> None:
-    """At each event of each way of training, and after it; nothing is spilled where layers take turns."""
+    """At each event of each way of training, and after it."""
     model: Any = sharded(scenario, FP32)
     engine = engine_inside(model)
-    # An order that the program did not foresee, and resident layers that share a grad slot but are used in turns
-    may_park = scenario in ("an order that changes", "weights read elsewhere")
-    with contextlib.nullcontext() if may_park else _never_parking():
-        for number in range(2):
-            with engine.streams.observed_by(_Checks(engine)):
-                SCENARIOS[scenario].step(model, _call(context, number))
-            _assert_at_rest(engine)
-            model.zero_grad()
+    for number in range(2):
+        with engine.streams.observed_by(_Checks(engine)):
+            SCENARIOS[scenario].step(model, _call(context, number))
+        _assert_at_rest(engine)
+        model.zero_grad()
 
 
 @on_ranks(2)
@@ -156,25 +143,6 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
         for number in range(3):
             SCENARIOS[scenario].step(model, _call(context, number))
     assert len(checks) > 6 * len(engine.units)
-
-
-class _RecomputedInPairs(Stack):
-    def order(self) -> Any:
-        layers = list(self.layers)
-        for first, second in zip(layers[::2], layers[1::2], strict=True):
-            yield lambda x, first=first, second=second: checkpoint(
-                lambda y: second(first(y)), x.requires_grad_(), use_reentrant=False
-            )
-
-
-@on_ranks(2)
-def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slot(context: RankContext) -> None:
-    """Memory of their own is for those whose place in the program is still to come."""
-    model = sharded_model(_RecomputedInPairs)
-    for number in range(2):
-        with _never_parking():
-            stack_step(model, _call(context, number))
-        _assert_at_rest(engine_inside(model))
 
 
 @on_ranks(2)

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from streamshard import StreamShard
-from streamshard.core.params import GRAD_TRANSITIONS, GradState, Param, move_all
-from streamshard.core.slots import SLOT_TRANSITIONS, WEIGHT_TRANSITIONS, GradSlot, SlotState, WeightSlot, WeightState
+from streamshard.core.slots import WEIGHT_TRANSITIONS, WeightSlot, WeightState
+from streamshard.core.unit_grads import GRAD_TRANSITIONS, GradState, UnitGrads
 from streamshard.errors import StateError
 from tests import scenarios
 from tests.models import Stack
@@ -21,13 +21,12 @@ from tests.reference import FP32, engine_inside
 
 @on_ranks(1)
 def test_each_pair_of_states_is_a_transition_or_raises(context: RankContext) -> None:
-    """Of a gradient, a weight slot and a gradient slot."""
+    """Of a unit's gradients and of a weight slot."""
     unit = engine_inside(StreamShard(Stack(), precision=FP32)).units[1]
-    param, weights, grads = unit.params[0], unit.weight_slot, unit.grad_slot
+    weights, grads = unit.weight_slot, unit.grads
     machines: list[tuple[Any, Any, Any, Any]] = [
-        (GradState, GRAD_TRANSITIONS, param, lambda state: move_all((param,), state)),
+        (GradState, GRAD_TRANSITIONS, grads, grads.move),
         (WeightState, WEIGHT_TRANSITIONS, weights, lambda state: weights.move(state, 1)),
-        (SlotState, SLOT_TRANSITIONS, grads, lambda state: grads.move(state, 1)),
     ]
     for states, table, owner, move in machines:
         assert set(table) == set(states)
@@ -40,21 +39,6 @@ def test_each_pair_of_states_is_a_transition_or_raises(context: RankContext) -> 
                 with pytest.raises(StateError, match=before.name):
                     move(after)
                 assert owner.state is before
-
-
-# Transitions that need more than the scenarios do.
-_RARE: dict[tuple[Any, Any], str] = {
-    (SlotState.HELD, SlotState.FREE): "a backward fails while it begins",
-    (GradState.NONE, GradState.UNREDUCED): "replicas average nothing inside no_sync(), and another rank has a gradient",
-    (GradState.REDUCED, GradState.UNREDUCED): "replicas average nothing inside no_sync()",
-    (GradState.UNREDUCED, GradState.REDUCED): "a backward follows",
-    (GradState.UNREDUCED, GradState.NONE): "zero_grad() inside no_sync()",
-    (GradState.IN_SLOT, GradState.SPILLED): "layers run before and after layers of another unit in the same slot",
-    (GradState.SPILLED, GradState.IN_SLOT): "the layers run again",
-    (GradState.IN_SLOT, GradState.IN_SLOT): "a second gradient of the same backward",
-    (GradState.REDUCED, GradState.IN_SLOT): "a gradient after the reduction",
-    (GradState.REDUCED, GradState.NONE): "a parameter frozen in backward, after its gradient was made",
-}
 
 
 class _Walked:
@@ -73,8 +57,8 @@ class _Walked:
 
 @on_ranks(2)
 def test_training_takes_the_transitions_of_the_tables(context: RankContext) -> None:
-    """No other ones, and all except rare ones. A backward that fails discards gradients from any state."""
-    tables: dict[type, Any] = {Param: GRAD_TRANSITIONS, WeightSlot: WEIGHT_TRANSITIONS, GradSlot: SLOT_TRANSITIONS}
+    """All of them, and no other ones. A backward that fails discards gradients from any state."""
+    tables: dict[type, Any] = {UnitGrads: GRAD_TRANSITIONS, WeightSlot: WEIGHT_TRANSITIONS}
     seen: dict[type, set[tuple[Any, Any]]] = {kind: set() for kind in tables}
     with contextlib.ExitStack() as stack:
         for kind in tables:
@@ -84,6 +68,5 @@ def test_training_takes_the_transitions_of_the_tables(context: RankContext) -> N
                 scenarios.train(scenarios.sharded(scenario, scenarios.BF16, **settings), scenario, context)
     for kind, table in tables.items():
         wanted = {(before, after) for before, afters in table.items() for after in afters}
-        discards = {(before, state) for before, state in seen[kind] if state in (GradState.NONE, SlotState.FREE)}
-        assert {pair for pair in seen[kind] - wanted - discards if pair[0] is not pair[1]} == set()
-        assert wanted - seen[kind] <= set(_RARE), sorted(wanted - seen[kind] - set(_RARE))
+        assert {pair for pair in seen[kind] - wanted if pair[0] is not pair[1]} == set()
+        assert wanted - seen[kind] == set(), sorted(wanted - seen[kind])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -271,6 +272,21 @@ def test_a_streamed_layer_may_return_its_weight(context: RankContext, units: Any
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode(), make_adversarial(model):
             assert_same({"output": model(x)}, {"output": plain(x)}, mode.__name__)
+
+
+@on_ranks(2)
+def test_a_backward_that_reads_a_weight_after_its_reduction_raises(context: RankContext) -> None:
+    """Gradients have taken the place of a resident layer's weights. With slots for all units weights stay."""
+    kept: list[Tensor] = []
+
+    def read(model: Any, x: Tensor) -> None:
+        kept[:] = [_weight(model).square().sum()]  # its backward reads the weight
+
+    for settings in ({}, {"weight_slots": "all"}):
+        model = StreamShard(Reading(read, first=False), precision=FP32, resident=["layers.1"], **settings)
+        model(vector_batch(0, context.rank)).sum().backward()
+        with contextlib.nullcontext() if settings else pytest.raises(RuntimeError, match="modified by an inplace"):
+            kept[0].backward()
 
 
 @on_ranks(2)

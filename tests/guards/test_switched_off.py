@@ -38,7 +38,7 @@ def _as_tensor(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = N
 def without_guards() -> Iterator[None]:
     """Inside, nothing is refused: absent weights, writes, exchanged modules, operations on pieces, forgotten steps."""
     with contextlib.ExitStack() as stack:
-        for name in ("check", "set_present", "begin_use", "end_use", "mark_absent", "remember"):
+        for name in ("check", "set_present", "begin_use", "end_use", "mark_absent", "mark_gone", "remember"):
             stack.enter_context(mock.patch.object(WeightGuard, name, _nothing))
         for owner, names in (
             (Members, ["check"]),
@@ -73,10 +73,10 @@ def _trained(context: RankContext, **settings: Any) -> list[Tensor]:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("slots", [2, "all"])
-def test_without_guards_all_numbers_are_the_same(context: RankContext, precision: str, slots: Any) -> None:
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+def test_without_guards_all_numbers_are_the_same(context: RankContext, precision: str, slots: dict[str, Any]) -> None:
     """To the bit: losses, norms and weights."""
-    settings = {"precision": precision, "weight_slots": slots, "grad_slots": slots}
+    settings = {"precision": precision, **slots}
     wanted = _trained(context, **settings)
     with without_guards():
         found = _trained(context, **settings)

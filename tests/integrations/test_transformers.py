@@ -415,7 +415,7 @@ def test_evaluation_with_state_in_host_memory_changes_no_bit(context: RankContex
     data = make_rows("llama")
     found = []
     with launched(context), simulated_device() if context.device.type == "cpu" else contextlib.nullcontext():
-        for number, settings in enumerate([{"weight_slots": 2, "grad_slots": 2}, {"offload": "state"}]):
+        for number, settings in enumerate([{"weight_slots": 2}, {"offload": "state"}]):
             given = {"eval_dataset": data, "streamshard": settings}
             model, out = make_model("llama"), tmp_path / str(number)
             run = train(ours_class, model, out, data, given=given, eval_strategy="steps", eval_steps=1)

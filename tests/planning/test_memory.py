@@ -46,13 +46,14 @@ def _formula(
     edge: list[int], blocks: list[list[int]], world_size: int, precision: Precision, *, receives: bool
 ) -> dict[str, int]:
     """Bytes by category: 8/N a parameter (Adam has as much again), and the slots."""
-    param_bytes, grad_bytes = precision.param_dtype.itemsize, precision.slot_grad_dtype.itemsize
+    param_bytes = precision.param_dtype.itemsize
     units = [_padded(numels, world_size, param_bytes) for numels in (edge, *blocks)]
     shards = sum(units) // world_size
     # Blocks take turns in two slots, each as large as its largest; the root unit has one of its own.
     slots = [units[0], max(units[1::2], default=0), max(units[2::2], default=0)]
-    # The other ranks' chunks; through shared memory they are read where they are.
-    scratch = [slot * (world_size - 1) // world_size if receives else 0 for slot in slots]
+    # Over sockets, gradients have two slots, and the other ranks' chunks two scratches. Through shared memory gradients
+    # take the slots of their weights, where the other ranks read them. The root unit and every other block share one.
+    scratch = [slot * (world_size - 1) // world_size for slot in (max(slots[:2]), slots[2])]
     flags = (world_size + 1) * (2 + sum(len(numels) for numels in (edge, *blocks)))  # two say who has stepped
     held = {
         "main weights": 4 * shards,
@@ -62,8 +63,8 @@ def _formula(
         "all-gather inputs": 0,
         "wire buffers": 0,
         "weight slots": param_bytes * sum(slots),
-        "grad slots": grad_bytes * sum(slots),
-        "scratch": grad_bytes * sum(scratch),
+        "grad slots": param_bytes * sum(slots) * receives,
+        "scratch": param_bytes * sum(scratch) * receives,
         "flags": flags,
         "optimizer rounds": 0,
         "staging": 0,
@@ -172,26 +173,6 @@ def _tensors_behind(start: object) -> Iterator[torch.Tensor]:
             todo.extend(getattr(thing, slot, None) for slot in ([slots] if isinstance(slots, str) else slots))
 
 
-@on_ranks(2)
-def test_embedding_and_head_share_a_grad_slot_as_large_as_the_larger(context: RankContext) -> None:
-    """They are as large as several layers, and backward needs one at its beginning and the other at its end."""
-    plain = TinyLM(TinyConfig(vocabulary=160))
-    model = StreamShard(plain, precision=PRECISIONS["fp32"])
-    plan, units = engine_inside(model).plan, engine_inside(model).units
-    embedding, head = (next(unit for unit in units if unit.name == name) for name in ("embedding", "head"))
-    assert plan.grads[embedding.index] == plan.grads[head.index]
-    assert plan.grads.count(plan.grads[0]) == 1, "the root unit's gradients come at any time"
-    assert plan.weights[embedding.index] != plan.weights[head.index], "both stay until backward is over"
-    sizes = [unit.layout.padded_numel for unit in units]
-    wanted = (
-        sizes[0]
-        + 2 * max(sizes[unit.index] for unit in units if unit.is_streamed)
-        + max(sizes[embedding.index], sizes[head.index])
-    )
-    _train(model, context, steps=1)
-    assert _report(model).held_bytes["grad slots"] == 4 * wanted
-
-
 # -- allocated once -----------------------------------------------------------------------------------------------
 
 # Units, slots and main grads of each kind, and passes that leave or repeat them.
@@ -205,8 +186,8 @@ ALLOCATING = (
 @on_ranks(2)
 @pytest.mark.parametrize("scenario", ALLOCATING)
 def test_the_engine_allocates_nothing_after_the_first_step(context: RankContext, scenario: str) -> None:
-    """The same buffers at the same addresses, and no other memory behind the engine's objects."""
-    model = sharded(scenario, PRECISIONS["16-bit wire"])
+    """With main grads that keep their memory: the same buffers at the same addresses, and no other memory."""
+    model = sharded(scenario, PRECISIONS["16-bit wire"], keep_main_grads=True)
     engine = engine_inside(model)
     at_start = _reachable_storages(model)
     train(model, scenario, context, steps=1)
@@ -258,7 +239,7 @@ def _watched() -> Iterator[_Made]:
 def test_no_tensor_made_in_a_step_outlives_it(context: RankContext, precision: str) -> None:
     """Neither activations nor anything of the engine's; the optimizer's state is older."""
     for scenario in ("plain", "no_sync", "reentrant checkpointing", "layers unused on some ranks"):
-        model = sharded(scenario, PRECISIONS[precision])
+        model = sharded(scenario, PRECISIONS[precision], keep_main_grads=True)
         optimizer = adamw(model)
         for number in range(2):
             SCENARIOS[scenario].step(model, Call(number, context.rank, context.world_size, 1.0))

@@ -35,7 +35,7 @@ def test_steps_have_every_operation_once_and_as_early_as_the_rules_allow(visits:
     reductions = {op.unit: k for k, ops in enumerate(steps) for op in ops if op.is_reduction}
     assert sum(op.is_reduction for ops in steps for op in ops) == len(set(visits))
     assert reductions == {unit: k + 1 for k, unit in enumerate(visits)}
-    assert all(ops == sorted(ops, key=lambda op: op.is_reduction) for ops in steps), "reductions behind the gathers"
+    assert all(ops == sorted(ops, key=lambda op: not op.is_reduction) for ops in steps), "gathers behind reductions"
     gathers_only = [[op for op in ops if not op.is_reduction] for ops in steps]
     assert plan_steps(visits, slots, reduce=False) == gathers_only
 

@@ -32,7 +32,7 @@ class Program:
     optimizer: str = "sgd"
     units: str = "layers"
     weight_slots: int | str = 2
-    grad_slots: int | str = 2
+    grad_slots: str | None = None
     min_unit_size: int = 0
     align_pieces_to: int | str = 1
     sockets: bool = False
@@ -123,7 +123,7 @@ def programs(draw: st.DrawFn, longest: int = 16) -> Program:
         optimizer=draw(st.sampled_from(["sgd", "adamw"])),
         units=draw(st.sampled_from(units)),
         weight_slots=draw(slots),
-        grad_slots=draw(slots),
+        grad_slots=draw(st.sampled_from([None, None, "all"])),
         min_unit_size=draw(st.sampled_from([0, 0, 1500])),
         align_pieces_to=draw(_rarely(st.just(4), 1)),
         sockets=draw(st.booleans()),

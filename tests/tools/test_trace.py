@@ -213,9 +213,9 @@ def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
     assert found == pytest.approx({**wanted, "optimizer": 0.0, "other": 0.0})
 
     _, found = _on_played_device(context, gather_ms=SLOW_MS, reduce_ms=FAST_MS)
-    # Forward waits for two all-gathers, then after each layer. In backward two layers are still in their slots; the
-    # third is gathered during the second, the next two behind reductions.
-    waits = 2 * SLOW_MS + 4 * (SLOW_MS - FORWARD_MS) + 5.0 + 2 * 9.0
+    # Forward waits for two all-gathers, then after each layer. In backward two layers are still in their slots. The
+    # other three are gathered behind the reductions from their slots.
+    waits = 2 * SLOW_MS + 4 * (SLOW_MS - FORWARD_MS) + 3 * 9.0
     assert (found["exposed_all_gather"], found["exposed_reduction"]) == pytest.approx((waits, 2 * FAST_MS))
     assert found["compute"] == pytest.approx(computing)
 
@@ -223,8 +223,8 @@ def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
     # The comm stream is busy from the end of the fifth layer's backward on, with six reductions and three all-gathers.
     step = 2 * FAST_MS + 5 * FORWARD_MS + BACKWARD_MS + 6 * SLOW_MS + 3 * FAST_MS
     assert found["step"] == pytest.approx(step)
-    assert found["exposed_all_gather"] == pytest.approx(2 * FAST_MS + 2.0)  # one waits behind a reduction
-    assert found["exposed_reduction"] == pytest.approx(step - computing - 2 * FAST_MS - 2.0)
+    assert found["exposed_all_gather"] == pytest.approx(2 * FAST_MS + 3 * 9.0)  # three wait behind reductions
+    assert found["exposed_reduction"] == pytest.approx(step - computing - 2 * FAST_MS - 3 * 9.0)
 
 
 class _Clock(_Costs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
+from streamshard.planning.memory import Category
 from tests.models import Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -22,6 +24,7 @@ from tests.reference import (
     assert_same,
     assert_trains_like_plain,
     counted_collectives,
+    engine_inside,
     full_grads,
     lm_step,
     piece_of,
@@ -78,10 +81,8 @@ def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> N
             continue
         layer, head = 48 * 48, 24 * 48
         slots = 0.0
-        if settings.get("weight_slots") != "all":
-            slots += precision.param_dtype.itemsize * (2 * layer + head)
         if settings.get("grad_slots") != "all":
-            slots += precision.slot_grad_dtype.itemsize * (2 * layer + head)
+            slots = precision.param_dtype.itemsize * (2 * layer + head)
         assert held == pytest.approx((constant + sharded_bytes / size) * report.numel + slots, abs=0.5), case
 
 
@@ -112,6 +113,35 @@ def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones
         torch.testing.assert_close(grad, first[name] + 2 * second[name])
     with pytest.raises(ShardingError, match="kept from an earlier backward"):
         kept.norm()
+
+
+def _main_grads(model: Any) -> int:
+    return engine_inside(model).ledger.held_bytes(Category.MAIN_GRADS)
+
+
+@on_ranks(2)
+def test_main_grads_have_memory_from_their_reduction_until_a_forward_finds_none(context: RankContext) -> None:
+    """A gradient that is kept raises then. With `keep_main_grads` they always have memory, and with gradients left."""
+    x, plain = torch.full((4, 48), 0.2), Even()
+    model: Any = StreamShard(copy.deepcopy(plain), precision=FP32)
+    whole = 4 * model.memory_report().numel // 2
+    assert (_main_grads(model), model.memory_report().dropped_bytes) == (0, whole)
+    model(x).sum().backward()
+    kept = next(model.parameters()).grad
+    assert _main_grads(model) == whole == model.memory_report().held_bytes["main grads"]
+    model(x).sum().backward()  # adds
+    assert _main_grads(model) == whole and kept is not None
+    model.zero_grad()
+    with torch.no_grad():
+        model(x)
+    assert _main_grads(model) == 0
+    with pytest.raises(ShardingError, match="kept from an earlier backward"):
+        kept.norm()
+    always: Any = StreamShard(plain, precision=FP32, keep_main_grads=True)
+    assert (_main_grads(always), always.memory_report().dropped_bytes) == (whole, 0)
+    model(x).sum().backward()
+    always(x).sum().backward()
+    assert_same(full_grads(model), full_grads(always), "gradients", EXACT)
 
 
 def _counts(model: nn.Module, context: RankContext, number: int) -> tuple[int, int]:

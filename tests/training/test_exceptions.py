@@ -241,8 +241,8 @@ def test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step(context:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, "all")])
-def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankContext, slots: Any) -> None:
+@pytest.mark.parametrize(("world_size", "slots"), [(1, {"weight_slots": 2}), (2, {"grad_slots": "all"})])
+def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankContext, slots: dict[str, Any]) -> None:
     """With a warning; gradients that wait inside `no_sync` too, whether the user clears them or not."""
     for waits, clears in ((False, False), (True, False), (True, True)):
 
@@ -257,7 +257,7 @@ def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankCont
             return lm_step(model, call)
 
         with case((waits, clears)), mock.patch.object(log, "warning") as warned:
-            assert_trains_like_plain(context, TinyLM, step, grad_slots=slots)
+            assert_trains_like_plain(context, TinyLM, step, **slots)
         assert "all gradients of the model are discarded" in warned.call_args.args[0]
 
 

@@ -59,6 +59,10 @@ def _made(seed: int = 0) -> Any:
     return model
 
 
+def _slots(count: Any) -> dict[str, Any]:
+    return {"weight_slots": count, "grad_slots": "all" if count == "all" else None}
+
+
 def _sharded(model: Any, ep: int, **settings: Any) -> Any:
     """Shard over all ranks; with `ep` > 1 each has 8 / ep of the experts."""
     if ep > 1:
@@ -120,7 +124,7 @@ def test_the_ranks_of_experts_have_one_group_more(context: RankContext, ep: int)
 def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, ep: int, slots: Any, way: str) -> None:
     """Two ranks have the same experts, or each has its own; both functions that clip."""
     with WAYS[way]():
-        model = _sharded(_made(), ep, weight_slots=slots, grad_slots=slots)
+        model = _sharded(_made(), ep, **_slots(slots))
     transports = {flat.ranks.transport for unit in engine_inside(model).units for flat in unit.flat_params}
     kinds = [kind.__name__ for kind in map(type, transports)]
     assert sorted(kinds) == sorted({"shared memory": SHARED, "sockets": SOCKETS}[way][ep])
@@ -285,12 +289,12 @@ def test_waits_order_the_collectives_of_both_groups(context: RankContext, slots:
     """On CPUs: no races, and late collectives change nothing. Ranks of other experts come late."""
     wanted = _train(_made())
     with WAYS[way]():
-        model = _sharded(_made(), 2, weight_slots=slots, grad_slots=slots)
+        model = _sharded(_made(), 2, **_slots(slots))
     with detect_races(model) as races:
         _assert_equal(_train(model, context.rank, 4), wanted)
     assert races.accesses > 100
     with WAYS[way]():
-        model = _sharded(_made(), 2, weight_slots=slots, grad_slots=slots)
+        model = _sharded(_made(), 2, **_slots(slots))
     model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.05 * (context.rank % 2)))
     optimizer = _adam(model)
     with make_adversarial(model):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from streamshard import ConfigError, Precision, StreamShard
-from streamshard.core import unit as unit_module
 from tests import families
 from tests.models import DIM, NormStack, Stack, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -129,8 +128,7 @@ def test_modules_that_a_transformers_class_keeps_in_fp32_are_kept(context: RankC
 @on_ranks(2)
 def test_gradients_of_several_dtypes_are_copied_by_one_call_for_each(context: RankContext) -> None:
     """On a device, one call for mixed dtypes would launch a kernel for each tensor."""
-    with mock.patch.object(unit_module, "_COLLECTED_BYTES", 1 << 20):  # all gradients of a unit, as in production
-        model = StreamShard(Gated(), precision=Precision(fp32_modules=["norm"]))
+    model = StreamShard(Gated(), precision=Precision(fp32_modules=["norm"]))
     copy, calls = torch._foreach_copy_, []
 
     def noting(places: list[Tensor], values: list[Tensor]) -> None:
@@ -139,5 +137,5 @@ def test_gradients_of_several_dtypes_are_copied_by_one_call_for_each(context: Ra
 
     with mock.patch.object(torch, "_foreach_copy_", noting):
         stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-    in_bf16, in_fp32 = {(torch.float32, HALF)}, {(torch.float32, torch.float32)}
+    in_bf16, in_fp32 = {(HALF, HALF)}, {(torch.float32, torch.float32)}
     assert (calls.count(in_bf16), calls.count(in_fp32), len(calls)) == (5, 4, 9)  # four layers, and the head

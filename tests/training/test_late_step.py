@@ -52,7 +52,7 @@ def test_a_backward_after_a_step_leaves_it_the_gradients_of_other_layers(context
     """Every backward reduces all layers, and writes zeros to the main grads of those that it does not need."""
     found = []
     with simulated_device():
-        for settings in ({"weight_slots": 2, "grad_slots": 2}, OFFLOAD):
+        for settings in ({"weight_slots": 2}, OFFLOAD):
             model: Any = StreamShard(built(_TwoPaths), precision=FP32, **settings)
             optimizer = adamw(model)
             for step in range(3):
@@ -91,8 +91,7 @@ def test_offload_adds_few_operators_for_each_layer(context: RankContext) -> None
     """Copies are of whole flat parameters: the 12 parameters of a layer, one by one, would need 150 of them."""
     with simulated_device():
         resident, offloaded = (
-            (_operators(7, settings) - _operators(5, settings)) // 2
-            for settings in ({"weight_slots": 2, "grad_slots": 2}, OFFLOAD)
+            (_operators(7, settings) - _operators(5, settings)) // 2 for settings in ({"weight_slots": 2}, OFFLOAD)
         )
     assert offloaded - resident < 110
 
@@ -170,7 +169,7 @@ def test_hooks_run_as_often_as_without_offload(context: RankContext) -> None:
     elementwise(_Extended)
     counts = []
     with simulated_device():
-        for settings in ({"weight_slots": 2, "grad_slots": 2}, OFFLOAD):
+        for settings in ({"weight_slots": 2}, OFFLOAD):
             model: Any = StreamShard(built(), precision=FP32, **settings)
             optimizer, seen = _Extended(model.parameters()), []
             optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("own"))

@@ -46,14 +46,14 @@ SETTINGS: dict[str, Setting] = {
     "ZeRO-3, fp32": Setting(FP32),
     "ZeRO-1, fp32": Setting(FP32, ZERO_1),
     "ZeRO-1": Setting(BF16, ZERO_1),
-    "3 and 4 slots": Setting(BF16, {"weight_slots": 3, "grad_slots": 4}),
+    "3 slots": Setting(BF16, {"weight_slots": 3}),
     "several layers": Setting(BF16, {"min_unit_size": 600}),  # two layers of 16 x 16 in bf16
     "16-bit": Setting(PRECISIONS["16-bit"]),
     "16-bit wire": Setting(PRECISIONS["16-bit wire"]),
 }
 # Settings differ in how gradients are added: these scenarios run at all of them, the others at one each, in turn.
 EVERYWHERE = ("no_sync", "a kept graph", "layers unused on some ranks")
-OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots", "several layers", "16-bit wire")
+OVER_SOCKETS = ("ZeRO-1", "3 slots", "several layers", "16-bit wire")
 
 
 def _cells() -> Iterator[tuple[int, str, str]]:

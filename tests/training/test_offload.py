@@ -51,7 +51,7 @@ def test_offload_changes_no_bit(context: RankContext, scenario: str, precision: 
     The resident model has as many slots, because their number changes the order of sums.
     """
     with simulated_device(), backward_elsewhere(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
-        resident = sharded(scenario, PRECISIONS[precision], weight_slots=2, grad_slots=2)
+        resident = sharded(scenario, PRECISIONS[precision], weight_slots=2)
         train(resident, scenario, context)
         model = sharded(scenario, PRECISIONS[precision], **OFFLOAD)
         with late(model):
@@ -64,7 +64,7 @@ def test_offload_changes_no_bit(context: RankContext, scenario: str, precision: 
 def test_chunks_of_any_size_change_no_bit(context: RankContext, numel: int) -> None:
     """One element, a prime number of elements, and more than a unit has."""
     with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", numel):
-        resident = sharded("clipping", BF16, weight_slots=2, grad_slots=2)
+        resident = sharded("clipping", BF16, weight_slots=2)
         train(resident, "clipping", context)
         model = sharded("clipping", BF16, **OFFLOAD)
         train(model, "clipping", context)
@@ -240,7 +240,7 @@ def test_events_order_the_copies_of_a_single_unit(context: RankContext, trains: 
 def test_a_part_of_the_state_stays_on_the_device(context: RankContext, scenario: str, budget: str) -> None:
     """The first units' state; the results are the same."""
     with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
-        resident = sharded(scenario, BF16, weight_slots=2, grad_slots=2)
+        resident = sharded(scenario, BF16, weight_slots=2)
         train(resident, scenario, context)
         model = sharded(scenario, BF16, **OFFLOAD, device_budget=budget)
         with late(model), detect_races(model):
@@ -377,7 +377,7 @@ def _loop(context: RankContext, make: Callable[..., torch.optim.Optimizer], **se
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_offload_changes_no_bit_on_a_gpu(context: RankContext, name: str) -> None:
     """Which memory is whose: collectives, counters and norms are the device's, state is the host's."""
-    resident = _loop(context, _OPTIMIZERS[name], weight_slots=2, grad_slots=2)
+    resident = _loop(context, _OPTIMIZERS[name], weight_slots=2)
     assert_same(_loop(context, _OPTIMIZERS[name], **OFFLOAD), resident, "losses, norms and weights", EXACT)
 
 

@@ -27,7 +27,7 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, adamw, assert_same, built, full_grads, full_weights
 from tests.simulated import late, simulated_device
 
-RESIDENT: dict[str, Any] = {"weight_slots": 2, "grad_slots": 2}
+RESIDENT: dict[str, Any] = {"weight_slots": 2}
 OFFLOAD: dict[str, Any] = {"offload": "state"}
 
 

@@ -29,7 +29,7 @@ from tests.simulated import late, simulated_device
 from tests.training.test_offload_events import device_of
 
 OFFLOAD: dict[str, Any] = {"offload": "state"}
-TWO_SLOTS: dict[str, Any] = {"weight_slots": 2, "grad_slots": 2}  # their number changes the order of sums
+TWO_SLOTS: dict[str, Any] = {"weight_slots": 2}  # their number changes the order of sums
 STEPS = 3
 
 

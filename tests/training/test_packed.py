@@ -358,7 +358,7 @@ def test_a_packed_base_streams_from_host_memory(context: RankContext, form: str)
             return full_weights(model), _packed(model)
 
     with simulated_device(), backward_elsewhere():
-        weights, packed = trained(weight_slots=2, grad_slots=2)
+        weights, packed = trained(weight_slots=2)
         found = trained(offload="state")
     assert_same(found[0], weights, "weights", EXACT)
     assert_same(found[1], packed, "bytes", EXACT)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from streamshard.core import unit as unit_module
 from tests import families
 from tests.models import DIM, Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -87,8 +85,7 @@ RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
 def test_recomputed_activations_give_the_same_numbers(context: RankContext) -> None:
     """Checkpoints inside, around and across units, and of the whole model; dropout falls the same way again."""
     for name, build in RECOMPUTED.items():
-        # Without small gradients: all that come late have been written at once.
-        with case(name), mock.patch.object(unit_module, "_COLLECTED_BYTES", 0):
+        with case(name):
             assert_trains_like_plain(context, build, lm_step)
 
     def whole(model: nn.Module, call: Call) -> Tensor:

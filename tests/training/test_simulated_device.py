@@ -20,7 +20,6 @@ from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.save import start_copies
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName, Streams
-from streamshard.core import unit as unit_module
 from streamshard.core.reductions import Reductions
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
@@ -44,7 +43,7 @@ SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
     "ZeRO-3, fp32": (FP32, {}),
     "ZeRO-3": (BF16, {}),
     "ZeRO-1, fp32": (FP32, ALL_SLOTS),
-    "3 and 4 slots": (BF16, {"weight_slots": 3, "grad_slots": 4}),
+    "3 slots": (BF16, {"weight_slots": 3}),
     "several layers": (BF16, {"min_unit_size": 600}),
 }
 NEAR = Tolerance(1e-4, 1e-5)  # sums in another order
@@ -58,7 +57,7 @@ def _cells() -> Iterator[tuple[str, str]]:
     for number, scenario in enumerate(SCENARIOS):
         chosen = names if scenario in ("no_sync", "a kept graph") else (names[number % 5],)
         yield from ((scenario, setting) for setting in chosen)
-    yield "an order that changes", "several layers"  # gradients are spilled
+    yield "an order that changes", "several layers"
 
 
 def test_a_stream_that_is_not_there_is_no_other_one() -> None:
@@ -331,57 +330,26 @@ class _SharedExpert(nn.Module):
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("side_first", "slots"),
-    [(False, {"weight_slots": "all"}), (True, ALL_SLOTS)],
+    [(False, {}), (True, {"weight_slots": "all"}), (True, ALL_SLOTS)],
 )
 def test_gradients_that_come_on_other_streams_are_in_time(
     context: RankContext, side_first: bool, slots: dict[str, Any]
 ) -> None:
-    """As layers with a stream for shared experts have them, small and large ones: rules 3 and 4 hold for each."""
-    for collected_bytes in (1 << 20, 600, 1):  # gradients are copied after the layer, some of them, each by itself
-        with (
-            simulated_device() as device,
-            checking_streams(device) as checker,
-            mock.patch.object(unit_module, "_COLLECTED_BYTES", collected_bytes),
-        ):
-            side = SimulatedStream()
-            layers = [_SharedExpert(device, side, side_first=side_first) for _ in range(4)]
-            model: Any = StreamShard(nn.Sequential(*layers), precision=BF16, **slots)
-            optimizer = adamw(model)
-            with checker.of(model):
-                for number in range(3):
-                    if number != 1:
-                        with model.no_sync():
-                            stack_step(model, Call(2 * number, context.rank, context.world_size, 1.0))
-                    stack_step(model, Call(2 * number + 1, context.rank, context.world_size, 1.0))
-                    optimizer.step()
-                    optimizer.zero_grad()
-        assert checker.leaves == {side, device.compute}
-
-
-class _RoutedExperts(RoutedStack):
-    """Six of these layers, small and large gradients of which come on two streams."""
-
-    def __init__(self, device: SimulatedDevice, side: SimulatedStream) -> None:
-        super().__init__(1)
-        self.layers = nn.ModuleList(_SharedExpert(device, side, side_first=True) for _ in range(6))
-
-
-@on_ranks(2)
-def test_gradients_that_are_spilled_have_been_written_on_all_streams(context: RankContext) -> None:
-    """Two layers make a unit, and another unit with the same slot runs between them."""
-    with (
-        simulated_device() as device,
-        checking_streams(device) as checker,
-        mock.patch.object(unit_module, "_COLLECTED_BYTES", 1),  # each gradient is copied where it is made
-    ):
+    """As layers with a stream for shared experts have them: rules 3 and 4 hold."""
+    with simulated_device() as device, checking_streams(device) as checker:
         side = SimulatedStream()
-        model: Any = StreamShard(_RoutedExperts(device, side), precision=BF16, min_unit_size=1100)
-        assert len(engine_inside(model).units) == 4
-        with checker.of(model), mock.patch.object(Unit, "spill", autospec=True, side_effect=Unit.spill) as spill:
-            for number, route in enumerate((range(6), (0, 4, 1, 5, 2, 3), (0, 4, 1, 5, 2, 3))):
-                model.route = route
-                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-    assert spill.call_count
+        layers = [_SharedExpert(device, side, side_first=side_first) for _ in range(4)]
+        model: Any = StreamShard(nn.Sequential(*layers), precision=BF16, **slots)
+        optimizer = adamw(model)
+        with checker.of(model):
+            for number in range(3):
+                if number != 1:
+                    with model.no_sync():
+                        stack_step(model, Call(2 * number, context.rank, context.world_size, 1.0))
+                stack_step(model, Call(2 * number + 1, context.rank, context.world_size, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert checker.leaves == {side, device.compute}
 
 
 class _Aside(nn.Module):
@@ -399,11 +367,7 @@ class _Aside(nn.Module):
 @on_ranks(2)
 def test_zeros_of_unused_parameters_are_in_time_if_all_gradients_come_on_another_stream(context: RankContext) -> None:
     """The reduction's stream writes the zeros: rules 3 and 4 hold for it too."""
-    with (
-        simulated_device() as device,
-        checking_streams(device) as checker,
-        mock.patch.object(unit_module, "_COLLECTED_BYTES", 1),  # each gradient is copied where it is made
-    ):
+    with simulated_device() as device, checking_streams(device) as checker:
         side = SimulatedStream()
         model: Any = StreamShard(nn.Sequential(*(_Aside(device, side) for _ in range(4))), precision=BF16)
         with checker.of(model):

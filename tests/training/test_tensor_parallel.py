@@ -293,11 +293,11 @@ def test_without_a_mesh_the_model_is_sharded_over_ranks_with_the_same_parts(cont
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("slots", [2, "all"])
-def test_accumulation_with_checkpointed_layers_trains_the_same(context: RankContext, slots: Any) -> None:
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+def test_accumulation_with_checkpointed_layers_trains_the_same(context: RankContext, slots: dict[str, Any]) -> None:
     """Two micro-batches in `no_sync()`; backward runs each layer's forward again."""
     world = _mesh(2, 2)
-    sharded = _sharded(_made(checkpoints=True), world, weight_slots=slots, grad_slots=slots)
+    sharded = _sharded(_made(checkpoints=True), world, **slots)
     found = _train(sharded, world.dp.get_local_rank(), 2, micro_batches=2)
     _assert_equal(found, _train(_made(), micro_batches=4))
 

@@ -1,0 +1,246 @@
+"""The gradients of one unit, from autograd to ``.grad``.
+
+    autograd -collect-> gradient slot -`Unit.start_reduce`-> main grads -give-> ``.grad``
+
+New gradients wait where autograd has made them: in ``.grad`` of unsharded parameters, in their own dtype, until the
+unit's backward is over. Then one call copies them into the slot. See [Note: slots] in `streamshard.planning.memory`.
+
+[Note: two gradients of one parameter]
+Within one backward autograd adds the gradients of a parameter, in the parameter's compute dtype, as under DDP and
+FSDP2: uses in one graph, and everything else that comes before the unit's reduction. Everything that comes after it
+(another pass, another backward) is a reduction of its own, and is added to main grads in fp32.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.streams import StreamName
+from streamshard.core.params import FlatParam, Param, use_of, write_all
+from streamshard.core.slots import GradSlot
+from streamshard.errors import StateError
+from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
+from streamshard.guards.sharded_tensor import WHY_EARLIER, Life
+from streamshard.torch_private import AsTensors, get_grad, set_grad
+
+
+class GradState(enum.IntEnum):
+    """Where a unit's gradients are, besides new ones and those in its slot (`GradSlot.content`)."""
+
+    GIVEN = enum.auto()
+    """``.grad`` of parameters is their part of main grads, or None. So it is between backwards."""
+    TAKEN = enum.auto()
+    """A backward has taken ``.grad``, which no parameter had: the next reduction overwrites main grads."""
+    KEPT = enum.auto()
+    """In main grads: the ``.grad`` that a backward has taken, or its earlier reductions. The next one adds to them."""
+
+
+GRAD_TRANSITIONS = {
+    GradState.GIVEN: (GradState.TAKEN, GradState.KEPT),
+    GradState.TAKEN: (GradState.KEPT,),
+    GradState.KEPT: (GradState.KEPT, GradState.GIVEN),
+}
+
+
+class UnitGrads:
+    """See the module.
+
+    Args:
+        index: of the unit.
+        trained: its flat parameters that train.
+        slot: its gradient slot.
+        ranks: the shard group.
+
+    Attributes:
+        params: the parameters whose gradient has memory; filled by `add`.
+        state: see `GradState`.
+        has_unreduced: an earlier backward has left gradients unreduced, on this rank or on another one.
+    """
+
+    def __init__(self, index: int, trained: Sequence[FlatParam], slot: GradSlot, ranks: Communicator) -> None:
+        self.index, self.trained, self.slot = index, trained, slot
+        self.params: list[Param] = []
+        self.state = GradState.GIVEN
+        self.has_unreduced = False
+        self._ranks = ranks
+        self._dropping = [flat for flat in trained if flat.may_drop]
+        self._has_memory = not self._dropping
+        self._life = Life()  # of the gradients that parameters have now
+
+    def add(self, param: Param) -> None:
+        """The unit has `param`, which trains."""
+        self.params.append(param)
+
+    def move(self, state: GradState) -> None:
+        """Go over to `state`.
+
+        Raises:
+            StateError: the table has no such transition.
+        """
+        if state not in GRAD_TRANSITIONS[self.state]:
+            what = f"the gradients of {self.slot.drained.what}"
+            raise StateError(what, self.state.name, f"a state before {state.name}")
+        self.state = state
+
+    def drop(self) -> None:
+        """A forward begins. Without gradients, main grads need no memory until the next reduction."""
+        if not (self._dropping and self._has_memory) or self.has_unreduced:
+            return
+        with AsTensors():
+            if any(get_grad(param.sharded) is not None for param in self.params):
+                return
+        self._renew()
+        self._has_memory = False
+        for flat in self._dropping:
+            flat.drop_main_grads()
+
+    # -- a backward -----------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """A backward begins: forget waiting gradients that the user has dropped (``zero_grad()``)."""
+        if not self.has_unreduced:
+            return
+        for param in self.params:
+            if param.is_left:
+                param.is_left = False
+                if not drop_unreduced(param.sharded):
+                    param.forget_grad(in_slot=self.slot.content is not None)
+
+    def collect(self, scale: float, others: Collection[Any]) -> None:
+        """Copy new gradients into the slot, and zeros for the others (rule 3). Compute stream.
+
+        Args:
+            scale: multiplies gradients.
+            others: further streams of the device on which some gradients were made.
+        """
+        current = self._ranks.streams.device_stream(StreamName.COMPUTE)
+        for stream in others:
+            current.wait_stream(stream)
+        if self.state is GradState.GIVEN:
+            self._take()
+        is_empty = self.slot.content is None
+        if is_empty:
+            self.slot.open(self.index)
+            if self.state is GradState.KEPT:
+                self._leave_slot()
+        adds = not is_empty or self.adds_in_slot
+        made: list[Param] = []
+        grads: list[torch.Tensor] = []
+        absent: list[torch.Tensor] = []
+        with AsTensors():
+            for param in self.params:
+                if (grad := get_grad(param.unsharded)) is None:
+                    absent.append(param.in_slot)
+                else:
+                    set_grad(param.unsharded, None)
+                    made.append(param)
+                    grads.append(grad)
+        if absent and not adds:  # the places of frozen parameters too: main grads may be kept and added to
+            torch._foreach_zero_(absent)
+        if grads and scale != 1.0:
+            torch._foreach_mul_(grads, scale)
+        write_all(made, grads, adds=adds)
+        for grad in grads if others else ():
+            grad.record_stream(current)
+
+    @property
+    def adds_in_slot(self) -> bool:
+        """Main grads lie in the slot, and are added to there. Only on one rank."""
+        return self.state is GradState.KEPT and any(flat.is_main_in_slot for flat in self.trained)
+
+    def _take(self) -> None:
+        """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
+        are_same, has_kept = True, False
+        if not self._has_memory:
+            self._has_memory = True
+            for flat in self._dropping:
+                flat.make_main_grads()
+        with AsTensors():
+            for param in self.params:
+                are_same = param.take_grad() and are_same
+                has_kept = has_kept or param.is_kept
+        self.move(GradState.KEPT if has_kept else GradState.TAKEN)
+        if not are_same:
+            self._renew()
+        if has_kept:
+            for param in self.params:
+                if not param.is_kept:
+                    param.clear_main_grad()
+
+    def _leave_slot(self) -> None:
+        """Main grads that lie in the slot are added to. Move them to memory of their own, unless they are all of it."""
+        if self._ranks.grad_divisor == 1.0 and all(flat.layout.is_whole for flat in self.trained):
+            return  # else the next reduction would divide earlier gradients again
+        for flat in (moved := [flat for flat in self.trained if flat.is_main_in_slot]):
+            flat.leave_slot()
+            for param in flat.params:
+                flat.place_grad(param)
+        if moved:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Gradients of the unit that the user still holds raise from now on."""
+        self._life.why_over = WHY_EARLIER
+        self._life = Life()
+        for param in self.params:
+            param.given = None
+
+    # -- the end of a backward ------------------------------------------------------------------------------------
+
+    def may_have_grad(self, param: Param) -> bool:
+        """Whether any rank may have a gradient of `param`: it is trainable, or has unreduced gradients."""
+        with AsTensors():  # the unsharded parameter may be absent
+            return param.has_room and (self.has_unreduced or param.unsharded.requires_grad)
+
+    def give(self, params: Sequence[Param], used: Sequence[bool] | None) -> list[nn.Parameter]:
+        """Make main grads ``.grad`` of parameters that held one, or that ranks have used.
+
+        Args:
+            params: all parameters of the unit.
+            used: which of them any rank has used; None: the same as this rank.
+
+        Returns:
+            The used ones.
+        """
+        new = []
+        with AsTensors():
+            for param, is_used in zip(params, used or map(use_of, params), strict=True):
+                param.is_used = False
+                is_new = is_used and param.has_room and (self.has_unreduced or param.unsharded.requires_grad)
+                if is_new or param.is_kept:
+                    param.give_grad(self._life)
+                if is_new:
+                    new.append(param.sharded)
+        self.move(GradState.GIVEN)
+        self.has_unreduced = False
+        return new
+
+    def leave(self, *, is_trainable: bool) -> None:
+        """End a backward with gradients left in the slot, or in main grads that replicas have not averaged."""
+        self.has_unreduced = self.has_unreduced or is_trainable
+        if self.state is GradState.GIVEN:
+            return
+        in_slot = self.slot.content is not None
+        for param in self.params:
+            with AsTensors():
+                trains = param.unsharded.requires_grad
+            # In main grads without one here too: other ranks may have one.
+            if param.is_kept or param.is_used or (trains and not in_slot):
+                param.is_left = True
+                keep_unreduced(param.sharded)
+
+    def discard(self, params: Sequence[Param]) -> None:
+        """The backward has failed: discard all gradients of the unit, and free the slot."""
+        for param in params:
+            with AsTensors():
+                set_grad(param.unsharded, None)
+            param.discard_grad()
+        self.state, self.has_unreduced = GradState.GIVEN, False  # whatever they were
+        if self.slot.content == self.index:
+            self.slot.content = None
