@@ -73,6 +73,12 @@ class UnitGrads:
         self._has_memory = not self._dropping
         self._life = Life()  # of the gradients that parameters have now
 
+    def __del__(self) -> None:
+        """If the model goes in the middle of a backward, reductions may still write main grads on other streams."""
+        if self.state is not GradState.GIVEN:
+            for flat in self._dropping:
+                self._ranks.streams.keep(flat.main_grads)
+
     def add(self, param: Param) -> None:
         """The unit has `param`, which trains."""
         self.params.append(param)
