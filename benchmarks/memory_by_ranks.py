@@ -82,8 +82,7 @@ def peak_bytes(system: str, sizes: dict[str, int], ranks: int, backend: str) -> 
         return Bytes(start, max(start, last, first, 16 * numel // ranks + 6 * embedding + copied))
     stage = plan(model, ranks, transport="shared-memory" if backend == "gloo" else "nccl").stages[0]
     grads = 4 * embedding // ranks  # the head's, which are reduced
-    peak = stage.total_bytes + 2 * embedding
-    return Bytes(peak - stage.memory.dropped_bytes + grads, peak)
+    return Bytes(stage.start_bytes + 2 * embedding + grads, stage.total_bytes + 2 * embedding)
 
 
 def _ddp(model: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from streamshard.comm.ranks import raise_if, refuse_together
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Settings, parse_bytes, parse_precision, refuse_unknown
 from streamshard.conventions import conventions
+from streamshard.core.allocation import TakeWeights, allocate_units
 from streamshard.core.attach import attach
 from streamshard.core.buffer_sync import BufferSync, check_buffers
 from streamshard.core.engine import Engine
@@ -29,16 +30,15 @@ from streamshard.core.optimizer_hooks import watch_optimizers
 from streamshard.core.params import FlatParam
 from streamshard.core.reductions import Reductions
 from streamshard.core.replicas import Replicas
-from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
-from streamshard.core.unit import Unit
+from streamshard.core.slots import Ledger
 from streamshard.device import has_streams, module_of, training_device
 from streamshard.dtensors import groups_with_dtensors, lower_model, mark_experts, warn_of_shared_sequences
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is_of_this_rank
 from streamshard.forms import form_of
 from streamshard.guards.loop import refuse_transforms
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument, find_units
-from streamshard.planning.layout import FlatParamPlan, UnitLayout, plan_units
-from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_host, plan_scratch, plan_slots
+from streamshard.planning.layout import UnitLayout, plan_units
+from streamshard.planning.memory import plan_host, plan_slots
 from streamshard.planning.structure import (
     InFp32,
     check_params,
@@ -50,9 +50,6 @@ from streamshard.planning.structure import (
 )
 
 _EXPERTS_STAY = 'offload="state": the model has DTensors of experts, whose state stays on the device'
-
-# Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
-TakeWeights = Callable[[UnitLayout, Sequence[FlatParam]], None]
 
 
 class Checked(NamedTuple):
@@ -201,8 +198,8 @@ def make_engine(
     plan = plan_slots(streamed, weight_slots, grad_slots, in_order=ranks.transport.in_order)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
     hosts = [host if each else None for each in on_host]
-    keeps_main_grads = settings.keep_main_grads
-    units = _allocate(layouts, plan, ranks, experts or ranks, ledger, take, hosts, keeps_main_grads)
+    given = layouts, plan, ranks, experts or ranks, ledger, take, hosts
+    units = allocate_units(*given, keeps_main_grads=settings.keep_main_grads)
     reductions = Reductions(units, ranks, ledger, replicas)
     return Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
 
@@ -381,76 +378,6 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str], parts: set[str]) ->
             "for all: let rank 0 have the values, or none"
         )
     return firsts
-
-
-# -- plan and allocate --------------------------------------------------------------------------------------------
-
-
-def _allocate(
-    layouts: Sequence[UnitLayout],
-    plan: SlotPlan,
-    ranks: Communicator,
-    experts: Communicator,
-    ledger: Ledger,
-    take: TakeWeights,
-    hosts: Sequence[HostState | None],
-    keeps_main_grads: bool,
-) -> list[Unit]:
-    """Allocate slots, each as large as its largest unit, and make the units.
-
-    Memory for gradients is allocated last. By then the model's own memory is free: each unit's is freed before the next
-    unit's shards are allocated.
-
-    Args:
-        layouts, plan, ranks, ledger: the model's.
-        experts: the ranks that cut flat parameters of experts.
-        take: see `TakeWeights`.
-        hosts: by unit, what copies its state; None: it lies on the device.
-        keeps_main_grads: main grads always have memory.
-    """
-    streams = ranks.streams
-    ends = [layout.flat_params[-1] for layout in layouts]
-    allocate = functools.partial(ledger.allocate, dtype=torch.uint8, is_visible=True)
-    weight_slots: dict[int, WeightSlot] = {}
-    for slot, n_bytes in largest_of(plan.weights, [end.weights.stop for end in ends]).items():
-        buffer = allocate(Category.WEIGHT_SLOTS, n_bytes)
-        is_shared = plan.weights.count(slot) > 1 or plan.is_one_slot and plan.is_streamed[plan.weights.index(slot)]
-        weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=is_shared)
-    wire_bytes = largest_of(plan.weights, [end.wire.stop for end in ends])
-    wires = {slot: allocate(Category.WIRE_BUFFERS, n_bytes) for slot, n_bytes in wire_bytes.items()}
-    flat_params: list[list[FlatParam]] = []
-    for layout, slot, host in zip(layouts, plan.weights, hosts, strict=True):
-        places = weight_slots[slot], wires[slot]
-        keeps, is_on_host = plan.keeps_weights, host is not None
-        own = [(flat, *places, experts if flat.kind.is_expert else ranks, ledger) for flat in layout.flat_params]
-        flat_params.append([FlatParam(*each, keeps_slot=keeps, is_on_host=is_on_host) for each in own])
-        take(layout, flat_params[-1])
-    streamed = [layout.weight_bytes for layout, each in zip(layouts, plan.is_streamed, strict=True) if each]
-    limit = max(streamed, default=max(layout.weight_bytes for layout in layouts))
-    numels_of = [[functools.partial(_scratch_numel, flat, limit) for flat in own] for own in flat_params]
-    parts = list(map(plan_scratch, layouts, numels_of))
-    scratch_bytes = largest_of(plan.scratch, [own[-1].stop for own in parts])
-    scratch = {number: Scratch(n_bytes, ledger) for number, n_bytes in scratch_bytes.items()}
-    scratch_of = {slot: scratch[number] for slot, number in zip(plan.grads, plan.scratch, strict=True)}
-    grad_slots: dict[int, GradSlot] = {}
-    for slot, n_bytes in largest_of(plan.grads, [end.grads.stop for end in ends]).items():
-        weights = weight_slots[slot] if plan.is_one_slot else None
-        buffer = allocate(Category.GRAD_SLOTS, n_bytes) if weights is None else weights.buffer
-        grad_slots[slot] = GradSlot(buffer, weights, streams, scratch_of[slot], f"grad slot {slot}")
-    units = []
-    for index, layout in enumerate(layouts):
-        slots = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
-        for flat_param, part in zip(flat_params[index], parts[index], strict=True):
-            if flat_param.kind.trains:
-                keeps_slot, keeps_memory = plan.keeps_grads, keeps_main_grads
-                flat_param.allocate_grads(slots[1], part, keeps_slot=keeps_slot, keeps_memory=keeps_memory)
-        given = layout, flat_params[index], *slots, ranks
-        units.append(Unit(index, *given, is_streamed=plan.is_streamed[index], host=hosts[index]))
-    return units
-
-
-def _scratch_numel(flat: FlatParam, limit: int, plan: FlatParamPlan) -> int:
-    return flat.ranks.transport.scratch_numel(plan.layout.shard_numel, plan.kind.mode, plan.kind.grad_dtype, limit)
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> None:

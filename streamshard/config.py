@@ -32,7 +32,8 @@ class ReductionMode(enum.Enum):
     """
 
     FP32 = enum.auto()
-    """fp32 is sent and summed. The sum goes straight into main grads, unless it is added to earlier gradients."""
+    """fp32 is sent and summed. 16-bit gradients are converted part by part, on the way out of their slot. The sum goes
+    straight into main grads, unless it is added to earlier gradients."""
     EXCHANGE_16 = enum.auto()
     """16-bit chunks are exchanged. Each rank sums the chunks that it receives, in fp32 and in rank order (as in
     Megatron-LM's ``reduce_scatter_with_fp32_accumulation``)."""

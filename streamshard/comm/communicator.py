@@ -197,7 +197,7 @@ class Communicator(RankGroup):
         """Around a collective of torch's that blocks the host on CPUs. There no fence orders other works behind it."""
         if not self.streams.has_streams:
             return contextlib.nullcontext()
-        # The replicas of one rank are all ranks, by the same communicator.
+        # If each replica is one rank, the communicator of all ranks is that of averages too, which have their stream.
         return self._beside_compute(what, StreamName.REPLICA if self.is_alone else self.stream)
 
     def talk(self, action: str, kind: RecordKind) -> RankWait:

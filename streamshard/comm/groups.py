@@ -119,7 +119,8 @@ def groups_of(mesh: object) -> Groups:
         return Groups(shard, None, shard, device_type=mesh.device_type)
     if any(row != sorted(row) for row in mesh.mesh.tolist()):  # a process group sorts its ranks
         raise ConfigError(f"mesh={mesh!r}: wanted ranks that ascend along the second axis, shard")
-    all_ranks = group_of_ranks(everyone := mesh.mesh.flatten().tolist(), everyone)
+    everyone = mesh.mesh.flatten().tolist()
+    all_ranks = group_of_ranks(everyone, everyone)
     return Groups(shard, mesh.get_group(0), all_ranks, mesh.get_local_rank(0), mesh.device_type)
 
 

@@ -107,7 +107,7 @@ class Unit:
                 flat.make_unsharded(param, self.guard)
                 self.params.append(param)
                 if param.has_room:
-                    self.grads.add(param)
+                    self.grads.params.append(param)
         self._sharded = [param.sharded for param in self.params]
         self._trains = [not param.form.is_packed for param in self.params]
         if not self.params:  # nothing will ever be gathered
@@ -149,7 +149,7 @@ class Unit:
         slot, transport = self.weight_slot, self.ranks.transport
         self._streams.observe(StepEvent.GATHER_BEGINS, self.index)
         slot.released.wait()  # rule 2
-        if self.grads.slot.weights is slot:  # on a device the comm stream orders reductions and all-gathers
+        if self.grads.slot.weights is not None:  # on a device the comm stream orders reductions and all-gathers
             self.grads.slot.drained.complete()  # rule 2
             if self.host is not None:
                 self.grads.slot.drained.wait(StreamName.FETCH)  # rule 2

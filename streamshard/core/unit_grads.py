@@ -58,7 +58,7 @@ class UnitGrads:
         ranks: the shard group.
 
     Attributes:
-        params: the parameters whose gradient has memory; filled by `add`.
+        params: the parameters whose gradient has memory; the unit fills it.
         state: see `GradState`.
         has_unreduced: an earlier backward has left gradients unreduced, on this rank or on another one.
     """
@@ -78,10 +78,6 @@ class UnitGrads:
         if self.state is not GradState.GIVEN:
             for flat in self._dropping:
                 self._ranks.streams.keep(flat.main_grads)
-
-    def add(self, param: Param) -> None:
-        """The unit has `param`, which trains."""
-        self.params.append(param)
 
     def move(self, state: GradState) -> None:
         """Go over to `state`.
@@ -125,7 +121,7 @@ class UnitGrads:
             scale: multiplies gradients.
             others: further streams of the device on which some gradients were made.
         """
-        current = self._ranks.streams.device_stream(StreamName.COMPUTE)
+        current: Any = self._ranks.streams.device_stream(StreamName.COMPUTE) if others else None
         for stream in others:
             current.wait_stream(stream)
         if self.state is GradState.GIVEN:

@@ -52,11 +52,11 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from streamshard.config import GradSlots, SlotCount
-from streamshard.planning.layout import ByteRange, FlatParamPlan, UnitLayout
+from streamshard.planning.layout import ByteRange, UnitLayout
 
 
 class SlotPlan(NamedTuple):
@@ -137,17 +137,16 @@ class Category(enum.Enum):
     NORMS = "norms"
 
 
-def plan_scratch(unit: UnitLayout, numels_of: Iterable[Callable[[FlatParamPlan], int]]) -> list[ByteRange]:
+def plan_scratch(unit: UnitLayout, numels: Iterable[int]) -> list[ByteRange]:
     """Where the reductions of each flat parameter have their part of the unit's scratch.
 
     Args:
         unit: the unit.
-        numels_of: for each flat parameter, elements of its `grad_dtype`; see `Transport.scratch_numel`.
+        numels: for each flat parameter that trains, elements of its `grad_dtype`; see `Transport.scratch_numel`.
     """
     ranges = [ByteRange(0, 0)]
-    for flat, numel_of in zip(unit.flat_params, numels_of, strict=True):
-        numel = numel_of(flat) if flat.kind.trains else 0
-        ranges.append(ByteRange(ranges[-1].stop, numel * flat.kind.grad_dtype.itemsize))
+    for flat, numel in zip(unit.flat_params, numels, strict=True):
+        ranges.append(ByteRange(ranges[-1].stop, flat.kind.trains * numel * flat.kind.grad_dtype.itemsize))
     return ranges[1:]
 
 

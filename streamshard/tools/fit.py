@@ -47,6 +47,11 @@ class Stage:
     reductions: int
     sent_bytes: int
 
+    @property
+    def start_bytes(self) -> int:
+        """`total_bytes` at the start of backward: main grads have no memory yet."""
+        return self.total_bytes - self.memory.dropped_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Room:

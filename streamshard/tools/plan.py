@@ -113,7 +113,7 @@ class Plan:
         drops = any(stage.memory.dropped_bytes for stage in self.stages)
         for stage, memory in ((stage, stage.memory) for stage in self.stages):
             ours = {moments: memory.adam_bytes, chunks: memory.chunk_bytes, "total": stage.total_bytes}
-            start = {"start of backward": stage.total_bytes - memory.dropped_bytes} if drops else {}
+            start = {"start of backward": stage.start_bytes} if drops else {}
             here.append({**memory.held_bytes, **ours, **start})
             on_host.append({**memory.host_bytes, moments: memory.host_adam_bytes, "total": stage.host_total_bytes})
         return {"per rank": here, **({"of host memory": on_host} if self.stages[0].memory.host_bytes else {})}

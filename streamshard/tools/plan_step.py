@@ -27,15 +27,9 @@ def load_of(model: nn.Module, found: Sequence[FoundUnit], tokens: tuple[int, int
 
 
 def still_gathered(engine: Engine) -> set[int]:
-    """The units in their slots as the first forward of a step begins: without those that the last step has stepped."""
+    """The units in their slots as a forward begins: without those whose gradients have taken the slot in backward."""
     left = engine.plan.left_by(reversed(range(len(engine.units))))
     return {unit for unit in left if engine.units[unit].host is not None and not engine.units[unit].trained}
-
-
-def _left_by_backward(engine: Engine) -> set[int]:
-    """The units in their slots as a later forward of a step begins: gradients have taken the slots of the others."""
-    left = engine.plan.left_by(reversed(range(len(engine.units))))
-    return {unit for unit in left if not (engine.plan.is_one_slot and engine.units[unit].trained)}
 
 
 def inputs_of(engine: Engine) -> Inputs:
@@ -53,6 +47,6 @@ def inputs_of(engine: Engine) -> Inputs:
         trained=sum(flat.layout.shard_numel for flat in trained),
         cast=size(flat for flat in trained if flat.kind.wire_dtype is not flat.kind.main_dtype),
         first_forward=size(flat for flat in absent(still_gathered(engine)) if not flat.kind.trains),
-        forward=size(absent(_left_by_backward(engine))),
+        forward=size(absent(still_gathered(engine))),
         backward=size(absent(engine.plan.left_by(order))),
     )

@@ -17,7 +17,7 @@ from streamshard import Precision, StreamShard
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.nested import tensors_in
 from streamshard.tools.memory import MemoryReport
-from tests.models import DIM, Stack, TinyConfig, TinyLM
+from tests.models import DIM, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, engine_inside, lm_step, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, RoutedStack, over_sockets, sharded, train
@@ -98,7 +98,7 @@ MODELS = {
     ],
 )
 def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, way: str, precision: str) -> None:
-    """Category by category, before the first step and after two."""
+    """Category by category, before the first step and after two; in all, also where main grads have no memory."""
     for name, build in MODELS.items():
         plain = build()
         container = "blocks" if isinstance(plain, TinyLM) else "layers"
@@ -109,10 +109,15 @@ def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, wa
         with over_sockets() if way == "sockets" else nullcontext():
             model = StreamShard(plain, precision=PRECISIONS[precision])
         assert dict(_report(model).held_bytes) == wanted, name
+        assert _report(model).start_bytes == sum(_reachable_storages(model).values()), name
         _train(model, context, steps=2)
         report = _report(model)
         assert dict(report.held_bytes) == wanted, name
         assert report.total_bytes == sum(wanted.values()) == sum(_reachable_storages(model).values())
+        with torch.no_grad():  # a forward finds no gradients
+            model(torch.zeros(1, 4, dtype=torch.long) if isinstance(model, TinyLM) else vector_batch(0, context.rank))
+        assert report.start_bytes == report.total_bytes - (wanted["main grads"] if context.world_size > 1 else 0)
+        assert _report(model).start_bytes == sum(_reachable_storages(model).values()), name
         assert report.numel == sum(edge) + sum(map(sum, blocks))
         assert report.world_size == context.world_size
 

@@ -209,7 +209,7 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
     assert str(planned) in (ROOT / "docs/guide/commands.md").read_text()
     zero_3 = planned.stages[0]
     layer, head = 218_112_000, 525_336_576
-    start, total = zero_3.total_bytes - zero_3.memory.dropped_bytes, zero_3.total_bytes
+    start, total = zero_3.start_bytes, zero_3.total_bytes
     sizes = (
         16 / 8 * planned.numel,
         4 * layer,

@@ -1,0 +1,108 @@
+"""A model's buffers, allocated once: slots, each as large as its largest unit, then the units in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from streamshard.comm.communicator import Communicator
+from streamshard.core.host import HostState
+from streamshard.core.params import FlatParam
+from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
+from streamshard.core.unit import Unit
+from streamshard.planning.layout import ByteRange, UnitLayout
+from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scratch
+
+# Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
+TakeWeights = Callable[[UnitLayout, Sequence[FlatParam]], None]
+
+
+def allocate_units(
+    layouts: Sequence[UnitLayout],
+    plan: SlotPlan,
+    ranks: Communicator,
+    experts: Communicator,
+    ledger: Ledger,
+    take: TakeWeights,
+    hosts: Sequence[HostState | None],
+    *,
+    keeps_main_grads: bool,
+) -> list[Unit]:
+    """Allocate slots, and make the units.
+
+    Memory for gradients is allocated last. By then the model's own memory is free: each unit's is freed before the next
+    unit's shards are allocated.
+
+    Args:
+        layouts, plan, ranks, ledger: the model's.
+        experts: the ranks that cut flat parameters of experts.
+        take: see `TakeWeights`.
+        hosts: by unit, what copies its state; None: it lies on the device.
+        keeps_main_grads: main grads always have memory.
+    """
+    weight_slots, wires = _weight_slots(layouts, plan, ranks, ledger)
+    flat_params: list[list[FlatParam]] = []
+    for layout, slot, host in zip(layouts, plan.weights, hosts, strict=True):
+        places, keeps_slot, is_on_host = (weight_slots[slot], wires[slot]), plan.keeps_weights, host is not None
+        own = [(flat, *places, experts if flat.kind.is_expert else ranks, ledger) for flat in layout.flat_params]
+        flat_params.append([FlatParam(*each, keeps_slot=keeps_slot, is_on_host=is_on_host) for each in own])
+        take(layout, flat_params[-1])
+    grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots)
+    units = []
+    for index, layout in enumerate(layouts):
+        slots = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
+        for flat, part in zip(flat_params[index], parts[index], strict=True):
+            if flat.kind.trains:
+                flat.allocate_grads(slots[1], part, keeps_slot=plan.keeps_grads, keeps_memory=keeps_main_grads)
+        given = layout, flat_params[index], *slots, ranks
+        units.append(Unit(index, *given, is_streamed=plan.is_streamed[index], host=hosts[index]))
+    return units
+
+
+def _weight_slots(
+    layouts: Sequence[UnitLayout], plan: SlotPlan, ranks: Communicator, ledger: Ledger
+) -> tuple[dict[int, WeightSlot], dict[int, torch.Tensor]]:
+    """By number, the weight slots and the wire buffers beside them."""
+    slots: dict[int, WeightSlot] = {}
+    for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in layouts]).items():
+        buffer = ledger.allocate(Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=True)
+        # Streamed weights leave a slot of one unit too, for their gradients.
+        is_shared = plan.weights.count(slot) > 1 or plan.is_one_slot and plan.is_streamed[plan.weights.index(slot)]
+        slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_shared)
+    wire_bytes = largest_of(plan.weights, [layout.flat_params[-1].wire.stop for layout in layouts])
+    category = Category.WIRE_BUFFERS
+    wires = {slot: ledger.allocate(category, size, torch.uint8, is_visible=True) for slot, size in wire_bytes.items()}
+    return slots, wires
+
+
+def _grad_slots(
+    layouts: Sequence[UnitLayout],
+    plan: SlotPlan,
+    ranks: Communicator,
+    ledger: Ledger,
+    flat_params: Sequence[Sequence[FlatParam]],
+    weight_slots: dict[int, WeightSlot],
+) -> tuple[dict[int, GradSlot], list[list[ByteRange]]]:
+    """By number, the slots of gradients, in weight slots or buffers of their own; each flat parameter's scratch."""
+    streamed = [layout.weight_bytes for layout, each in zip(layouts, plan.is_streamed, strict=True) if each]
+    limit = max(streamed, default=max(layout.weight_bytes for layout in layouts))
+
+    def scratch_numel(flat: FlatParam) -> int:
+        shard_numel, kind = flat.layout.shard_numel, flat.kind
+        return flat.ranks.transport.scratch_numel(shard_numel, kind.mode, kind.grad_dtype, limit)
+
+    numels = [list(map(scratch_numel, own)) for own in flat_params]
+    parts = list(map(plan_scratch, layouts, numels))
+    sizes = largest_of(plan.scratch, [own[-1].stop for own in parts])
+    scratch = {number: Scratch(n_bytes, ledger) for number, n_bytes in sizes.items()}
+    scratch_of = {slot: scratch[number] for slot, number in zip(plan.grads, plan.scratch, strict=True)}
+    slots: dict[int, GradSlot] = {}
+    for slot, n_bytes in largest_of(plan.grads, [layout.flat_params[-1].grads.stop for layout in layouts]).items():
+        weights = weight_slots[slot] if plan.is_one_slot else None
+        if weights is None:
+            buffer = ledger.allocate(Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True)
+        else:
+            buffer = weights.buffer
+        slots[slot] = GradSlot(buffer, weights, ranks.streams, scratch_of[slot], f"grad slot {slot}")
+    return slots, parts
