@@ -374,12 +374,12 @@ def _times_out(context: RankContext) -> None:
 def test_an_error_on_one_rank_while_sharding_is_raised_on_all(context: RankContext, over: str) -> None:
     """For example out of memory. The other ranks raise the same text."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError("no room for slots")
 
     with contextlib.ExitStack() as stack:
         if context.rank == 1:
-            stack.enter_context(mock.patch.object(build, "_allocate", fail))
+            stack.enter_context(mock.patch.object(build, "allocate_units", fail))
             stack.enter_context(pytest.raises(MemoryError, match="no room"))
         else:
             said = r"rank 1 has failed: StreamShard\(model\) ended with MemoryError: no room for slots"
