@@ -48,7 +48,7 @@ class StreamShard(WatchedRoot):
             unit. Warns if there are no layers.
         resident: modules whose weights are read outside of their own layer's forward, or that some ranks run more often
             than others: names, modules or classes, one or several. Each gets its own slots, is all-gathered once in a
-            step and then stays unsharded, as embeddings and heads do. If a module has layers inside, all these layers
+            step and then stays unsharded. If a module has layers inside, all these layers
             are resident. The parameters of a module inside a layer move to the root unit.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards over the
             second axis, averages gradients over the first (hybrid sharding). None: the default group; if there is none,

@@ -23,6 +23,7 @@ from streamshard.conventions import conventions
 from streamshard.core.allocation import TakeWeights, allocate_units
 from streamshard.core.attach import attach
 from streamshard.core.buffer_sync import BufferSync, check_buffers
+from streamshard.core.ends import Ends
 from streamshard.core.engine import Engine
 from streamshard.core.host import HostState
 from streamshard.core.module_state import handle_of
@@ -187,7 +188,7 @@ def make_engine(
     names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
     for each in (ranks, *(() if experts is None else (experts,))):
         each.recorder.names = names
-    ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
+    ledger = Ledger(ranks.streams, ranks.transport)
     budget = parse_bytes("device_budget", settings.device_budget, at_least=0)
     on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
     host = ledger.host = HostState(layouts, on_host, ranks, ledger) if any(on_host) else None
@@ -201,7 +202,11 @@ def make_engine(
     given = layouts, plan, ranks, experts or ranks, ledger, take, hosts
     units = allocate_units(*given, keeps_main_grads=settings.keep_main_grads)
     reductions = Reductions(units, ranks, ledger, replicas)
-    return Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
+    engine = Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
+    ends = {index: unit.modules[0] for index, unit in enumerate(found) if unit.may_join}
+    if ends and not plan.keeps_weights and not any(layout.flat_params[-1].wire.stop for layout in layouts):
+        engine.ends = Ends(ends, [index for index, module in ends.items() if isinstance(module, nn.Embedding)])
+    return engine
 
 
 def plan_engine(
@@ -219,7 +224,9 @@ def plan_engine(
     if experts is not None and checked.settings.offload is not None:
         raise ConfigError(_EXPERTS_STAY)
     layouts = layouts or plan_layouts(checked, ranks, experts)
-    return make_engine(checked, layouts, ranks, None, lambda layout, flat_params: None, experts)
+    engine = make_engine(checked, layouts, ranks, None, lambda layout, flat_params: None, experts)
+    engine.predict_ends()
+    return engine
 
 
 def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> TakeWeights:

@@ -80,6 +80,15 @@ class ReadingStack(Stack):
         return super().forward(x) + penalty
 
 
+class ReadLM(TinyLM):
+    """Computes the logits with the head's weight, as a fused loss does."""
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[rows, length] tokens -> [rows, length, vocabulary] logits"""
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        return F.linear(self.norm(self.run_blocks(x, mask)), self.head.weight)
+
+
 def _lent(layer: Layer, lenders: Sequence[Layer], x: Tensor) -> Tensor:
     for lender in lenders:
         x = x + F.linear(x, layer.linear.weight @ lender.linear.weight, lender.linear.bias)
@@ -287,6 +296,7 @@ SCENARIOS: dict[str, Scenario] = {
         lambda: RoutedStack(6), _repeat_by_rank, resident=("layers.0", "layers.1", "layers.2")
     ),
     "layers unused on some ranks, recomputed": Scenario(lambda: RoutedStack(reentrant=True), _recompute_by_rank),
+    "a head that a loss reads": Scenario(lambda: ReadLM(TinyConfig(vocabulary=160, depth=5)), _language),
 }
 
 

@@ -130,6 +130,14 @@ class SharedBuffers:
         self._used = offset + numel * dtype.itemsize
         return self.view(offset, numel, dtype)
 
+    def free(self, buffer: torch.Tensor) -> None:
+        """Give the whole pages of `buffer` back to the system. Their addresses are not used again."""
+        page = mmap.PAGESIZE
+        offset = buffer.data_ptr() - self.start
+        first, last = -(-offset // page) * page, (offset + buffer.nbytes) // page * page
+        if first < last:
+            self._memory.madvise(mmap.MADV_REMOVE, first, last - first)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a buffer of this memory."""
         return self.start < tensor.data_ptr() < self.start + self._used
@@ -219,6 +227,11 @@ class SharedMemoryTransport(PairwiseTransport):
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
         return self._own.allocate(numel, dtype)
+
+    def free_visible(self, buffer: torch.Tensor) -> None:
+        """See `Transport.free_visible`."""
+        if self.holds(buffer):
+            self._own.free(buffer)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """No scratch: chunks are read in place, not received."""

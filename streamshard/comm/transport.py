@@ -184,6 +184,9 @@ class Transport(abc.ABC):
         """A buffer [numel] of zeros on the streams' device, in memory that other ranks can read if there is such."""
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
+    def free_visible(self, buffer: torch.Tensor) -> None:  # noqa: B027  # torch frees a tensor's memory
+        """Free the memory of `buffer`, of `allocate_visible` or not. No rank uses it any more."""
+
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """Works to wait for before the shards of the last all-gathers are overwritten. On devices streams order this.
 

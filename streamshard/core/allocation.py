@@ -9,7 +9,7 @@ import torch
 from streamshard.comm.communicator import Communicator
 from streamshard.core.host import HostState
 from streamshard.core.params import FlatParam
-from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
+from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot, WeightState
 from streamshard.core.unit import Unit
 from streamshard.planning.layout import ByteRange, UnitLayout
 from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scratch
@@ -106,3 +106,29 @@ def _grad_slots(
             buffer = weights.buffer
         slots[slot] = GradSlot(buffer, weights, ranks.streams, scratch_of[slot], f"grad slot {slot}")
     return slots, parts
+
+
+def join_slots(units: Sequence[Unit], plan: SlotPlan, ledger: Ledger) -> None:
+    """Move the ends of the model, and the blocks that they take turns with, into one slot. No pass runs. Collective.
+
+    The largest of their slots becomes this slot. So nothing is allocated, and no flat parameter grows.
+
+    Args:
+        units, ledger: the model's.
+        plan: with its ends.
+    """
+    joined = [unit for unit in units if plan.weights[unit.index] == 0]
+    slots = dict.fromkeys(unit.weight_slot for unit in joined)
+    kept = max(slots, key=lambda slot: slot.buffer.nbytes)
+    grads = {unit.grads.slot.weights: unit.grads.slot for unit in joined}
+    for unit in joined:
+        unit.weight_slot.arrived.complete()
+        unit.weight_slot.read.complete()  # rule 6
+        unit.grads.slot.drained.complete()  # rule 3
+    for unit in joined:
+        unit.move(kept, grads.get(kept, unit.grads.slot))
+        if unit.index in plan.ends:
+            unit.take_turns()
+    kept.is_shared = True
+    kept.move(WeightState.EMPTY, None)
+    ledger.free([slot.buffer for slot in slots if slot is not kept])

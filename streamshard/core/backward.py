@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
+from streamshard.guards.weights import refuse_read
 from streamshard.planning.program import Schedule
 from streamshard.torch_private import AsTensors, graph_task_id, is_profiled
 
@@ -107,13 +109,17 @@ class Backward(Phase):
         self.graph = graph
         self._waiting = set(graph.called_again)
         visits = list(filter(None, reversed(graph.visits)))  # without the root unit, which is reduced at the end
-        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=True)
+        plan = engine.plan
+        self._schedule = Schedule(visits, plan.weights, plan.is_streamed, reduce=True, weightless=plan.weightless)
         # The program is set before anything raises: `recover` issues its rest, the same on all ranks.
+        if graph.plan is not plan:
+            refuse_moved(engine)
         for index, versions in graph.versions.items():
             refuse_changed(engine.units[index], versions)
         engine.issue(self._schedule.advance_to(0))
         for index in graph.versions:
-            self._unshard(engine.units[index])
+            unit = engine.units[index]
+            self._unshard(unit, binds=unit.is_streamed)
 
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of a unit: put them in place (rule 1)."""
@@ -123,7 +129,8 @@ class Backward(Phase):
             if use.is_first:
                 self._waiting.discard(use.unit.index)
             self._advance(use.unit)
-        self._unshard(use.unit, binds=not use.is_inside)
+        if use.unit.index not in self._engine.plan.weightless:
+            self._unshard(use.unit, binds=not use.is_inside)
 
     def _unshard(self, unit: Unit, *, binds: bool = False) -> None:
         """Let compute wait for the unit's weights (rule 1), which are all-gathered unless they are in the slot."""
@@ -156,20 +163,33 @@ class Backward(Phase):
                 other.release()
         engine.issue(self._schedule.advance_to(visit))
 
-    def read(self, unit: Unit) -> None:
-        """See `Phase`. Recomputed code of the root unit reads it."""
-        self._unshard(unit)
-        unit.guard.set_present(True, marks=False)
+    def read(self, unit: Unit, name: str = "") -> None:
+        """See `Phase`. Recomputed code of the root unit reads it.
+
+        Raises:
+            ShardingError: another unit has the slot.
+        """
+        if self._engine.ends is not None:
+            self._engine.ends.saved.add(unit.index)
+        if unit.is_streamed and unit.weight_slot.content != unit.index:
+            if name:
+                refuse_read(name)
+            return
+        self._unshard(unit, binds=unit.is_streamed)
+        if not unit.is_streamed:
+            unit.guard.set_present(True, marks=False)
 
     # -- recomputation --------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> Use:
         """See `Phase`. The next unit that this rank has called is simply early, any other is beside the program."""
+        if self._engine.ends is not None:
+            self._engine.ends.saved.add(unit.index)
         self._recompute(unit)
         self._recomputing.append(unit)
         self._engine.streams.observe(StepEvent.RECOMPUTATION_BEGINS, unit.index)
         if self.graph is None:  # the backward has only met parameters of the root unit
-            self.graph = Graph({ROOT_UNIT: self._engine.root_unit.versions()})
+            self.graph = Graph(self._engine.plan, {ROOT_UNIT: self._engine.root_unit.versions()})
         return Use(unit, self.graph, unit.versions())
 
     def post_forward(self, unit: Unit) -> None:
@@ -210,6 +230,8 @@ class Backward(Phase):
         engine = self._engine
         if engine.phase is not self:
             return
+        if engine.ends is not None:
+            engine.ends.end_backward([*self._closed, *filter(None, (self.graph,))])
         self._close_pass()
         engine.root_unit.release()  # its gradients take the place of its weights
         engine.reductions.start(engine.root_unit)
@@ -257,6 +279,15 @@ class Backward(Phase):
                 unit.release()
                 unit.grads.discard(unit.params)
             engine.phase = None
+
+
+def refuse_moved(engine: Engine) -> NoReturn:
+    """Raise: a graph that was through a backward before embedding and head have joined goes through another one."""
+    names = [engine.units[unit].name for unit in sorted(engine.plan.ends)]
+    raise ShardingError(
+        f"a second backward goes through a forward from before {' and '.join(map(repr, names))} took turns with the "
+        f"layers, in other memory: keep them in place, StreamShard(model, resident={names})"
+    )
 
 
 def refuse_changed(unit: Unit, versions: list[int]) -> None:

@@ -31,6 +31,7 @@ from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
 from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.params import Param
+from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
 from streamshard.guards.weights import advice, refuse_absent
@@ -138,8 +139,11 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     # Sequence numbers are per thread. A recomputation may run in another thread than the forward.
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
     try:
-        if outer is not None and unit.weight_slot.is_shared:
-            with _holding_back_weights(engine, use, *outer):
+        if unit.weight_slot.is_shared and (outer is not None or unit.index in engine.plan.weightless):
+            with _holding_back_weights(engine, use, *(outer or (_keep, _kept))):
+                output = call(*args, **kwargs)
+        elif engine.ends is not None and not unit.is_streamed:
+            with _noting_weights(unit, engine.ends.saved, *(outer or (_keep, _kept))):
                 output = call(*args, **kwargs)
         else:
             output = call(*args, **kwargs)
@@ -228,7 +232,7 @@ def _holding_back_weights(
     """Saved-tensor hooks around a layer, inside the hooks of other code (checkpoints, ``save_on_cpu``).
 
     Autograd does not check the versions of tensors that hooks have packed. So the other hooks get no weights of the
-    layer. Backward puts the weights in place when it unpacks one.
+    layer. Backward puts the weights in place when it unpacks one. If backward has none, saving one raises.
 
     Args:
         engine: of the model.
@@ -240,7 +244,15 @@ def _holding_back_weights(
     def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
         """Called in forward with each tensor that is saved."""
         refuse_absent(tensor, use.unit.name)
-        return (tensor.detach(), use) if slot.holds(tensor) else (pack_other(tensor), None)
+        if not slot.holds(tensor):
+            return pack_other(tensor), None
+        if use.unit.index in engine.plan.weightless:
+            name = use.unit.params[0].name
+            raise ShardingError(
+                f"backward needs the weight {name!r}, unlike in the first steps, when other layers have its buffer: "
+                f"keep it in place, {advice(name)}"
+            )
+        return tensor.detach(), use
 
     @skip
     def unpack(packed: tuple[Any, Any]) -> Any:
@@ -252,6 +264,41 @@ def _holding_back_weights(
         return saved
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+@skip
+def _noting_weights(
+    unit: Unit, saved: set[int], pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Saved-tensor hooks around a layer of `unit`: add the unit to `saved` if backward will need its weights.
+
+    Args:
+        unit: resident.
+        saved: indices of units.
+        pack, unpack: the hooks around the layer, which are called too.
+    """
+
+    def note(tensor: torch.Tensor) -> Any:
+        if unit.weight_slot.holds(tensor):
+            saved.add(unit.index)
+        return pack(tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(note, unpack)
+
+
+def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Hold a saved tensor as autograd does without hooks. Detached, because an output would hold its own graph."""
+    return tensor.detach(), tensor._version
+
+
+def _kept(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"{list(tensor.shape)} of {tensor.dtype} is at version {tensor._version}, expected version {version}"
+        )
+    return tensor
 
 
 def _watch_nodes(
@@ -330,6 +377,8 @@ def _need_weights(engine: Engine, use: Use, grads: object = None) -> None:
                 f"{unit.name!r}]), or differentiate outside of the forward"
             )
         refuse_changed(unit, use.versions)
+        if engine.ends is not None:
+            engine.ends.elsewhere.add(unit.index)
         return
     if torch.is_grad_enabled() and (unit.weight_slot.is_shared or unit.grads.slot.weights is not None):
         raise ShardingError(
@@ -413,13 +462,13 @@ def ask_for(engine_of: Callable[[], Engine | None], index: int, layer: str) -> C
                 "compute with it inside, keep a clone(), or read it inside summon_full_params()"
             )
         unit = engine.units[index]
-        if unit.is_streamed:
+        if unit.is_streamed and index not in engine.plan.ends:
             raise ShardingError(
                 f"the weight {name!r} is computed with while its layer does not run, when other layers have its "
                 f"buffer: keep it in place, {advice(name)}, or all layers of its class, resident=[{layer!r}]; or call "
                 "the layer itself (not its forward, nor a module in it)"
             )
-        phase.read(unit)
+        phase.read(unit, name)
 
     return ask
 
@@ -428,7 +477,7 @@ def ask_for(engine_of: Callable[[], Engine | None], index: int, layer: str) -> C
 def read_weight(engine: Engine, unit: int, index: int) -> nn.Parameter:
     """An unsharded parameter, for a look-up inside a pass. A resident unit is all-gathered first."""
     phase, read = engine.current, engine.units[unit]
-    if phase is not None and not read.is_streamed:
+    if phase is not None and (not read.is_streamed or unit in engine.plan.ends):
         untraced(phase.read, read)
     unsharded: nn.Parameter = read.params[index].unsharded
     return unsharded

@@ -11,9 +11,13 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
+
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.config import Precision
+from streamshard.core.allocation import join_slots
+from streamshard.core.ends import Ends
 from streamshard.core.params import Param
 from streamshard.core.profiler import ProfilerNames
 from streamshard.core.reductions import Reductions
@@ -32,18 +36,20 @@ if TYPE_CHECKING:
 ROOT_UNIT = 0  # index of the root unit
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False)
 class Graph:
     """The facts of a forward that its autograd graph keeps. Lives as long as the graph.
 
     Attributes:
-        versions: by unit, see `Unit.versions`: of the root unit, and of each resident unit whose weights were read
-            while none of its layers ran. The graph holds these unsharded parameters themselves.
+        plan: which unit has used which slot.
+        versions: by unit, see `Unit.versions`: of the root unit, and of each other unit whose weights were read while
+            none of its layers ran. The graph holds these unsharded parameters themselves.
         called: units of which this rank has called layers.
         called_again: resident units of which this rank has called layers several times.
         visits: units in the order in which the forward all-gathered them; filled at its end.
     """
 
+    plan: SlotPlan
     versions: dict[int, list[int]]
     called: set[int] = dataclasses.field(default_factory=set)
     called_again: set[int] = dataclasses.field(default_factory=set)
@@ -87,8 +93,13 @@ class Phase(Protocol):
     def post_forward(self, unit: Unit) -> None:
         """A layer of `unit` has computed, or raised."""
 
-    def read(self, unit: Unit) -> None:
-        """Code outside of the unit's layers reads a weight of `unit`, which is resident: put the weights in place."""
+    def read(self, unit: Unit, name: str = "") -> None:
+        """Code outside of the unit's layers reads a weight: put the weights of `unit` in place.
+
+        Args:
+            unit: resident, or at an end of the model.
+            name: of the weight. Empty: it is only looked up, which never raises.
+        """
 
     def recover(self) -> None:
         """If an exception has ended this pass, clean up. The engine is between passes afterwards."""
@@ -141,6 +152,7 @@ class Engine:
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
         inputs: asked before each pass, see `Inputs`.
+        ends: watches how the first passes use embedding and head; None once that is decided.
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         is_loss_unseen: no pass with gradients has returned so far.
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
@@ -169,6 +181,7 @@ class Engine:
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)
         self.inputs = Inputs()
+        self.ends: Ends | None = None
         self.is_summoned = False
         self.is_loss_unseen = True
         self.empty: dict[str, None] = {}
@@ -201,6 +214,34 @@ class Engine:
         if self.ranks.is_first and message not in self._warnings:
             self._warnings.add(message)
             warn_user(message)
+
+    # -- embedding and head ---------------------------------------------------------------------------------------
+
+    def watch_ends(self) -> None:
+        """A pass begins: decide whether embedding and head take turns with the blocks, or watch how it uses them."""
+        if (ends := self.ends) is None:
+            return
+        if self.order.is_settled and torch.is_grad_enabled():
+            self._join(ends.decide(self.units, self.order.order, self.plan, self.ranks))
+            if ends.is_decided:
+                self.ends = None
+        ends.begin_pass()
+
+    def predict_ends(self) -> None:
+        """Decide as for most models, before any pass."""
+        if self.ends is not None:
+            self._join(self.ends.predict(self.units, self.plan))
+            self.ends = None
+
+    def _join(self, plan: SlotPlan | None) -> None:
+        """Go over to `plan`, in which embedding and head take turns with the blocks. No pass runs."""
+        if plan is None:
+            return
+        self.plan = plan
+        join_slots(self.units, plan, self.ledger)
+        self.resident = [unit for unit in self.resident if unit.index not in plan.ends]
+        names = [repr(self.units[unit].name) for unit in sorted(plan.ends)]
+        self.why_slots += f"; {' and '.join(names)} {'take' if names[1:] else 'takes'} turns with the layers"
 
     # -- values ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import refuse_other_inputs, refuse_transforms
+from streamshard.guards.weights import refuse_read
 from streamshard.planning.program import Schedule
 from streamshard.torch_private import is_profiled
 
@@ -53,6 +54,7 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
         engine.host.refuse_failed()
     engine.ranks.refuse_destroyed()
     engine.inputs.before_pass()
+    engine.watch_ends()
     if engine.ranks.n_parts > 1 and is_whole_model and torch.is_grad_enabled() and not engine.order.is_settled:
         refuse_other_inputs(engine.ranks, inputs)
     if is_whole_model and engine.buffers.are_sent:
@@ -88,13 +90,13 @@ class Forward(Phase):
     def __init__(self, engine: Engine, units: frozenset[int]) -> None:
         self._has_graph = has_graph = torch.is_grad_enabled()
         visits = list(filter(units.__contains__, engine.order.order))
-        self.graph = Graph({ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
+        self.graph = Graph(engine.plan, {ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
         self._engine = engine
         self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=False)
         self._learns = has_graph and not engine.order.is_settled
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._used: set[int] = set()  # resident units that were used
-        self._read: set[int] = set()  # resident units whose weights were read while none of their layers ran
+        self._read: set[int] = set()  # units whose weights were read while none of their layers ran
 
     def begin(self) -> None:
         """Issue the first all-gathers, and bind the root unit."""
@@ -120,12 +122,12 @@ class Forward(Phase):
             ShardingError: a layer of another streamed unit runs.
         """
         self._engine.streams.observe(StepEvent.FORWARD_BEGINS, unit.index)
-        for outer in self._running if unit.is_streamed else ():
-            if outer.is_streamed and outer is not unit:
-                raise ShardingError(
-                    f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same "
-                    f"buffers: keep one of them in place, StreamShard(model, resident=[{unit.name!r}])"
-                )
+        if unit.is_streamed and (outer := self._running_beside(unit)) is not None:
+            raise ShardingError(
+                f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same "
+                f"buffers: keep one of them in place, StreamShard(model, resident=[{unit.name!r}])"
+            )
+        self._watch(unit)
         is_inside = bool(self._running) and not unit.is_streamed
         if is_inside:
             self._use_in_place(unit)
@@ -151,10 +153,39 @@ class Forward(Phase):
             if unit not in self._running:
                 unit.release()
 
-    def read(self, unit: Unit) -> None:
-        """See `Phase`."""
-        if unit is not self._engine.root_unit:
+    def read(self, unit: Unit, name: str = "") -> None:
+        """See `Phase`. A read of an end of the model is a visit of it, unless other units need the slot.
+
+        Raises:
+            ShardingError: they do.
+        """
+        if unit is self._engine.root_unit:
+            return
+        self._watch(unit, is_read=True)
+        if not unit.is_streamed:
             self._use_in_place(unit)
+        elif self._running_beside(unit) is not None or (self._has_graph and self._has_blocks_left()):
+            if name:
+                refuse_read(name)
+        elif not unit.is_bound:
+            self._reach(unit)
+            self._begin_use(unit)
+            unit.set_bound(True)
+            self._read.add(unit.index)
+            self.graph.versions.setdefault(unit.index, unit.versions())
+
+    def _running_beside(self, unit: Unit) -> Unit | None:
+        """Another unit of which a layer runs, and which takes turns in the block slots."""
+        return next((outer for outer in self._running if outer.is_streamed and outer is not unit), None)
+
+    def _has_blocks_left(self) -> bool:
+        """Whether the pass will still come to a block."""
+        plan, schedule = self._engine.plan, self._schedule
+        return any(plan.is_streamed[unit] and unit not in plan.ends for unit in schedule.visits[schedule.following :])
+
+    def _watch(self, unit: Unit, *, is_read: bool = False) -> None:
+        if (ends := self._engine.ends) is not None:
+            ends.use(unit, is_read=is_read, is_inside=self._running_beside(unit) is not None)
 
     def recover(self) -> None:
         """See `Phase`. The call of the model itself ends a forward, whatever happens."""
@@ -226,8 +257,9 @@ class Forward(Phase):
         refused: ShardingError | None = None
         if error is None:
             try:
-                for index in (ROOT_UNIT, *sorted(self._read)):
-                    engine.units[index].end_use()
+                for unit in map(engine.units.__getitem__, (ROOT_UNIT, *sorted(self._read))):
+                    if unit.is_bound or not unit.is_streamed:
+                        unit.end_use()
             except ShardingError as raised:
                 error = refused = raised
         for unit in engine.units:
@@ -253,5 +285,7 @@ class Forward(Phase):
         if error is not None or not torch.is_grad_enabled():
             return None
         self.graph.visits = tuple(self._schedule.log)
+        if engine.ends is not None:
+            engine.ends.end_pass(self.graph)
         engine.progress.is_unreached = True
         return self.graph

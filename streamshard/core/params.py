@@ -228,7 +228,7 @@ class FlatParam:
         self.weights = self.gathered = slot.buffer.narrow(0, *plan.weights).view(kind.compute_dtype)
         if wire is not None and kind.wire_dtype is not kind.compute_dtype:
             self.gathered = wire.narrow(0, *plan.wire).view(kind.wire_dtype)
-        own = self.gathered.narrow(0, ranks.rank * numel, numel)
+        own = self._own_part
         if keeps_slot and is_sent_as_is and self.gathered is self.weights:
             self.main = own
         else:
@@ -244,6 +244,31 @@ class FlatParam:
         for found in plan.found:
             for tensor in form_of(found.param).beside(found.param).values():
                 ledger.hold(Category.QUANTIZATION, tensor)
+
+    @property
+    def _own_part(self) -> torch.Tensor:
+        """[shard_numel]: this rank's range of `gathered`."""
+        numel = self.layout.shard_numel
+        return self.gathered.narrow(0, self.ranks.rank * numel, numel)
+
+    def move_weights(self, slot: WeightSlot, guard: WeightGuard) -> None:
+        """Go over to `slot`, with all unsharded parameters. There is no wire buffer."""
+        self.weights = self.gathered = slot.buffer.narrow(0, *self._plan.weights).view(self.kind.compute_dtype)
+        own = self._own_part
+        self.gather = self.gather._replace(
+            shard=own if self.is_on_host else self.main,
+            slot=self.gathered,
+            cast_to=None if self.gather.cast_to is None else own,
+        )
+        for param in self.params:
+            whole = param.form.unsharded(self.part_of(self.weights.data, param.layout))
+            guard.move(param.unsharded.place, self.weights.data, whole, param.form.inner)
+
+    def move_grads(self, slot: GradSlot) -> None:
+        """Go over to `slot`, which is empty."""
+        self.grads = slot.buffer.narrow(0, *self._plan.grads).view(self.kind.grad_dtype)
+        for param in self.params:
+            param.in_slot = self.part_of(self.grads, param.layout)
 
     def allocate_grads(self, slot: GradSlot, scratch: ByteRange, *, keeps_slot: bool, keeps_memory: bool) -> None:
         """Allocate memory for the gradients of a flat parameter that trains.

@@ -8,12 +8,13 @@ and [Note: ordering rules] in `streamshard.comm.streams`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
+from streamshard.comm.transport import Transport
 from streamshard.errors import StateError
 from streamshard.nested import map_tensors, tensors_in
 from streamshard.planning.memory import Category
@@ -25,7 +26,7 @@ class Ledger:
 
     Args:
         streams: they use the buffers, which live on their device.
-        allocate_visible: allocates memory that other ranks may read, see `Transport.allocate_visible`.
+        transport: allocates memory that other ranks may read, see `Transport.allocate_visible`.
 
     Attributes:
         buffers: all of them, each with its category.
@@ -33,9 +34,8 @@ class Ledger:
         host: allocates host memory, and copies between it and the device, see `HostState`; None without ``offload``.
     """
 
-    def __init__(self, streams: Streams, allocate_visible: Callable[[int, torch.dtype], torch.Tensor]) -> None:
-        self._streams = streams
-        self._allocate_visible = allocate_visible
+    def __init__(self, streams: Streams, transport: Transport) -> None:
+        self._streams, self._transport = streams, transport
         self.buffers: list[tuple[Category, torch.Tensor]] = []
         self.on_host: set[int] = set()
         self.host: Any = None
@@ -61,7 +61,7 @@ class Ledger:
                 buffer: torch.Tensor = self.host.allocate(numel, dtype)
                 self.on_host.add(id(buffer))
             elif is_visible:
-                buffer = self._allocate_visible(numel, dtype)
+                buffer = self._transport.allocate_visible(numel, dtype)
             else:
                 buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
             if not is_on_host:
@@ -76,6 +76,8 @@ class Ledger:
     def free(self, buffers: Sequence[torch.Tensor]) -> None:
         """Forget `buffers`. Nobody uses them any more."""
         freed = set(map(id, buffers))
+        for buffer in buffers:
+            self._transport.free_visible(buffer)
         self.buffers = [(kind, held) for kind, held in self.buffers if id(held) not in freed]
 
     def held_bytes(self, category: Category, *, is_on_host: bool = False) -> int:

@@ -113,6 +113,20 @@ class Unit:
         if not self.params:  # nothing will ever be gathered
             self.weight_slot.move(WeightState.ARRIVING, self.index)
 
+    def move(self, weight_slot: WeightSlot, grad_slot: GradSlot) -> None:
+        """Go over to other slots. No pass runs, and neither slot has gradients."""
+        for flat in self.flat_params:
+            if weight_slot is not self.weight_slot:
+                flat.move_weights(weight_slot, self.guard)
+            if flat.kind.trains and grad_slot is not self.grads.slot:
+                flat.move_grads(grad_slot)
+        self.weight_slot, self.grads.slot = weight_slot, grad_slot
+
+    def take_turns(self) -> None:
+        """The unit shares the block slots from now on."""
+        self.is_streamed = True
+        self.guard.share()
+
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
         """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
         self._bindings.append((weakref.ref(owner), key, (sharded, computing)))

@@ -138,6 +138,11 @@ def _present(kind: Any, inner: str, weight: _Absent) -> torch.Tensor:
     """A part of an absent weight, which operations read before torch knows of them: put its unit in place, or raise."""
     guard = weight.guard_of()
     guard.ask(guard.names[weight.place])
+    return _inner_of(kind, inner, weight)
+
+
+def _inner_of(kind: Any, inner: str, weight: torch.Tensor) -> torch.Tensor:
+    """The part `inner` of a tensor of class `kind`, which may have another class now."""
     slot = vars(kind).get(inner)  # of a class with slots, as DTensor
     tensor: torch.Tensor = vars(weight)[inner] if slot is None else slot.__get__(weight)
     return tensor
@@ -202,6 +207,22 @@ class WeightGuard:
             self._versions.append(alias._version)
             self._absent.append(ABSENT_VERSION)
 
+    def move(self, place: int, weights: torch.Tensor, whole: torch.Tensor, inner: str) -> None:
+        """Move the parameter at `place` to other memory. The object stays, and its version counters.
+
+        Args:
+            place: see above.
+            weights: the flat parameter in that memory.
+            whole: the parameter in that memory, of the class before sharding.
+            inner: see `Form`.
+        """
+        flat, *others = (alias for alias, each in zip(self._aliases, self._places, strict=True) if each == place)
+        kind = self._kinds[1][place]
+        with AsTensors():
+            set_data(flat, weights)
+            for tensor in (self.views[place], *others):
+                set_data(*(each if not inner else _inner_of(kind, inner, each) for each in (tensor, whole)))
+
     def check(self) -> None:
         """A pass begins, which casts the weights.
 
@@ -223,6 +244,11 @@ class WeightGuard:
                         "Instead of .half() use Precision(param_dtype=...), for full tensors load_state_dict or "
                         "summon_full_params()"
                     )
+
+    def share(self) -> None:
+        """Other units use the slot too from now on. The weights are not in place."""
+        self._is_shared, self.is_gone = True, False
+        self.set_present(False)
 
     def set_present(self, is_present: bool, *, marks: bool = True) -> None:
         """The weights are in place, and layers are about to compute; or they may leave their slot.
@@ -286,6 +312,14 @@ class WeightGuard:
 def advice(name: str) -> str:
     """How to keep the layer of weight `name` in place, for messages."""
     return f"StreamShard(model, resident=[{name.rpartition('.')[0]!r}])"
+
+
+def refuse_read(name: str) -> NoReturn:
+    """Raise, because the weight `name` is read while other layers have its buffer."""
+    raise ShardingError(
+        f"the weight {name!r} is computed with while its layer does not run, when other layers have its buffer: keep "
+        f"it in place, {advice(name)}"
+    )
 
 
 def refuse_absent(tensor: torch.Tensor, layer: str) -> None:

@@ -61,12 +61,14 @@ class FoundUnit(NamedTuple):
         modules: the unit's layers. Of the root unit: modules inside other units' layers whose parameters it has.
         is_resident: the unit has a slot of its own.
         params: its parameters, in registration order.
+        may_join: the unit may take turns with the layers after all, see [Note: ends] in `streamshard.planning.memory`.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     is_resident: bool = False
     params: tuple[FoundParam, ...] = ()
+    may_join: bool = False
 
 
 def find_units(
@@ -101,7 +103,8 @@ def find_units(
     found = [FoundUnit(names[layer], (layer,), layer in resident_layers) for layer in layers]
     found = coalesce(_with_params(root, [root_unit, *found])[1:], min_numel)
     large = _find_large(root, layers, beside, min_numel) if units is None and layers else []
-    found += [FoundUnit(names[module], (module,), is_resident=True) for module in (*beside, *large)]
+    found += [FoundUnit(names[module], (module,), is_resident=True) for module in beside]
+    found += [FoundUnit(names[module], (module,), is_resident=True, may_join=True) for module in large]
     found.sort(key=lambda unit: order[unit.modules[0]])
     kinds = Counter(type(layer) for unit in found for layer in unit.modules)
     for position, unit in enumerate(found):

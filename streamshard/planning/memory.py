@@ -4,9 +4,9 @@ Pure functions: everything is known before anything is allocated.
 
 [Note: slots]
 A unit always uses the same slots, so every unsharded parameter is made once and all addresses stay fixed. Streamed
-units (*blocks*) share the block slots: block i uses slot ``i % count``. Each slot has the size of its largest block. A
-resident unit (the root unit, embedding and head, a lone layer) has a weight slot of its own, so it does not size the
-others'. Its weights are all-gathered once in a pass and stay until its gradients take their place.
+units (*blocks*) share the block slots in turn: the last block but i uses slot ``(i + 1) % count``. Each slot has the
+size of its largest unit. A resident unit (the root unit, a lone layer) has a weight slot of its own, so it does not
+size the others'. Its weights are all-gathered once in a pass and stay until its gradients take their place.
 
 A slot has two tenants: the weights of a unit, then its gradients. When the unit's backward is over, nobody needs its
 weights any more. Gradients have the dtype of the weights (autograd makes them so), hence the same size and offsets.
@@ -24,6 +24,13 @@ Gradients have slots of their own where weights stay, or gradients wait:
   host waiting. So gradients have two slots and one, as with "all" weight slots.
 
 "all" is the default with one rank, where a unit's shard is the whole slot.
+
+[Note: ends]
+An embedding and a head are often larger than a block. So they take turns with the blocks too, in slot 0: one is used
+before the blocks, the other behind them. The head is unit 0 from the end, so its neighbour has another slot. Code may
+read these weights anywhere, and many models do. So both begin as resident units, with slots of their own, and join the
+block slots once the first passes have shown on all ranks that the order of uses allows it (`streamshard.core.ends`).
+The embedding is not all-gathered in backward if the passes have shown that autograd saves nothing of its weights.
 
 [Note: memory]
 S is the sum of the sizes of this rank's shards in elements, padding included; N is the number of ranks. Bytes per rank:
@@ -52,11 +59,13 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from streamshard.config import GradSlots, SlotCount
 from streamshard.planning.layout import ByteRange, UnitLayout
+
+_WORTH_TURNS = 8  # a head of less than 1/8 of a block does not cost a further all-gather of a block
 
 
 class SlotPlan(NamedTuple):
@@ -70,6 +79,8 @@ class SlotPlan(NamedTuple):
         is_one_slot: a unit's gradients take the weight slot of the unit, in which its weights are not needed any more.
         keeps_weights: every unit has a weight slot of its own, which also holds main weights that are sent as they are.
         keeps_grads: every unit has a grad slot of its own, where gradients may stay until the next backward.
+        ends: the units at both ends of the model that take turns with the blocks, see [Note: ends].
+        weightless: those of them whose backward needs no weights: an embedding.
     """
 
     is_streamed: tuple[bool, ...]
@@ -79,10 +90,35 @@ class SlotPlan(NamedTuple):
     is_one_slot: bool
     keeps_weights: bool
     keeps_grads: bool
+    ends: frozenset[int] = frozenset()
+    weightless: frozenset[int] = frozenset()
 
-    def left_by(self, order: Iterable[int]) -> set[int]:
-        """The units whose weights are in their slots after a pass that visits units in `order`."""
-        return set({self.weights[unit]: unit for unit in order}.values())
+    def gathers(self, visits: Iterable[int], content: dict[int, int], skipped: Collection[int] = ()) -> list[int]:
+        """The units that a pass all-gathers.
+
+        Args:
+            visits: the units in the order of their use.
+            content: by slot, the unit in it when the pass begins; changed to the units when it ends.
+            skipped: units whose visits need no weights.
+        """
+        gathered = []
+        for unit in visits:
+            if unit not in skipped and content.get(self.weights[unit]) != unit:
+                content[self.weights[unit]] = unit
+                gathered.append(unit)
+        return gathered
+
+    def join(self, ends: Iterable[int], weightless: Iterable[int]) -> SlotPlan:
+        """The plan in which `ends` take turns with the blocks, in the first slot. For the arguments see above."""
+        joined = frozenset(ends)
+
+        def turns(slots: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(0 if unit in joined else slot for unit, slot in enumerate(slots))
+
+        streamed = tuple(each or unit in joined for unit, each in enumerate(self.is_streamed))
+        plan = self._replace(is_streamed=streamed, weights=turns(self.weights), ends=joined)
+        grads = turns(self.grads) if self.is_one_slot else self.grads
+        return plan._replace(grads=grads, weightless=joined.intersection(weightless))
 
 
 def plan_slots(
@@ -115,8 +151,27 @@ def _assign(is_streamed: Sequence[bool], count: SlotCount) -> list[int]:
     """By unit, its slot: block slots are 0 to count - 1, resident units get numbers above."""
     blocks = sum(is_streamed)
     turns = blocks if count == "all" else min(count, blocks)
-    block_slots, own_slots = itertools.cycle(range(turns)), itertools.count(turns)
-    return [next(block_slots if streamed else own_slots) for streamed in is_streamed]
+    # Counted from the end of the model: the last block is 1, because a head behind it may take slot 0.
+    block_places, own_slots = itertools.count(blocks, -1), itertools.count(turns)
+    return [next(block_places) % turns if streamed else next(own_slots) for streamed in is_streamed]
+
+
+def choose_ends(
+    plan: SlotPlan, n_bytes: Sequence[int], early: Collection[int], late: Collection[int]
+) -> frozenset[int]:
+    """The units that may join the blocks' slots: the largest of `early`, and the largest of `late`.
+
+    Args:
+        plan: without ends.
+        n_bytes: by unit, the size of its weights.
+        early: resident units that passes use before the first block.
+        late: resident units that passes use behind the last block.
+    """
+    blocks = [size for size, streamed in zip(n_bytes, plan.is_streamed, strict=True) if streamed]
+    if plan.keeps_weights or len(blocks) < 2:
+        return frozenset()
+    largest = (max(sorted(units), key=n_bytes.__getitem__) for units in (early, late) if units)
+    return frozenset(unit for unit in largest if _WORTH_TURNS * n_bytes[unit] >= max(blocks))
 
 
 class Category(enum.Enum):

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple, Protocol
 
@@ -47,13 +47,16 @@ class Op(NamedTuple):
     is_reduction: bool = False
 
 
-def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -> list[list[Op]]:
+def plan_steps(
+    visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool, weightless: Collection[int] = ()
+) -> list[list[Op]]:
     """Order the operations of one schedule, step by step.
 
     Args:
         visits: unit indices in order of use; a unit may occur more than once.
         slot_of: the weight slot of each unit, by unit index.
         reduce: whether each unit's gradients are reduced after its last visit (backward).
+        weightless: units that are not all-gathered: their visits need no weights.
 
     Returns:
         ``len(visits) + 1`` lists; list k may be issued once all visits before k are over.
@@ -63,6 +66,8 @@ def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -
     free_at: dict[int, int] = {}  # by slot, the step at which it is free
     for visit, unit in enumerate(visits):
         steps.append([])
+        if unit in weightless:
+            continue
         step = max(step, free_at.get(slot_of[unit], 0))
         free_at[slot_of[unit]] = visit + 1
         steps[step].append(Op(unit))
@@ -77,7 +82,7 @@ class Schedule:
     """Hands out the operations of one pass in one direction, each exactly once, in order.
 
     Args:
-        visits, slot_of, reduce: see `plan_steps`.
+        visits, slot_of, reduce, weightless: see `plan_steps`.
         is_streamed: by unit; the others are resident.
 
     Attributes:
@@ -88,7 +93,13 @@ class Schedule:
     """
 
     def __init__(
-        self, visits: Sequence[int], slot_of: Sequence[int], is_streamed: Sequence[bool], *, reduce: bool
+        self,
+        visits: Sequence[int],
+        slot_of: Sequence[int],
+        is_streamed: Sequence[bool],
+        *,
+        reduce: bool,
+        weightless: Collection[int] = (),
     ) -> None:
         self.visits = tuple(visits)
         self.log: list[int] = []
@@ -97,7 +108,7 @@ class Schedule:
         self._is_streamed = is_streamed
         self._current: int | None = None  # the unit whose visit is under way, in the program or out of order
         self._has_inner_uses = False  # which keep their places in the log
-        self._steps = plan_steps(self.visits, slot_of, reduce=reduce)
+        self._steps = plan_steps(self.visits, slot_of, reduce=reduce, weightless=weightless)
         self._issued_steps = 0
 
     def find(self, unit: int) -> int | None:

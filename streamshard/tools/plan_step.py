@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
 from streamshard.core.engine import Engine
 from streamshard.core.params import FlatParam
+from streamshard.core.unit import Unit
 from streamshard.planning.discovery import FoundUnit
 from streamshard.planning.structure import modules_inside
 from streamshard.tools.host_time import Inputs, Load, Step
@@ -26,27 +27,35 @@ def load_of(model: nn.Module, found: Sequence[FoundUnit], tokens: tuple[int, int
     return Load(share * used, share * trained, layers, width, *tokens, step.micro_batches, step.is_checkpointed)
 
 
-def still_gathered(engine: Engine) -> set[int]:
-    """The units in their slots as a forward begins: without those whose gradients have taken the slot in backward."""
-    left = engine.plan.left_by(reversed(range(len(engine.units))))
-    return {unit for unit in left if engine.units[unit].host is not None and not engine.units[unit].trained}
+def gathers_of(engine: Engine) -> tuple[list[Unit], list[Unit]]:
+    """The units that a forward and a backward all-gather, from the second step on."""
+    plan, units = engine.plan, engine.units
+    content: dict[int, int] = {}
+    for _ in range(2):
+        # Frozen weights in host memory do not change. Gradients have taken the slots of trained units.
+        content = {
+            slot: unit for slot, unit in content.items() if units[unit].host is not None and not units[unit].trained
+        }
+        forward = plan.gathers(range(len(units)), content)
+        backward = plan.gathers(reversed(range(len(units))), content, plan.weightless)
+    return [units[unit] for unit in forward], [units[unit] for unit in backward]
 
 
 def inputs_of(engine: Engine) -> Inputs:
     """What the rank of a planned engine has in host memory."""
-    units, order = [unit for unit in engine.units if unit.host is not None], range(len(engine.units))
+    forward, backward = gathers_of(engine)
 
     def size(flats: Iterable[FlatParam]) -> int:
         return sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in flats)
 
-    def absent(there: Collection[int]) -> Iterator[FlatParam]:
-        return (flat for unit in units if unit.index not in there for flat in unit.flat_params)
+    def flats(units: Iterable[Unit]) -> Iterator[FlatParam]:
+        return (flat for unit in units if unit.host is not None for flat in unit.flat_params)
 
-    trained = [flat for unit in units for flat in unit.trained]
+    trained = [flat for flat in flats(engine.units) if flat.kind.trains]
     return Inputs(
         trained=sum(flat.layout.shard_numel for flat in trained),
         cast=size(flat for flat in trained if flat.kind.wire_dtype is not flat.kind.main_dtype),
-        first_forward=size(flat for flat in absent(still_gathered(engine)) if not flat.kind.trains),
-        forward=size(absent(still_gathered(engine))),
-        backward=size(absent(engine.plan.left_by(order))),
+        first_forward=size(flat for flat in flats(forward) if not flat.kind.trains),
+        forward=size(flats(forward)),
+        backward=size(flats(backward)),
     )

@@ -33,7 +33,7 @@ from streamshard.tools.activations import Activations, Build, estimate_activatio
 from streamshard.tools.fit import Room, Stage, fewer_tokens, fewest_ranks
 from streamshard.tools.host_time import Step, StepTime, predict
 from streamshard.tools.memory import report_memory
-from streamshard.tools.plan_step import inputs_of, load_of, still_gathered
+from streamshard.tools.plan_step import gathers_of, inputs_of, load_of
 from streamshard.torch_private import fake_ranks
 
 BuildOnMesh = Callable[[DeviceMesh], nn.Module]
@@ -170,11 +170,11 @@ class Planner(NamedTuple):
     def stage(self, name: str, weights: SlotCount, grads: GradSlots = None, **settings: Any) -> Stage:
         """Memory and communication with so many slots, and some other settings."""
         engine = self.engine(weight_slots=weights, grad_slots=grads, **settings)
-        report, units = report_memory(engine), [unit.flat_params for unit in engine.units]
-        present = still_gathered(engine), engine.plan.left_by(range(len(units)))  # as forward and backward begin
-        passes = [unit for there in present for number, unit in enumerate(units) if number not in there]
-        gathered = [flat for unit in passes for flat in unit if flat.layout.params and flat.ranks.world_size > 1]
-        reduced = [flat for unit in units for flat in unit if flat.kind.trains and flat.ranks.world_size > 1]
+        report = report_memory(engine)
+        visits = itertools.chain(*gathers_of(engine))
+        gathered = [flat for unit in visits for flat in unit.flat_params if flat.layout.params]
+        reduced = [flat for unit in engine.units for flat in unit.trained]
+        gathered, reduced = ([flat for flat in each if flat.ranks.world_size > 1] for each in (gathered, reduced))
         sent = [(flat, flat.kind.wire_dtype) for flat in gathered]
         sent += [(flat, flat.ranks.transport.sent_dtype(flat.kind.mode, flat.kind.grad_dtype)) for flat in reduced]
         # Each other rank receives this rank's shards, and chunks of this rank's gradients.

@@ -195,12 +195,13 @@ def test_the_engine_allocates_nothing_after_the_first_step(context: RankContext,
     model = sharded(scenario, PRECISIONS["16-bit wire"], keep_main_grads=True)
     engine = engine_inside(model)
     at_start = _reachable_storages(model)
-    train(model, scenario, context, steps=1)
+    train(model, scenario, context, steps=2)  # then embedding and head take turns with the layers
     buffers = [(category, buffer.data_ptr()) for category, buffer in engine.ledger.buffers]
     storages = _reachable_storages(model)
     train(model, scenario, context, steps=3)
     assert [(category, buffer.data_ptr()) for category, buffer in engine.ledger.buffers] == buffers
-    assert _reachable_storages(model) == storages == at_start
+    assert _reachable_storages(model) == storages
+    assert storages.items() <= at_start.items()
 
 
 class _Made:

@@ -54,6 +54,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _assert_equal(planned: Stage, model: Any) -> None:
+    engine_inside(model).predict_ends()  # or train two steps: see tests/core/test_ends.py
     report = model.memory_report()
     assert planned.memory == report
     assert planned.total_bytes == report.total_bytes + report.adam_bytes + report.chunk_bytes
@@ -180,7 +181,7 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[st
         with simulated_device() if settings else nullcontext():
             model = StreamShard(build(), **slots, **settings)
         optimizer = adamw(model)
-        for number in range(2):
+        for number in range(3):  # from the second on, embedding and head take turns
             engine = engine_inside(model)
             sent = _Sent(sum(len(unit.flat_params) for unit in engine.units), engine.ranks.transport)
             with engine.streams.observed_by(sent):
@@ -210,34 +211,23 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
     zero_3 = planned.stages[0]
     layer, head = 218_112_000, 525_336_576
     start, total = zero_3.start_bytes, zero_3.total_bytes
-    sizes = (
-        16 / 8 * planned.numel,
-        4 * layer,
-        4 * head,
-        start,
-        total,
-        2 * head,
-        start + 2 * head + head // 2,
-        total + 2 * head,
-    )
-    state, layers, beside, begin, end, grad, first, peak = (f"{size / 2**30:.1f}" for size in sizes)
+    sizes = 16 / 8 * planned.numel, 2 * (layer + head), start, total, 2 * head, start + 2 * head, total + 2 * head
+    state, slots, begin, end, grad, first, peak = (f"{size / 2**30:.1f}" for size in sizes)
     dial, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/guide/dial.md", "README.md"))
-    assert f"takes {state} GiB for 16/N bytes of each parameter, {layers} for the slots of two layers, and " in dial
-    assert f"and {beside} for these: {end} in all, and {begin} at the start of backward." in dial
-    assert (
-        f"StreamShard takes {peak} GiB on 8 ranks, " in readme
-        and f"main grads have no memory yet: {first} GiB" in readme
-    )
-    assert f"with these it holds {end} GiB" in readme and f"gradient in bf16 adds {grad}." in readme
+    assert f"takes {state} GiB for 16/N bytes of each parameter, and {slots} for two slots, " in dial
+    assert f"and of the head: {end} in all, and {begin} at the start of backward." in dial
+    assert f"StreamShard takes {peak} GiB on 8 ranks, " in readme
+    assert f"main grads have no memory yet: {first} GiB" in readme
+    assert f"State and buffers are {end} GiB" in readme and f"gradient in bf16 adds {grad}." in readme
     assert [(unit.name, unit.count, unit.is_resident) for unit in planned.units] == [
         ("the root unit", 1, True),
-        ("model.embed_tokens", 1, True),
+        ("model.embed_tokens", 1, False),
         ("LlamaDecoderLayer", 32, False),
-        ("lm_head", 1, True),
+        ("lm_head", 1, False),
     ]
-    # 32 layers in forward, 30 in backward, embedding, head and root unit once; 7/8 of 2 bytes, and 4 for gradients.
-    assert (zero_3.all_gathers, zero_3.reductions) == (65, 35)
-    kept = 2 * 218_112_000 + 2 * 525_336_576 + 4096
+    # 32 layers in forward, 31 in backward, embedding, head and root unit once; 7/8 of 2 bytes, and 4 for gradients.
+    assert (zero_3.all_gathers, zero_3.reductions) == (66, 35)
+    kept = 218_112_000 + 2 * 525_336_576 + 4096
     for stage, least in (
         (zero_3, 2 * (2 * planned.numel - kept) + 4 * planned.numel),
         (planned.stages[-1], 6 * planned.numel),
@@ -255,7 +245,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     assert lines[1] == "LlamaForCausalLM: 8,030,261,248 parameters on 8 ranks, over nccl"
     assert "32 x LlamaDecoderLayer, each         218,112,000      0.41 GiB  streamed" in lines
     rows = {line[:24].strip(): line[24:].split() for line in lines if line.startswith("  ")}
-    assert rows["total"] == ["17.79", "18.60", "31.77", "56.09"]
+    assert rows["total"] == ["16.40", "17.22", "31.77", "56.09"]
     assert rows["weight_slots"] == ["2", "4", "all", "all"]
     margin = "of 30.00 GiB per rank, 2.50 GiB stay free: 1.50 GiB for fragmentation and, by assumption, 1.00 GiB "
     margin += "for the CUDA context and a communicator of NCCL"
@@ -264,7 +254,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     told = json.loads(capsys.readouterr().out)
     assert {field.name for field in dataclasses.fields(Plan)} == told.keys()
     assert [f"{stage['total_bytes'] / 2**30:.2f}" for stage in told["stages"]] == rows["total"]
-    assert told["stages"][1]["memory"]["held_bytes"]["weight slots"] == 2 * (4 * 218_112_000 + 2 * 525_336_576 + 4096)
+    assert told["stages"][1]["memory"]["held_bytes"]["weight slots"] == 2 * (3 * 218_112_000 + 525_336_576 + 4096)
 
 
 def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
@@ -290,7 +280,7 @@ def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
 def test_a_budget_with_offload_is_of_the_device(tmp_path: Path) -> None:
     """There are at most as many slots as layers. A part of the state takes room, and leaves host memory."""
     build = builder_of(str(_config(tmp_path)))
-    for budget, slots in (("9.5GiB", "3 slots"), ("100GiB", "32 slots")):
+    for budget, slots in (("8GiB", "3 slots"), ("100GiB", "32 slots")):
         planned = plan(build, 1, budget=budget, offload="state")
         assert planned.fit is not None and planned.fit.fitting == ["ZeRO-3", slots]
     whole, part = (plan(build, 1, offload="state", device_budget=size).stages[0] for size in (0, "20GiB"))
@@ -303,9 +293,9 @@ def test_a_budget_finds_the_most_slots_that_fit(tmp_path: Path) -> None:
     """One more would not."""
     build = builder_of(str(_config(tmp_path)))
     planned = plan(build, 8, budget="30G")
-    assert planned.fit is not None and planned.fit.fitting == ["ZeRO-3", "21 slots"]
+    assert planned.fit is not None and planned.fit.fitting == ["ZeRO-3", "24 slots"]
     left = 30_000_000_000 * 19 // 20 - 2**30  # a twentieth and a GiB stay free
-    assert planned.stages[1].total_bytes <= left < plan(build, 8, weight_slots=22).stages[1].total_bytes
+    assert planned.stages[1].total_bytes <= left < plan(build, 8, weight_slots=25).stages[1].total_bytes
     roomy = plan(build, 8, budget="100GiB").fit
     assert roomy is not None and roomy.fitting == ["ZeRO-3", "ZeRO-2", "ZeRO-1"]
 
@@ -315,9 +305,9 @@ def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path, capsys: 
     config = str(_config(tmp_path))
     host = "with --offload state, which takes {} GiB of host memory per rank"
     for ranks, budget, wanted in (
-        (8, "17GiB", ["  on 10 ranks", "  with 8-bit Adam", "  " + host.format("16.83")]),
+        (8, "17GiB", ["  on 9 ranks", "  with 8-bit Adam", "  " + host.format("16.83")]),
         (1, "40GiB", ["  on 4 ranks", "  " + host.format("134.62")]),
-        (8, "4GiB", []),
+        (8, "2GiB", []),
     ):
         assert main(["plan", config, "--ranks", str(ranks), "--budget", budget]) == 1
         said = capsys.readouterr()

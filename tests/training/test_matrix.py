@@ -52,7 +52,7 @@ SETTINGS: dict[str, Setting] = {
     "16-bit wire": Setting(PRECISIONS["16-bit wire"]),
 }
 # Settings differ in how gradients are added: these scenarios run at all of them, the others at one each, in turn.
-EVERYWHERE = ("no_sync", "a kept graph", "layers unused on some ranks")
+EVERYWHERE = ("no_sync", "a kept graph", "layers unused on some ranks", "a head that a loss reads")
 OVER_SOCKETS = ("ZeRO-1", "3 slots", "several layers", "16-bit wire")
 
 
@@ -72,6 +72,7 @@ PLAIN = (
     *(
         "plain",
         "large embedding and head",
+        "a head that a loss reads",
         "tied",
         "two layers",
         "unequal layers",

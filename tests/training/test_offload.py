@@ -158,6 +158,7 @@ def _twice(steps: Callable[[Any, Call], None], model: Any, context: RankContext)
         (2, "clipping"),
         (1, "plain"),
         (2, "micro-batches"),
+        (2, "a head that a loss reads"),
         (2, _skip_layers),
         (2, functools.partial(_twice, _change_weights)),
         (1, _scale_losses),

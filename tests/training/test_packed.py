@@ -32,6 +32,7 @@ from tests.reference import (
     assert_same,
     assert_trains_like_plain,
     built,
+    engine_inside,
     full_weights,
     parts_of,
     stack_step,
@@ -208,6 +209,7 @@ def test_the_report_counts_packed_bytes_and_scales(context: RankContext, form: s
         scales = [part for part in parts.values() if not any(part is each for each in frozen)]
     planned = streamshard.plan(FORMS[form](), context.world_size, precision="fp32", transport="shared-memory")
     model = StreamShard(plain, precision=FP32)
+    engine_inside(model).predict_ends()
     held, report = model.memory_report().held_bytes, model.memory_report()
     assert held["quantization"] == sum(tensor.nbytes for tensor in scales) > 0
     if context.world_size == 2:

@@ -1,0 +1,312 @@
+"""Embedding and head take turns with the blocks where the order of uses allows it, and never read other weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import plan
+from streamshard.errors import ShardingError
+from streamshard.planning.memory import Category
+from tests.models import DIM, TinyConfig, TinyLM, token_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    FP32,
+    Call,
+    assert_trains_like_plain,
+    case,
+    engine_inside,
+    lm_step,
+    sharded_model,
+)
+from tests.scenarios import over_sockets
+
+BOTH = {"embedding", "head"}
+
+
+class Reader(TinyLM):
+    """A language model that uses its embedding and its head as `uses` says. An odd number of blocks has other slots."""
+
+    def __init__(self, depth: int = 4, **uses: Callable[..., Any]) -> None:
+        super().__init__(TinyConfig(vocabulary=256, depth=depth))  # larger than a block
+        self.second = nn.Linear(self.config.dim, self.config.vocabulary, bias=False)
+        self.uses = uses
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[rows, length] tokens -> [rows, length, vocabulary] logits"""
+        penalty = self._use("first", lambda m: 0.0)
+        x = self._use("embed", lambda m, tokens: m.embedding(tokens), tokens)
+        x = self.run_blocks(x + self.positions[: tokens.shape[1]], mask)
+        out: Tensor = self._use("head", lambda m, x: m.head(x), self.norm(x)) * self.scale
+        return out + penalty + self._use("last", lambda m, tokens: 0.0, tokens)
+
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The blocks, and something between the first two."""
+        x = self.blocks[0](x, mask=mask)
+        x = x + self._use("between", lambda m, x: 0.0, x)
+        for block in self.blocks[1:]:
+            x = block(x, mask=mask)
+        return x
+
+    def _use(self, place: str, otherwise: Callable[..., Any], *values: Tensor) -> Any:
+        return self.uses.get(place, otherwise)(self, *values)
+
+
+def _in_chunks(model: Reader, x: Tensor) -> Tensor:
+    parts = [checkpoint(F.linear, part, model.head.weight, use_reentrant=False) for part in x.unbind()]
+    return torch.stack([part for part in parts if part is not None])
+
+
+class _Saves(torch.autograd.Function):
+    """x W' with a weight that it keeps in an attribute, unseen by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight, grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+# By name: where the model uses which weights, and the units that take turns from the second step on.
+PROGRAMS: dict[str, tuple[dict[str, Callable[..., Any]], set[str]]] = {
+    "by their layers": ({}, BOTH),
+    "head read by a fused loss": ({"head": lambda m, x: F.linear(x, m.head.weight)}, BOTH),
+    "head read in checkpointed chunks": ({"head": _in_chunks}, BOTH),
+    "head kept by a function of its own": ({"head": lambda m, x: _Saves.apply(x, m.head.weight)}, BOTH),
+    "head checkpointed": ({"head": lambda m, x: checkpoint(m.head, x, use_reentrant=False)}, BOTH),
+    "head read in a penalty behind it": ({"last": lambda m, t: m.head.weight.square().mean()}, BOTH),
+    "two heads": ({"head": lambda m, x: m.head(x) + m.second(x)}, BOTH),
+    "embedding checkpointed": ({"embed": lambda m, t: checkpoint(m.embedding, t, use_reentrant=False)}, BOTH),
+    "embedding called twice": ({"embed": lambda m, t: m.embedding(t) + m.embedding(t.flip(1))}, BOTH),
+    "embedding scaled by its weight": ({"embed": lambda m, t: m.embedding(t) * m.embedding.weight.norm()}, {"head"}),
+    "a soft prompt": (
+        {"embed": lambda m, t: m.embedding(t) + (m.second.weight.t().softmax(-1) @ m.embedding.weight).mean(0)},
+        {"head"},
+    ),
+    "embedding called behind the blocks": ({"last": lambda m, t: m.embedding(t).mean()}, {"head"}),
+    "embedding read behind the blocks": ({"head": lambda m, x: m.head(x) + x @ m.embedding.weight.t()}, {"head"}),
+    "a view of the embedding used behind the blocks": (
+        {
+            "first": lambda m: setattr(m, "kept", m.embedding.weight.t()) or 0.0,
+            "head": lambda m, x: m.head(x) + x @ m.kept,
+        },
+        {"head"},
+    ),
+    "head read before the blocks": ({"first": lambda m: m.head.weight.square().mean()}, {"embedding"}),
+    "both in one product": ({"first": lambda m: (m.embedding.weight @ m.head.weight.t()).mean()}, set()),
+    "an early exit": ({"between": lambda m, x: m.head(x).mean()}, {"embedding"}),
+    "head read between blocks": ({"between": lambda m, x: (x @ m.head.weight.t()).mean()}, {"embedding"}),
+}
+
+
+def _ends(model: nn.Module) -> set[str]:
+    engine = engine_inside(model)
+    return {engine.units[unit].name for unit in engine.plan.ends}
+
+
+def _each_program(context: RankContext, **settings: Any) -> None:
+    for number, (name, (uses, wanted)) in enumerate(PROGRAMS.items()):
+        with case(name):
+            depth = 4 + number % 2
+            model = assert_trains_like_plain(
+                context, lambda d=depth, u=uses: Reader(d, **u), lm_step, steps=4, checked=(2, 3), **settings
+            )
+            assert _ends(model) == wanted
+
+
+@on_ranks(2, 3)
+def test_ends_take_turns_where_the_order_of_uses_allows(context: RankContext) -> None:
+    """Losses, gradients and weights are plain PyTorch's, whatever reads the weights."""
+    _each_program(context)
+
+
+@on_ranks(2)
+def test_ends_take_turns_over_sockets(context: RankContext) -> None:
+    with over_sockets():
+        _each_program(context)
+
+
+@on_ranks(2)
+def test_ends_take_turns_with_three_slots(context: RankContext) -> None:
+    _each_program(context, weight_slots=3)
+
+
+# By name: a use that begins after embedding and head have joined; the weight that an error names, or None: it runs.
+LATER: dict[str, tuple[dict[str, Callable[..., Any]], str | None]] = {
+    "head called behind the blocks": ({"last": lambda m, t: m.head(m.norm(m.embedding(t))).mean()}, None),
+    "embedding called behind the blocks": ({"last": lambda m, t: m.embedding(t).mean()}, None),
+    "head read behind the blocks": ({"head": lambda m, x: F.linear(x, m.head.weight)}, None),
+    "head read twice": ({"head": lambda m, x: x @ m.head.weight.t() + m.head(x)}, None),
+    "an early exit": ({"between": lambda m, x: m.head(x).mean()}, None),
+    "head read before the blocks": ({"first": lambda m: m.head.weight.square().mean()}, "head.weight"),
+    "head read between blocks": ({"between": lambda m, x: (x @ m.head.weight.t()).mean()}, "head.weight"),
+    "embedding read": ({"first": lambda m: m.embedding.weight.square().mean()}, "embedding.weight"),
+    "embedding checkpointed": ({"embed": lambda m, t: checkpoint(m.embedding, t, use_reentrant=False)}, None),
+    "embedding saved by its layer": (
+        {"embed": lambda m, t: m.embedding(t) + F.embedding(t, m.embedding.weight.square())},
+        "embedding.weight",
+    ),
+}
+
+
+def _change(uses: dict[str, Callable[..., Any]]) -> Callable[[nn.Module, int], None]:
+    """For `assert_trains_like_plain`: the model uses its weights otherwise from the fourth step on."""
+
+    def prepare(model: Any, number: int) -> None:
+        if number == 3:
+            model.uses = uses
+
+    return prepare
+
+
+@on_ranks(2)
+def test_an_end_that_is_used_otherwise_later_trains_like_plain_or_raises(context: RankContext) -> None:
+    for number, (name, (uses, weight)) in enumerate(LATER.items()):
+        train = functools.partial(
+            assert_trains_like_plain, context, functools.partial(Reader, 4 + number % 2), lm_step,
+            steps=6, checked=(3, 4), prepare=_change(uses),
+        )  # fmt: skip
+        with case(name):
+            if weight is None:
+                train()
+                continue
+            unit = weight.partition(".")[0]
+            said = rf"the weight '{weight}' .* StreamShard\(model, resident=\['{unit}'\]\)"
+            with pytest.raises(ShardingError, match=said):
+                train()
+            train(resident=[unit])
+
+
+def _train(model: nn.Module, steps: int) -> None:
+    for number in range(steps):
+        lm_step(model, Call(number, 0, 1, 1.0))
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_the_slots_of_embedding_and_head_are_freed(context: RankContext) -> None:
+    """The report and the plan count two slots from then on. The plan expects it, so it is right before, too."""
+    model = sharded_model(_tiny)
+    slots = str(Category.WEIGHT_SLOTS.value)
+    before = model.memory_report().held_bytes[slots]
+    _train(model, 3)
+    after = model.memory_report().held_bytes[slots]
+    unit_bytes = [unit.layout.weight_bytes for unit in engine_inside(model).units]
+    root, embedding, block, *_, head = unit_bytes
+    assert embedding == head > block > 0
+    assert (before, after) == (root + embedding + 2 * block + head, root + head + block)
+    planned = plan(_tiny, context.world_size, precision=FP32).stages[0].memory.held_bytes
+    assert planned[slots] == after
+
+
+def _tiny() -> TinyLM:
+    return TinyLM(TinyConfig(vocabulary=256))
+
+
+@on_ranks(2)
+def test_a_resident_end_keeps_its_slot(context: RankContext) -> None:
+    model = sharded_model(Reader, resident=["head", "second"])
+    _train(model, 3)
+    assert _ends(model) == {"embedding"}
+
+
+@on_ranks(2)
+def test_ends_take_turns_once_no_graph_waits_on_any_rank(context: RankContext) -> None:
+    """Rank 1 keeps the loss of its first step for two more steps, so its graph may have views of the weights."""
+    model = sharded_model(Reader)
+    tokens = token_batch(0, context.rank)
+    kept = [model(tokens)] if context.rank == 1 else [model(tokens).detach()]
+    _train(model, 3)
+    assert _ends(model) == set()
+    kept.clear()
+    _train(model, 1)
+    assert _ends(model) == BOTH
+
+
+@on_ranks(2)
+def test_ends_keep_their_slots_if_graphs_always_wait(context: RankContext) -> None:
+    model = sharded_model(Reader)
+    kept = model(token_batch(0, context.rank))
+    _train(model, 12)
+    del kept
+    _train(model, 2)
+    assert _ends(model) == set() and engine_inside(model).ends is None
+
+
+@on_ranks(2)
+def test_a_second_backward_through_a_graph_from_before_raises(context: RankContext) -> None:
+    model = sharded_model(Reader)
+    loss = model(token_batch(0, context.rank)).square().mean()
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    _train(model, 2)
+    assert _ends(model) == BOTH
+    with pytest.raises(ShardingError, match=r"goes through a forward from before .*resident=\['embedding', 'head'\]"):
+        loss.backward()
+    _train(model, 1)
+    resident = sharded_model(Reader, resident=["embedding", "head"])
+    loss = resident(token_batch(0, context.rank)).square().mean()
+    loss.backward(retain_graph=True)
+    _train(resident, 2)
+    loss.backward()
+
+
+class _Points(nn.Module):
+    """Its first layer takes numbers, and has no table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(160, DIM), nn.Linear(DIM, 160)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 160] -> [rows, 160]"""
+        x = self.first(x).tanh()
+        for layer in self.layers:
+            x = layer(x).tanh()
+        out: Tensor = self.last(x)
+        return out
+
+
+@on_ranks(2)
+def test_a_first_layer_whose_input_needs_a_gradient_later_trains_like_plain(context: RankContext) -> None:
+    """As a GAN's discriminator does: autograd saves the weights of its first layer only for the generator's loss."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        x = torch.sin(torch.arange(640.0).view(4, 160) + call.rank + call.step)
+        if call.step < 3:
+            return call.backward(model(x).square().mean())
+        x.requires_grad_()
+        loss = call.backward(model(x).square().mean())
+        return loss + x.grad.square().sum() * call.weight**-2
+
+    model = assert_trains_like_plain(context, _Points, step, steps=5, checked=(2, 4))
+    assert _ends(model) == {"first", "last"}
+
+
+@on_ranks(2)
+def test_tokens_that_change_before_backward_raise_as_in_plain_pytorch(context: RankContext) -> None:
+    model = sharded_model(_tiny)
+    for number in range(4):
+        tokens = token_batch(number, context.rank)
+        loss = model(tokens).square().mean()
+        tokens.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del loss  # its graph would wait
+        model.zero_grad()
+        lm_step(model, Call(number, 0, 1, 1.0))
+        model.zero_grad()
+    assert _ends(model) == BOTH
