@@ -42,31 +42,34 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
     figure.savefig(path)
 
 
-_SYSTEMS = {
-    "ddp": ("DDP", "#b8b8b8"),
-    "fsdp2": ("FSDP2", "#74a9cf"),
-    "streamshard": ("StreamShard", "#2b6ca8"),
-}
+_SYSTEMS = {"fsdp2": ("FSDP2", "#74a9cf"), "streamshard": ("StreamShard", "#2b6ca8")}
 _GPU_GIB = 80e9 / 2**30
 
 
-def draw_memory(computed: dict[str, dict[str, float]], path: str | os.PathLike[str]) -> None:
-    """Draw GiB per rank, by number of ranks and system. The suffix of `path` is the format, such as ".svg"."""
+def draw_memory(moments: dict[str, dict[str, dict[str, float]]], path: str | os.PathLike[str]) -> None:
+    """Draw GiB per rank at each moment of a step, by number of ranks and system. DDP is the same for all of them.
+
+    Args:
+        moments: by moment, number of ranks and system.
+        path: its suffix is the format, such as ".svg".
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure: Any = Figure((9.0, 3.0), layout="constrained")
-    title = "Llama 3 8B with AdamW: GiB per rank at the peak of a step, without activations"
-    axes = figure.add_subplot(title=title, ylim=(0, 155), yticks=[])
-    for place, (system, (words, color)) in enumerate(_SYSTEMS.items()):
-        heights = [row[system] for row in computed.values()]
-        at = [group + 0.28 * (place - 1) for group in range(len(heights))]
-        bars = axes.bar(at, heights, width=0.26, color=color, label=words)
-        axes.bar_label(bars, [f"{gib:.0f}" if gib >= 10 else f"{gib:.1f}" for gib in heights], fontsize=10, padding=1)
-    axes.axhline(_GPU_GIB, color="#d62728", linestyle="--", linewidth=1, zorder=0, label="a GPU with 80 GB")
-    axes.set_xticks(range(len(computed)), [*computed], fontsize=11)
-    axes.spines[["left", "right", "top"]].set_visible(False)
-    axes.tick_params(bottom=False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=11)
+    figure: Any = Figure((9.0, 3.2), layout="constrained")
+    figure.suptitle("Llama 3 8B with AdamW: GiB per rank, without activations", fontsize=12)
+    for axes, (moment, computed) in zip(figure.subplots(1, len(moments), sharey=True), moments.items(), strict=True):
+        axes.set(title=moment, ylim=(0, 82), yticks=[])
+        for place, (system, (words, color)) in enumerate(_SYSTEMS.items()):
+            heights = [row[system] for row in computed.values()]
+            at = [group + 0.4 * (place - 0.5) for group in range(len(heights))]
+            bars = axes.bar(at, heights, width=0.38, color=color, label=words)
+            axes.bar_label(bars, [f"{gib:.1f}" for gib in heights], fontsize=8, padding=1)
+        axes.axhline(_GPU_GIB, color="#d62728", linestyle="--", linewidth=1, zorder=0, label="a GPU with 80 GB")
+        axes.set_xticks(range(len(computed)), [*computed], fontsize=10)
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        axes.tick_params(bottom=False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=11)
     with matplotlib.rc_context({"svg.hashsalt": "streamshard"}):  # the same data give the same file
         figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)

@@ -104,14 +104,18 @@ def test_the_picture_of_memory_has_what_was_computed_and_that_equals_what_was_me
     assert len(result["measured"]) == 6
     for each in result["measured"].values():
         assert each["measured_bytes"] == pytest.approx(each["computed_bytes"], rel=0.01)
-    computed = result["llama_3_8b_gib"]
+    moments = {"start": result["llama_3_8b_start_gib"], "end of backward": result["llama_3_8b_gib"]}
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw_memory(computed, tmp_path / "memory.svg")
+        draw_memory(moments, tmp_path / "memory.svg")
     drawn = (tmp_path / "memory.svg").read_text()
-    for words in ("DDP", "FSDP2", "StreamShard", "8 ranks", f"{computed['8 ranks']['fsdp2']:.0f}"):
+    start, end = (each["8 ranks"] for each in moments.values())
+    for words in ("FSDP2", "StreamShard", "8 ranks", "end of backward", f"{start['fsdp2']:.1f}", f"{end['fsdp2']:.1f}"):
         assert f">{words}<" in drawn
-    eight, readme = computed["8 ranks"], (ROOT / "README.md").read_text()
-    assert f"{eight['streamshard']:.1f} GiB on 8 ranks, FSDP2 {eight['fsdp2']:.1f}, DDP {eight['ddp']:.1f}" in readme
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{end['streamshard']:.1f} GiB on 8 ranks, FSDP2 {end['fsdp2']:.1f}, DDP {end['ddp']:.1f}" in readme
+    assert f"main grads have no memory yet: {start['streamshard']:.1f} GiB, FSDP2 {start['fsdp2']:.1f}" in readme
+    for moment in moments.values():  # less than FSDP2 on every number of ranks
+        assert all(row["streamshard"] < row["fsdp2"] for row in moment.values())
 
 
 def test_a_run_on_a_gpu_is_one_table_and_one_picture(tmp_path: Path) -> None:
