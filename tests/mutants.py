@@ -222,6 +222,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_OnStream.__init__", Swap("device_stream(name)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
     ],
     "core/backward": [
+        ("Backward.reach", Drop("if graph.plan is not plan:"), "ends:second_backward"),
         (
             "Backward._advance",
             Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
@@ -243,8 +244,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.finish", Drop("engine.finish_reading()"), "shared_memory"),
     ],
     "core/edge": [
+        ("_holding_back_weights", Drop("if use.unit.index in engine.plan.weightless:"), "ends:otherwise_later"),
+        ("_kept", Drop("if tensor._version != version:"), "ends:tokens"),
         ("_watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "activations"),
-        ("call_unit", Swap("outer is not None and", "False and"), "activations"),
+        ("call_unit", Swap("outer is not None or", "False or"), "activations"),
         ("_on_gradient", Swap(" or torch.is_grad_enabled()", ""), "asked_grads"),
         ("_need_weights", Swap(" or unit.grads.slot.weights is not None", ""), "asked_grads"),
     ],
@@ -258,6 +261,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ),
     ],
     "core/forward": [
+        ("Forward.read", Swap(" or (self._has_graph and self._has_blocks_left())", ""), "ends:otherwise_later"),
+        ("Forward.read", Drop("self.graph.versions.setdefault"), "ends"),
         ("begin_forward", Drop("engine.recover()"), "exceptions"),
         ("Forward.finish", Drop("unit.guard.mark_absent(in_forward=False)"), "absent_weights"),
         ("Forward.finish", Drop("engine.finish_reading()"), "simulated_device:weights_may"),
@@ -313,6 +318,22 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
         ("Unit.start_reduce", Swap("flat.ranks", "self.ranks"), "expert_parallel"),
         ("Unit.start_reduce", Drop("grads.move(GradState.KEPT)"), "passes"),
+    ],
+    "core/ends": [
+        ("Ends.use", Drop("self.elsewhere.add"), "ends:where_the_order"),
+        (
+            "Ends.use",
+            Swap("(self.elsewhere if self._has_block else self._early)", "self._early"),
+            "ends:where_the_order",
+        ),
+        ("Ends.end_pass", Drop("self._waiting.append"), "ends:no_graph_waits"),
+        ("Ends.decide", Drop("elsewhere |="), "ends:where_the_order"),
+        ("Ends._join", Swap(".difference(saved)", ""), "ends"),
+        ("Ends._join", Swap(".intersection(self._tables)", ""), "ends:first_layer"),
+    ],
+    "core/allocation": [
+        ("join_slots", Drop("ledger.free"), "ends:are_freed"),
+        ("join_slots", Drop("kept.is_shared"), "ends"),
     ],
     "core/unit_grads": [
         ("UnitGrads._take", Drop("if not param.is_kept:"), "invariants loops graphs"),

@@ -9,7 +9,7 @@ import torch
 from streamshard.comm.communicator import Communicator
 from streamshard.core.host import HostState
 from streamshard.core.params import FlatParam
-from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot, WeightState
+from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.planning.layout import ByteRange, UnitLayout
 from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scratch
@@ -130,5 +130,4 @@ def join_slots(units: Sequence[Unit], plan: SlotPlan, ledger: Ledger) -> None:
         if unit.index in plan.ends:
             unit.take_turns()
     kept.is_shared = True
-    kept.move(WeightState.EMPTY, None)
     ledger.free([slot.buffer for slot in slots if slot is not kept])

@@ -23,7 +23,6 @@ from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
-from streamshard.guards.weights import refuse_read
 from streamshard.planning.program import Schedule
 from streamshard.torch_private import AsTensors, graph_task_id, is_profiled
 
@@ -164,20 +163,14 @@ class Backward(Phase):
         engine.issue(self._schedule.advance_to(visit))
 
     def read(self, unit: Unit, name: str = "") -> None:
-        """See `Phase`. Recomputed code of the root unit reads it.
-
-        Raises:
-            ShardingError: another unit has the slot.
-        """
+        """See `Phase`. Recomputed code of the root unit reads it. A look-up alone does not gather it."""
         if self._engine.ends is not None:
             self._engine.ends.saved.add(unit.index)
-        if unit.is_streamed and unit.weight_slot.content != unit.index:
-            if name:
-                refuse_read(name)
-            return
-        self._unshard(unit, binds=unit.is_streamed)
         if not unit.is_streamed:
+            self._unshard(unit)
             unit.guard.set_present(True, marks=False)
+        elif name or unit.weight_slot.content == unit.index:
+            self._recompute(unit)
 
     # -- recomputation --------------------------------------------------------------------------------------------
 

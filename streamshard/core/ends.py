@@ -42,7 +42,6 @@ class Ends:
         self._so_far: set[int] = set()  # used in this pass, before its first block or behind its latest one
         self._has_block = False  # this pass has used one
         self._waiting: list[weakref.ref[object]] = []  # graphs that no backward has been through
-        self._has_backward = False
         self._attempts = 0
 
     # -- what passes do -------------------------------------------------------------------------------------------
@@ -77,7 +76,6 @@ class Ends:
 
     def end_backward(self, graphs: Collection[object]) -> None:
         """A backward has been through `graphs`."""
-        self._has_backward = True
         self._waiting = [ref for ref in self._waiting if ref() is not None and ref() not in graphs]
 
     # -- the decision ---------------------------------------------------------------------------------------------
@@ -98,7 +96,7 @@ class Ends:
         """
         self._attempts += 1
         has_grads = any(unit.grads.slot.content is not None for unit in units)
-        is_ready = self._has_backward and not has_grads and all(ref() is None for ref in self._waiting)
+        is_ready = not has_grads and all(ref() is None for ref in self._waiting)
         seen = self._early, self._late, self.elsewhere, self.saved
         votes: list[Any] = ranks.gather_objects(seen if is_ready else None)
         self.is_decided = None not in votes or self._attempts == _ATTEMPTS
