@@ -311,11 +311,13 @@ class _OnSide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         device, side = ctx.streams
+        x, weight = ctx.saved_tensors
         with _aside(device, side, grad):
-            x, weight = ctx.saved_tensors
-            grads = grad @ weight, grad.T @ x, None, None
-        device.record_stream(grads[0], device.current_stream(CPU))
-        return grads
+            grad_x = grad @ weight
+        device.record_stream(grad_x, device.current_stream(CPU))
+        with device.stream(side):  # as a node of its own makes it: no stream waits for it before the end of backward
+            grad_weight = grad.T @ x
+        return grad_x, grad_weight, None, None
 
 
 @contextlib.contextmanager
