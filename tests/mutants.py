@@ -261,7 +261,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ),
     ],
     "core/forward": [
-        ("Forward.read", Swap(" or (self._has_graph and self._has_blocks_left())", ""), "ends:otherwise_later"),
+        ("Forward.read", Swap(" or not self._schedule.is_last(unit.index)", ""), "ends:otherwise_later"),
         ("Forward.read", Drop("self.graph.versions.setdefault"), "ends"),
         ("begin_forward", Drop("engine.recover()"), "exceptions"),
         ("Forward.finish", Drop("unit.guard.mark_absent(in_forward=False)"), "absent_weights"),

@@ -154,20 +154,22 @@ class Forward(Phase):
                 unit.release()
 
     def read(self, unit: Unit, name: str = "") -> None:
-        """See `Phase`. A read of an end of the model is a visit of it, unless other units need the slot.
+        """See `Phase`. A read of the head, behind the blocks, is a visit of it.
 
         Raises:
-            ShardingError: they do.
+            ShardingError: other units need the slot. Without gradients too: a view of the weights may live on.
         """
         if unit is self._engine.root_unit:
             return
         self._watch(unit, is_read=True)
         if not unit.is_streamed:
             self._use_in_place(unit)
-        elif self._running_beside(unit) is not None or (self._has_graph and self._has_blocks_left()):
+        elif unit.is_bound:
+            pass
+        elif self._running_beside(unit) is not None or not self._schedule.is_last(unit.index):
             if name:
                 refuse_read(name)
-        elif not unit.is_bound:
+        else:
             self._reach(unit)
             self._begin_use(unit)
             unit.set_bound(True)
@@ -177,11 +179,6 @@ class Forward(Phase):
     def _running_beside(self, unit: Unit) -> Unit | None:
         """Another unit of which a layer runs, and which takes turns in the block slots."""
         return next((outer for outer in self._running if outer.is_streamed and outer is not unit), None)
-
-    def _has_blocks_left(self) -> bool:
-        """Whether the pass will still come to a block."""
-        plan, schedule = self._engine.plan, self._schedule
-        return any(plan.is_streamed[unit] and unit not in plan.ends for unit in schedule.visits[schedule.following :])
 
     def _watch(self, unit: Unit, *, is_read: bool = False) -> None:
         if (ends := self._engine.ends) is not None:

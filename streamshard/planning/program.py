@@ -123,6 +123,12 @@ class Schedule:
         """The first visit that has not begun."""
         return self.position + (self.visits[self.position : self.position + 1] == (self._current,))
 
+    def is_last(self, unit: int) -> bool:
+        """Whether the visit of `unit` is under way or still to come, and no other streamed unit has one to come."""
+        left = self.visits[self.following :]
+        others = (other for other in left if other != unit)
+        return (self._current == unit or unit in left) and not any(self._is_streamed[other] for other in others)
+
     def is_out_of_order(self, unit: int) -> bool:
         """Whether `unit`, which is used now, has no visit left in the program, and its weights are not in place."""
         is_there = self._current == unit or self.find(unit) is not None

@@ -23,6 +23,7 @@ from tests.reference import (
     assert_trains_like_plain,
     case,
     engine_inside,
+    full_weights,
     lm_step,
     sharded_model,
 )
@@ -194,6 +195,10 @@ LATER: dict[str, tuple[dict[str, Callable[..., Any]], str | None]] = {
     "an early exit": ({"between": lambda m, x: m.head(x).mean()}, None),
     "head read before the blocks": ({"first": lambda m: m.head.weight.square().mean()}, "head.weight"),
     "head read between blocks": ({"between": lambda m, x: (x @ m.head.weight.t()).mean()}, "head.weight"),
+    "embedding read behind the blocks": (
+        {"head": lambda m, x: m.head(x) + x @ m.embedding.weight.t()},
+        "embedding.weight",
+    ),
     "embedding read": ({"first": lambda m: m.embedding.weight.square().mean()}, "embedding.weight"),
     "embedding checkpointed": ({"embed": lambda m, t: checkpoint(m.embedding, t, use_reentrant=False)}, None),
     "embedding that backward needs": ({"first": _scale}, "embedding.weight"),
@@ -300,6 +305,38 @@ def test_a_second_backward_through_a_graph_from_before_raises(context: RankConte
     loss.backward(retain_graph=True)
     _train(resident, 2)
     loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["head", "embedding"])
+def test_a_view_that_an_evaluation_takes_before_the_blocks_raises(context: RankContext, name: str) -> None:
+    """Also on one rank alone. Behind the blocks it would be a view of other weights."""
+
+    def keep(model: Any) -> float:
+        model.kept = [getattr(model, name).weight.detach()[:16]]
+        return 0.0
+
+    def compute(model: Any, x: Tensor) -> Tensor:
+        return x @ model.kept[0].t()
+
+    tokens = token_batch(0, context.rank)
+    for resident in ([], [name]):
+        model = sharded_model(Reader, resident=resident)
+        _train(model, 3)
+        full = full_weights(model)[f"{name}.weight"]
+        model.uses = {"first": keep, "head": compute}
+        with torch.no_grad():
+            if not resident:
+                with pytest.raises(ShardingError, match=rf"'{name}.weight' .* resident=\['{name}'\]"):
+                    model(tokens)
+                continue
+            found = model(tokens)
+            model.uses = {"head": functools.partial(_multiply, full[:16])}
+            torch.testing.assert_close(found, model(tokens))
+
+
+def _multiply(weight: Tensor, model: Reader, x: Tensor) -> Tensor:
+    return x @ weight.t()
 
 
 class _Points(nn.Module):
