@@ -205,7 +205,7 @@ def make_engine(
     engine = Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
     ends = {index: unit.modules[0] for index, unit in enumerate(found) if unit.may_join}
     if ends and not plan.keeps_weights and not any(layout.flat_params[-1].wire.stop for layout in layouts):
-        engine.ends = Ends(ends, [index for index, module in ends.items() if isinstance(module, nn.Embedding)])
+        engine.ends = Ends(ends, [index for index, module in ends.items() if isinstance(module, nn.Embedding)], ledger)
     return engine
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from streamshard.comm.communicator import Communicator
-from streamshard.core.host import HostState
 from streamshard.core.params import FlatParam
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Unit
 from streamshard.planning.layout import ByteRange, UnitLayout
 from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scratch
+
+if TYPE_CHECKING:
+    from streamshard.core.host import HostState
 
 # Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
 TakeWeights = Callable[[UnitLayout, Sequence[FlatParam]], None]

@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from streamshard.comm.communicator import Communicator
+from streamshard.core.allocation import join_slots
+from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.planning.memory import SlotPlan, choose_ends
 
@@ -24,6 +26,7 @@ class Ends:
     Args:
         candidates: indices of the resident units that may join the block slots.
         tables: those of them that look up rows of their weights.
+        ledger: owns the buffers of slots.
 
     Attributes:
         elsewhere: units of which something else is used too, between blocks say.
@@ -31,12 +34,13 @@ class Ends:
         is_decided: no further pass is watched.
     """
 
-    def __init__(self, candidates: Collection[int], tables: Collection[int]) -> None:
+    def __init__(self, candidates: Collection[int], tables: Collection[int], ledger: Ledger) -> None:
         self.elsewhere: set[int] = set()
         self.saved: set[int] = set()
         self.is_decided = False
         self._candidates = candidates
         self._tables = tables
+        self._ledger = ledger
         self._early: set[int] = set()
         self._late: set[int] = set()
         self._so_far: set[int] = set()  # used in this pass, before its first block or behind its latest one
@@ -83,7 +87,7 @@ class Ends:
     def decide(
         self, units: Sequence[Unit], order: Sequence[int], plan: SlotPlan, ranks: Communicator
     ) -> SlotPlan | None:
-        """A forward with gradients begins, and the order of units is settled. Collective.
+        """A forward with gradients begins, and the order of units is settled: join, or not. Collective.
 
         A graph that waits for its backward may have saved views of the weights. Then the next pass decides.
 
@@ -126,4 +130,8 @@ class Ends:
         before = {unit for unit in self._candidates if unit in early and order.index(unit) < blocks[0]}
         behind = {unit for unit in self._candidates if unit in late and order.index(unit) > blocks[-1]}
         ends = choose_ends(plan, [unit.layout.weight_bytes for unit in units], before, behind)
-        return plan.join(ends, (ends & before).intersection(self._tables).difference(saved)) if ends else None
+        if not ends:
+            return None
+        joined = plan.join(ends, (ends & before).intersection(self._tables).difference(saved))
+        join_slots(units, joined, self._ledger)
+        return joined

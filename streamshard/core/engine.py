@@ -16,8 +16,6 @@ import torch
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.config import Precision
-from streamshard.core.allocation import join_slots
-from streamshard.core.ends import Ends
 from streamshard.core.params import Param
 from streamshard.core.profiler import ProfilerNames
 from streamshard.core.reductions import Reductions
@@ -31,6 +29,7 @@ from streamshard.planning.program import Op, UnitOrder
 
 if TYPE_CHECKING:
     from streamshard.core.buffer_sync import BufferSync
+    from streamshard.core.ends import Ends
     from streamshard.core.host import HostState
 
 ROOT_UNIT = 0  # index of the root unit
@@ -234,11 +233,10 @@ class Engine:
             self.ends = None
 
     def _join(self, plan: SlotPlan | None) -> None:
-        """Go over to `plan`, in which embedding and head take turns with the blocks. No pass runs."""
+        """Embedding and head have joined the blocks, as `plan` says."""
         if plan is None:
             return
         self.plan = plan
-        join_slots(self.units, plan, self.ledger)
         self.resident = [unit for unit in self.resident if unit.index not in plan.ends]
         names = [repr(self.units[unit].name) for unit in sorted(plan.ends)]
         self.why_slots += f"; {' and '.join(names)} {'take' if names[1:] else 'takes'} turns with the layers"
