@@ -1,1 +1,1 @@
-"""Units: slots, shards of weights and gradients, sharded parameters, and steps of optimizers on them."""
+"""Weights that are absent or written, torch's operations on pieces, changes of modules, and training loops."""
