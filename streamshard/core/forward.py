@@ -122,12 +122,13 @@ class Forward(Phase):
             ShardingError: a layer of another streamed unit runs.
         """
         self._engine.streams.observe(StepEvent.FORWARD_BEGINS, unit.index)
-        if unit.is_streamed and (outer := self._running_beside(unit)) is not None:
+        if self._running and unit.is_streamed and (outer := self._running_beside(unit)) is not None:
             raise ShardingError(
                 f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same "
                 f"buffers: keep one of them in place, StreamShard(model, resident=[{unit.name!r}])"
             )
-        self._watch(unit)
+        if self._engine.ends is not None:
+            self._engine.ends.use(unit, is_inside=self._running_beside(unit) is not None)
         is_inside = bool(self._running) and not unit.is_streamed
         if is_inside:
             self._use_in_place(unit)
@@ -161,7 +162,8 @@ class Forward(Phase):
         """
         if unit is self._engine.root_unit:
             return
-        self._watch(unit, is_read=True)
+        if self._engine.ends is not None:
+            self._engine.ends.use(unit, is_read=True, is_inside=self._running_beside(unit) is not None)
         if not unit.is_streamed:
             self._use_in_place(unit)
         elif unit.is_bound:
@@ -179,10 +181,6 @@ class Forward(Phase):
     def _running_beside(self, unit: Unit) -> Unit | None:
         """Another unit of which a layer runs, and which takes turns in the block slots."""
         return next((outer for outer in self._running if outer.is_streamed and outer is not unit), None)
-
-    def _watch(self, unit: Unit, *, is_read: bool = False) -> None:
-        if (ends := self._engine.ends) is not None:
-            ends.use(unit, is_read=is_read, is_inside=self._running_beside(unit) is not None)
 
     def recover(self) -> None:
         """See `Phase`. The call of the model itself ends a forward, whatever happens."""
