@@ -191,6 +191,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("NcclTransport.start_reduce", Swap(" and not accumulate:", ":"), "transport"),
     ],
     "comm/shared_memory": [
+        ("SharedBuffers.free", Drop("if first < last:"), "shared_memory:pages"),
         ("SharedMemoryTransport.copy_until", Drop("if for_all:"), "shared_memory"),
         ("SharedMemoryTransport.copy_until", Drop("self._await(Counter.PUBLISHED"), "shared_memory invariants matrix"),
         ("SharedMemoryTransport.sum_until", Drop("for each in self._buffers"), "shared_memory:mixed"),

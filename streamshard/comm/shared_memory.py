@@ -136,7 +136,8 @@ class SharedBuffers:
         offset = buffer.data_ptr() - self.start
         first, last = -(-offset // page) * page, (offset + buffer.nbytes) // page * page
         if first < last:
-            self._memory.madvise(mmap.MADV_REMOVE, first, last - first)
+            with contextlib.suppress(OSError):  # where the system refuses, the pages stay
+                self._memory.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a buffer of this memory."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
+import mmap
 import os
 import signal
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from streamshard import Precision, StreamShard
-from streamshard.comm import flight_recorder
+from streamshard.comm import flight_recorder, shared_memory
 from streamshard.comm import ranks as ranks_module
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import host_group_of
@@ -28,9 +30,9 @@ from streamshard.comm.shared_memory import Counter, Offer, SharedMemoryTransport
 from streamshard.comm.transport import Reduction
 from streamshard.config import ReductionMode
 from streamshard.errors import CommunicationError
-from tests.models import Stack, vector_batch
+from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, RankFailure, await_groups_of_before, on_ranks, open_pool
-from tests.reference import FP32, engine_inside
+from tests.reference import FP32, Call, engine_inside, lm_step, sharded_model
 from tests.scenarios import BF16, PRECISIONS, sharded, train
 
 
@@ -124,6 +126,40 @@ def test_memory_goes_with_the_model(context: RankContext) -> None:
         assert _held()[0] == before[0] + 4
         del models, model
         assert _held() == before
+
+
+def _pages() -> int:
+    """Bytes of all memory that this process shares. Every rank has the other ranks' files open too."""
+    status = [os.stat(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_shared(name)]
+    return sum({each.st_ino: 512 * each.st_blocks for each in status}.values())
+
+
+def _is_shared(descriptor: str) -> bool:
+    try:
+        return "memfd:streamshard" in os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # of the listing itself
+        return False
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("may_free", [True, False])
+def test_pages_of_slots_that_embedding_and_head_leave_go_back(context: RankContext, may_free: bool) -> None:
+    """Where the system refuses, training goes on."""
+    model = sharded_model(lambda: TinyLM(TinyConfig(vocabulary=2048)))
+
+    def steps(numbers: Sequence[int]) -> int:
+        for number in numbers:
+            lm_step(model, Call(number, context.rank, 2, 1.0))
+            model.zero_grad()
+        dist.barrier()
+        return _pages()
+
+    before = steps([0])
+    with contextlib.nullcontext() if may_free else mock.patch.object(shared_memory.mmap, "MADV_REMOVE", -1):
+        after = steps([1, 2])
+    embedding = engine_inside(model).units[1].layout.weight_bytes
+    assert engine_inside(model).plan.ends and embedding > 10 * mmap.PAGESIZE
+    assert (before - after >= 2 * (embedding - 2 * mmap.PAGESIZE)) is may_free
 
 
 # -- where it cannot be shared ------------------------------------------------------------------------------------
