@@ -124,10 +124,10 @@ def join_slots(units: Sequence[Unit], plan: SlotPlan, ledger: Ledger) -> None:
     slots = dict.fromkeys(unit.weight_slot for unit in joined)
     kept = max(slots, key=lambda slot: slot.buffer.nbytes)
     grads = {unit.grads.slot.weights: unit.grads.slot for unit in joined}
-    for unit in joined:  # freed memory goes back to the compute stream
-        unit.weight_slot.arrived.wait()  # rule 1
-        unit.weight_slot.read.wait()  # rule 6
-        unit.grads.slot.drained.wait()  # rule 3
+    for unit in joined:  # on CPUs; compute has waited for the last pass's collectives when it ended
+        unit.weight_slot.arrived.complete()
+        unit.weight_slot.read.complete()
+        unit.grads.slot.drained.complete()
     for unit in joined:
         unit.move(kept, grads.get(kept, unit.grads.slot))
         if unit.index in plan.ends:
