@@ -192,7 +192,7 @@ def test_sharded_packed_weights_are_recognised_and_refuse_what_needs_all_bytes(
 
 @on_ranks(2)
 def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankContext, tmp_path: Path) -> None:
-    """Of live storages after a step. A copy of a layer's packed weights would be 250 KB, one of adapters 25 KB."""
+    """Of live storages after two steps. A copy of a layer's packed weights would be 250 KB, one of adapters 25 KB."""
     if context.device.type != "cpu":
         pytest.skip("counts tensors in the host's memory")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 61}
@@ -206,15 +206,17 @@ def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankCo
     planned = plan(model, 2, transport="shared-memory", precision=_OWN).stages[0]
     model = StreamShard(model, precision=_OWN)
     optimizer = adamw(model)
-    _step(model, Call(0, context.rank, 2, 1.0))
-    optimizer.step()
-    optimizer.zero_grad()
+    for number in range(2):  # from the second on, embedding and head take turns with the layers
+        _step(model, Call(number, context.rank, 2, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
     report = model.memory_report()
     assert planned.total_bytes == report.total_bytes + report.adam_bytes
     held = LiveBytes().held_bytes - before + shared_bytes(2) - shared_before
     counters = sum(moment.nbytes for state in optimizer.state.values() for moment in state.values() if not moment.ndim)
     others = counters + sum(buffer.nbytes for buffer in model.buffers())
-    assert held == pytest.approx(planned.total_bytes + others, abs=2 * 4096 + 1000)  # shared memory has whole pages
+    # Shared memory has whole pages. Each slot that was freed leaves a part of its first and of its last one.
+    assert held == pytest.approx(planned.total_bytes + others, abs=5 * 4096)
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
