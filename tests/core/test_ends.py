@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import plan
-from streamshard.errors import ShardingError
+from streamshard.errors import CommunicationError, ShardingError
 from streamshard.planning.memory import Category
 from tests.models import DIM, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
@@ -231,6 +231,30 @@ def test_an_end_that_is_used_otherwise_later_trains_like_plain_or_raises(context
             with pytest.raises(ShardingError, match=said):
                 train()
             train(resident=[unit])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["embedding called between blocks", "an early exit"])
+def test_another_call_on_one_rank_alone_raises(context: RankContext, name: str) -> None:
+    """As docs/guide/limits.md says: between blocks, for the first time after the first steps.
+
+    A resident embedding may be called so. The head has to be called at the same point on all ranks.
+    """
+
+    def step(model: Any, call: Call) -> Tensor:
+        model.uses = PROGRAMS[name][0] if call.step >= 3 and call.rank in ranks else {}
+        return lm_step(model, call)
+
+    train = functools.partial(assert_trains_like_plain, context, Reader, step, steps=6, checked=(3, 4))
+    if name == "an early exit":
+        ranks = {0, 1}
+        train()
+    else:
+        ranks = {1}
+        train(resident=["embedding"])
+    ranks = {1}
+    with pytest.raises(CommunicationError, match="ranks do not do the same"):
+        train()
 
 
 def _train(model: nn.Module, steps: int) -> None:

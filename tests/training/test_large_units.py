@@ -1,4 +1,4 @@
-"""Embedding, head and other large modules beside the layers: resident units, in slots of their own size."""
+"""Embedding, head and other large modules beside the layers: units, which begin with slots of their own."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 @on_ranks(1, 2)
 def test_large_modules_beside_the_layers_are_units(context: RankContext) -> None:
-    """If nothing else holds their parameters. Each has a slot of its own. Units that are given are all there are."""
+    """If nothing else holds their parameters. Each begins with an own slot. Units that are given are all there are."""
     for name, (build, wanted) in FOUND.items():
         with case(name):
             engine = engine_inside(StreamShard(build(), precision=FP32))
