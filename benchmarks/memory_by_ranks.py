@@ -65,8 +65,9 @@ def peak_bytes(system: str, sizes: dict[str, int], ranks: int, backend: str) -> 
       weights (2 b). The last layer comes with the fp32 gradient of the head (4 E + 6 b), the first one with its
       neighbour's (8 b) and the embedding, which is prefetched (2 E). The embedding's gradient comes last (6 E). gloo
       copies the input of the largest reduction (4 E more).
-    - StreamShard: the plan, at two moments. The gradient in bf16 of head and embedding (2 E) is not in its slot yet.
-      The head's main grads (4 E / N) follow when it is.
+    - StreamShard: the plan, at two moments. The gradient of the head in bf16 (2 E) is not in its slot yet. Its main
+      grads (4 E / N) follow when it is, with the gradients of the last layer (2 b). The first layer has no main grads
+      before its gradients (2 b) are in the slot. The embedding's gradient is made by ranges of rows (2 E / 8).
     """
     with torch.device("meta"):
         model: Any = build(**sizes)
@@ -82,7 +83,10 @@ def peak_bytes(system: str, sizes: dict[str, int], ranks: int, backend: str) -> 
         first = 16 * numel // ranks - 4 * (embedding + layer) // ranks + 8 * layer + 2 * embedding
         return Bytes(start, max(start, last, first, 16 * numel // ranks + 6 * embedding + copied))
     stage = plan(model, ranks, transport="shared-memory" if backend == "gloo" else "nccl").stages[0]
-    return Bytes(stage.start_bytes + max(2 * embedding, 4 * embedding // ranks), stage.total_bytes + 2 * embedding)
+    start = stage.start_bytes + max(2 * embedding, 4 * embedding // ranks + 2 * layer)
+    first = stage.total_bytes + 2 * layer - 4 * (embedding + layer) // ranks
+    last = stage.total_bytes + max(0, embedding // 4 - 4 * embedding // ranks)
+    return Bytes(start, max(start, first, last))
 
 
 def _ddp(model: nn.Module) -> nn.Module:

@@ -245,8 +245,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.finish", Drop("engine.finish_reading()"), "shared_memory"),
     ],
     "core/edge": [
-        ("_holding_back_weights", Drop("if use.unit.index in engine.plan.weightless:"), "ends:otherwise_later"),
-        ("_kept", Drop("if tensor._version != version:"), "ends:tokens"),
+        ("_keep_lookup", Swap(" or not engine.reductions.is_open", ""), "lookups:inside"),
+        ("_keep_lookup", Swap("not param.unsharded.requires_grad", "False"), "lookups:frozen"),
+        ("_keep_lookup", Swap("grad.numel() >= param.layout.numel or ", ""), "lookups:smaller"),
+        ("_watch_lookups", Swap(" or saved_tensors_hooks(False) is not None", ""), "lookups:models"),
         ("_watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "activations"),
         ("call_unit", Swap("outer is not None or", "False or"), "activations"),
         ("_on_gradient", Swap(" or torch.is_grad_enabled()", ""), "asked_grads"),
@@ -288,6 +290,14 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ),
         ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changes"),
     ],
+    "core/lookups": [
+        ("Lookup.rows", Swap(" | (self.indices == self.padding)", ""), "lookups:models"),
+        ("lookups_in", Swap(" and not node._saved_scale_grad_by_freq", ""), "lookups:models"),
+        ("write_lookups", Swap("total.add_(made)", "made"), "lookups:models"),
+        ("write_lookups", Drop("if scale != 1.0:"), "lookups:scaled"),
+        ("write_lookups", Swap("part.add_(total) if adds else ", ""), "lookups:bits"),
+        ("write_lookups", Drop("lookups.clear()"), "lookups:models"),
+    ],
     "core/reductions": [
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
@@ -303,6 +313,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Replicas.finish", Swap("averaged in", "_ in"), "replicas"),
         ("Replicas.add", Swap("not self._is_synced", "False"), "replicas"),
         ("Replicas.finish", Swap("sorted(self._unaveraged)", "()"), "replicas"),
+    ],
+    "core/saved_tensors": [
+        ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later"),
+        ("kept", Drop("if tensor._version != version:"), "ends:tokens"),
     ],
     "core/slots": [
         ("WeightSlot.leave", Drop("self.read.complete()"), "shared_memory matrix"),

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import queue
 import threading
 import weakref
@@ -416,12 +417,14 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     """
     checker, finish = StreamChecker(device), Backward.finish
 
-    def there(hook: Callable[..., None]) -> Callable[..., None]:
-        def called(*args: Any) -> None:
-            stream = [access.stream for access in checker.accesses_to(_grad_of(args[-1])) if access.is_write][-1]
+    def there(hook: Callable[..., Any], grad_of: Callable[[Any], torch.Tensor | None]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            if (grad := grad_of(args[-1])) is None:  # kept as gradients of look-ups
+                return hook(*args)
+            stream = [access.stream for access in checker.accesses_to(grad) if access.is_write][-1]
             checker.leaves.add(stream)
             with device.stream(stream):
-                hook(*args)
+                return hook(*args)
 
         return called
 
@@ -433,7 +436,8 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     with (
         checker,
         mock.patch.object(Backward, "finish", finish_behind),
-        mock.patch.object(edge, "_on_gradient", there(edge._on_gradient)),
+        mock.patch.object(edge, "_on_gradient", there(edge._on_gradient, _grad_of)),
+        mock.patch.object(edge, "_keep_lookup", there(edge._keep_lookup, operator.itemgetter(0))),
         contextlib.closing(checker),
     ):
         yield checker

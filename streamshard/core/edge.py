@@ -20,7 +20,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,12 +28,14 @@ from torch import nn
 from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
+from streamshard.core.lookups import Lookup, lookups_in
 from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.params import Param
+from streamshard.core.saved_tensors import holding_back_weights, keep, kept, noting_weights
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
-from streamshard.guards.weights import advice, refuse_absent
+from streamshard.guards.weights import advice
 from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in, waited
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
@@ -91,7 +92,10 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     """Call a module around units, or with parameters of the root unit. The outermost call is the forward pass."""
     engine = handle.engine
     if engine.current is not None:
-        return call(*args, **kwargs)
+        output = call(*args, **kwargs)
+        if handle.looks_up:
+            untraced(_watch_lookups, output, engine, engine.root_unit)
+        return output
     if active_ddp() is not None:
         raise ShardingError(
             "a StreamShard model runs inside DistributedDataParallel, which takes its pieces for replicas and averages "
@@ -140,13 +144,16 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
     try:
         if unit.weight_slot.is_shared and (outer is not None or unit.index in engine.plan.weightless):
-            with _holding_back_weights(engine, use, *(outer or (_keep, _kept))):
+            need = functools.partial(_need_weights, engine)
+            with holding_back_weights(use, need, *(outer or (keep, kept))):
                 output = call(*args, **kwargs)
         elif engine.ends is not None and not unit.is_streamed:
-            with _noting_weights(unit, engine.ends.saved, *(outer or (_keep, _kept))):
+            with noting_weights(unit, engine.ends.saved, *(outer or (keep, kept))):
                 output = call(*args, **kwargs)
         else:
             output = call(*args, **kwargs)
+        if handle.looks_up:
+            untraced(_watch_lookups, output, engine, unit)
         if unit.is_streamed:
             output = untraced(unit.weight_slot.without_weights, output)
     finally:
@@ -225,80 +232,38 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any], edit
 # -- backward ------------------------------------------------------------------------------------------------------
 
 
-@skip
-def _holding_back_weights(
-    engine: Engine, use: Use, pack_other: Callable[[torch.Tensor], Any], unpack_other: Callable[[Any], torch.Tensor]
-) -> AbstractContextManager[None]:
-    """Saved-tensor hooks around a layer, inside the hooks of other code (checkpoints, ``save_on_cpu``).
+def _watch_lookups(output: Any, engine: Engine, unit: Unit) -> None:
+    """Let backward keep the gradients of look-ups in weights of `unit`, from which `output` was computed.
 
-    Autograd does not check the versions of tensors that hooks have packed. So the other hooks get no weights of the
-    layer. Backward puts the weights in place when it unpacks one. If backward has none, saving one raises.
-
-    Args:
-        engine: of the model.
-        use: the call of the layer.
-        pack_other, unpack_other: the hooks around the layer.
+    Inside the saved-tensor hooks of other code backward makes the whole gradient, as torch does: a checkpoint lets
+    nobody but the node read its saved tensors.
     """
-    slot = use.unit.weight_slot
-
-    def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
-        """Called in forward with each tensor that is saved."""
-        refuse_absent(tensor, use.unit.name)
-        if not slot.holds(tensor):
-            return pack_other(tensor), None
-        if use.unit.index in engine.plan.weightless:
-            name = use.unit.params[0].name
-            raise ShardingError(
-                f"backward needs the weight {name!r}, unlike in the first steps, when other layers have its buffer: "
-                f"keep it in place, {advice(name)}"
-            )
-        return tensor.detach(), use
-
-    @skip
-    def unpack(packed: tuple[Any, Any]) -> Any:
-        """Called in backward when a saved tensor is read."""
-        saved, is_weight = packed
-        if not is_weight:
-            return unpack_other(saved)
-        untraced(_need_weights, engine, use)
-        return saved
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    phase = engine.phase
+    if phase is None or not phase.is_forward or saved_tensors_hooks(False) is not None:
+        return
+    for node in lookups_in(output):
+        weight = getattr(node.next_functions[0][0], "variable", None)
+        for param in unit.params:
+            if param.unsharded is weight and param.has_room and not param.form.inner:
+                padding = node._saved_padding_idx
+                padding = padding if padding < param.layout.shape[0] else -1  # unsigned
+                keep = functools.partial(_keep_lookup, engine, unit, param, node._saved_indices, padding)
+                node.register_prehook(functools.partial(untraced, keep))
 
 
-@skip
-def _noting_weights(
-    unit: Unit, saved: set[int], pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-) -> AbstractContextManager[None]:
-    """Saved-tensor hooks around a layer of `unit`: add the unit to `saved` if backward will need its weights.
-
-    Args:
-        unit: resident.
-        saved: indices of units.
-        pack, unpack: the hooks around the layer, which are called too.
-    """
-
-    def note(tensor: torch.Tensor) -> Any:
-        if unit.weight_slot.holds(tensor):
-            saved.add(unit.index)
-        return pack(tensor)
-
-    return torch.autograd.graph.saved_tensors_hooks(note, unpack)
-
-
-def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Hold a saved tensor as autograd does without hooks. Detached, because an output would hold its own graph."""
-    return tensor.detach(), tensor._version
-
-
-def _kept(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
-    tensor, version = kept
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"{list(tensor.shape)} of {tensor.dtype} is at version {tensor._version}, expected version {version}"
-        )
-    return tensor
+def _keep_lookup(
+    engine: Engine, unit: Unit, param: Param, indices: torch.Tensor, padding: int, grads: tuple[torch.Tensor | None]
+) -> tuple[None] | None:
+    """Backward has come to a look-up: keep the gradient of its output, unless that of the weight is smaller."""
+    (grad,) = grads
+    if grad is None or grad.numel() >= param.layout.numel or not engine.reductions.is_open or torch.is_grad_enabled():
+        return None
+    with AsTensors():
+        if not param.unsharded.requires_grad:
+            return None
+    param.lookups.append(Lookup(grad, indices, padding))
+    engine.reductions.note(unit.index)
+    return (None,)  # autograd makes no gradient of the weight then
 
 
 def _watch_nodes(

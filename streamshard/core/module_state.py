@@ -23,6 +23,7 @@ class Handle(NamedTuple):
         units: indices of the units inside the module, its own included.
         cast_dtype: floating-point inputs are cast to it; None leaves them as they are.
         output_dtype: floating-point outputs are cast to it; None leaves them as they are.
+        looks_up: the module, or a module in its layer, is an embedding.
         is_root: the module is the whole model.
         edits, members: all changes of the model's modules, and these modules; of the root. The engine refers to both
             weakly, because it must not hold the model.
@@ -33,6 +34,7 @@ class Handle(NamedTuple):
     units: frozenset[int]
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
+    looks_up: bool = False
     is_root: bool = False
     edits: ModuleEdits | None = None
     members: Members | None = None

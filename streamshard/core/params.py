@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.transport import Gather
+from streamshard.core.lookups import Lookup
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
 from streamshard.forms import Form, form_of, take_form
@@ -56,6 +57,7 @@ class Param:
         is_kept: main grads hold ``.grad`` from before this backward, to which the reduction is added.
         is_left: the gradient waits unreduced, or for an average over replicas, for a later backward.
         main_grad: [local shape] fp32, the parameter's part of the main grads.
+        lookups: gradients of outputs of an embedding, of which its gradient is made.
         given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made yet.
     """
 
@@ -73,6 +75,7 @@ class Param:
         self.has_room = False
         self.is_used = self.is_kept = self.is_left = False
         self.given: ShardedTensor | None = None
+        self.lookups: list[Lookup] = []
 
     @property
     def main(self) -> torch.Tensor:
@@ -146,6 +149,7 @@ class Param:
     def discard_grad(self) -> None:
         """The backward has failed: forget every gradient of the parameter."""
         self.is_used = self.is_kept = self.is_left = False
+        self.lookups.clear()
         if self.has_room and self.sharded.grad is self.given:
             self.sharded.grad = None
 

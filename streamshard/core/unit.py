@@ -249,6 +249,7 @@ class Unit:
         """Start the reduction from slot to main grads (rule 4)."""
         grads, adds = self.grads, self.grads.state is GradState.KEPT
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
+        grads.make_memory()  # not before: the copied gradients are freed now
         grads.slot.finish_writing()
         staging = () if self.host is None else self.host.begin_reduction(self, adds=adds)
         works = []

@@ -22,6 +22,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import StreamName
+from streamshard.core.lookups import write_lookups
 from streamshard.core.params import FlatParam, Param, use_of, write_all
 from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
@@ -102,6 +103,13 @@ class UnitGrads:
         for flat in self._dropping:
             flat.drop_main_grads()
 
+    def make_memory(self) -> None:
+        """Main grads are about to be written. Compute stream."""
+        if not self._has_memory:
+            self._has_memory = True
+            for flat in self._dropping:
+                flat.make_main_grads()
+
     # -- a backward -----------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
@@ -135,20 +143,27 @@ class UnitGrads:
         made: list[Param] = []
         grads: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
+        lookups: list[torch.Tensor] = []
         with AsTensors():
             for param in self.params:
-                if (grad := get_grad(param.unsharded)) is None:
+                grad = get_grad(param.unsharded)
+                set_grad(param.unsharded, None)
+                if param.lookups:
+                    lookups += (lookup.grad for lookup in param.lookups)
+                    write_lookups(param.in_slot, param.lookups, grad, scale, adds=adds)
+                    param.is_used = True
+                elif grad is None:
                     absent.append(param.in_slot)
                 else:
-                    set_grad(param.unsharded, None)
                     made.append(param)
                     grads.append(grad)
         if absent and not adds:  # the places of frozen parameters too: main grads may be kept and added to
             torch._foreach_zero_(absent)
-        if grads and scale != 1.0:
-            torch._foreach_mul_(grads, scale)
+        if scale != 1.0:
+            for grad in grads:  # torch._foreach_mul_ rounds the factor to bf16 on the CPU
+                grad.mul_(scale)
         write_all(made, grads, adds=adds)
-        for grad in grads if others else ():
+        for grad in (*grads, *lookups) if others else ():
             grad.record_stream(current)
 
     @property
@@ -159,11 +174,9 @@ class UnitGrads:
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
         are_same, has_kept = True, False
-        if not self._has_memory:
-            self._has_memory = True
-            for flat in self._dropping:
-                flat.make_main_grads()
         with AsTensors():
+            if not self._has_memory and any(get_grad(param.sharded) is not None for param in self.params):
+                self.make_memory()
             for param in self.params:
                 are_same = param.take_grad() and are_same
                 has_kept = has_kept or param.is_kept

@@ -180,6 +180,7 @@ def test_main_grads_outlive_a_model_that_goes_in_the_middle_of_a_backward(contex
         model = sharded("plain", BF16)
         grads = engine_inside(model).units[1].grads
         grads._take()
+        grads.make_memory()
         address = grads.trained[0].main_grads.data_ptr()
         assert address not in device.kept
         grads.__del__()

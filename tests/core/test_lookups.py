@@ -1,0 +1,265 @@
+"""The gradient of an embedding is made by ranges of rows, and has the bits that torch's whole gradient has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard.config import Precision
+from streamshard.core import edge
+from tests.models import TinyConfig, TinyLM, token_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    FP32,
+    Call,
+    adamw,
+    assert_trains_like_plain,
+    case,
+    engine_inside,
+    full_weights,
+    lm_step,
+    sharded_model,
+)
+
+ROWS = 250  # no multiple of the number of ranges
+
+
+class _Scaled(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens -> [.., dim]"""
+        return F.dropout(super().forward(tokens), 0.1) * 3.0
+
+
+class _Together(nn.Module):
+    """Two embeddings in one layer."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        self.words, self.pairs, self.norm = nn.Embedding(rows, dim), nn.Embedding(rows, dim), nn.LayerNorm(dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens -> [.., dim]"""
+        out: Tensor = self.norm(self.words(tokens) + self.pairs((tokens + tokens.roll(1, -1)) % ROWS))
+        return out
+
+
+def _model(
+    embedding: Callable[[int, int], nn.Module] = nn.Embedding,
+    embed: Callable[[Any, Tensor], Tensor] = lambda model, tokens: model.embedding(tokens),
+    *,
+    tied: bool = False,
+) -> TinyLM:
+    class Model(TinyLM):
+        def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+            """As in `TinyLM`"""
+            x = self.run_blocks(embed(self, tokens) + self.positions[: tokens.shape[1]], mask)
+            out: Tensor = self.head(self.norm(x)) * self.scale
+            return out
+
+    model = Model(TinyConfig(vocabulary=ROWS, tied=False))
+    model.embedding = embedding(ROWS, model.config.dim)  # type: ignore[assignment]
+    if tied:
+        model.head.weight = model.embedding.weight
+    return model
+
+
+def _twice(model: Any, tokens: Tensor) -> Tensor:
+    out: Tensor = model.embedding(tokens) + 0.5 * model.embedding(tokens.flip(1))
+    return out
+
+
+def _padded(rows: int, dim: int) -> nn.Module:
+    return nn.Embedding(rows, dim, padding_idx=int(token_batch(0, 0)[0, 0]))
+
+
+def _checkpointed(model: Any, tokens: Tensor) -> Tensor:
+    out: Tensor = checkpoint(model.embedding, tokens, use_reentrant=False)
+    return out
+
+
+def _on_cpu(model: Any, tokens: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        out: Tensor = model.embedding(tokens)
+    return out
+
+
+# By name: the model, and whether torch makes no gradient of the whole weight.
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "an embedding": (_model, True),
+    "tied": (lambda: _model(tied=True), True),
+    "with a row for padding": (lambda: _model(_padded), True),
+    "tied, with a row for padding": (lambda: _model(_padded, tied=True), True),
+    "that scales": (lambda: _model(_Scaled), True),
+    "tied, that scales": (lambda: _model(_Scaled, tied=True), True),
+    "two of one layer": (lambda: _model(_Together), True),
+    "called twice": (lambda: _model(embed=_twice), True),
+    "tied, called twice": (lambda: _model(embed=_twice, tied=True), True),
+    "by the number of tokens": (lambda: _model(lambda r, d: nn.Embedding(r, d, scale_grad_by_freq=True)), False),
+    "read": (lambda: _model(embed=lambda m, t: F.embedding(t, m.embedding.weight)), False),
+    "checkpointed": (lambda: _model(embed=_checkpointed), False),
+    "saved on the CPU": (lambda: _model(embed=_on_cpu), False),
+}
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[list[int]]:
+    """The number of look-ups whose gradients were kept."""
+    counts, keep = [0], edge._keep_lookup
+
+    def counted(*args: Any) -> Any:
+        kept = keep(*args)
+        counts[0] += kept is not None
+        return kept
+
+    with mock.patch.object(edge, "_keep_lookup", counted):
+        yield counts
+
+
+@on_ranks(1, 2)
+def test_models_with_embeddings_train_like_plain(context: RankContext) -> None:
+    for name, (build, is_kept) in MODELS.items():
+        with case(name), _counting() as counts:
+            assert_trains_like_plain(context, build, lm_step, checked=(0, 2))
+            assert (counts[0] >= 3) is is_kept and (counts[0] == 0) is not is_kept
+
+
+def _accumulate(model: Any, call: Call) -> Tensor:
+    """Two micro-batches, of which only the second is reduced."""
+    with model.no_sync():
+        lm_step(model, call._replace(step=call.step + 100))
+    return lm_step(model, call)
+
+
+def _clip(model: Any, call: Call) -> Tensor:
+    loss = lm_step(model, call)
+    model.clip_grad_norm_(0.1)
+    return loss
+
+
+def _again(model: Any, call: Call) -> Tensor:
+    """Two backwards through one graph."""
+    loss = model(token_batch(call.step, call.rank)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss.detach()  # type: ignore[no-any-return]
+
+
+def _two_passes(model: Any, call: Call) -> Tensor:
+    """Two forwards, one backward."""
+    first, second = (model(token_batch(call.step + extra, call.rank)).square().mean() for extra in (0, 100))
+    return call.backward(first + second)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_look_ups_in_two_passes_are_added(context: RankContext, tied: bool) -> None:
+    with _counting() as counts:
+        assert_trains_like_plain(context, lambda: _model(tied=tied), _two_passes)
+    assert counts[0] == 6
+
+
+STEPS: dict[str, tuple[Callable[[Any, Call], Tensor], dict[str, Any]]] = {
+    "two slots": (lm_step, {}),
+    "two slots, fp32": (lm_step, {"precision": FP32}),
+    "all slots": (_accumulate, {"weight_slots": "all", "grad_slots": "all"}),
+    "all slots, bf16 gradients": (
+        _accumulate,
+        {"weight_slots": "all", "grad_slots": "all", "precision": Precision(grad_dtype=torch.bfloat16)},
+    ),
+    "accumulation": (_accumulate, {}),
+    "clipping": (_clip, {}),
+    "one graph, two backwards": (_again, {"weight_slots": "all"}),
+}
+
+
+def _trained(step: Callable[[Any, Call], Tensor], rank: int, tied: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
+    model = sharded_model(lambda: _model(_Scaled, tied=tied), **{"precision": Precision(), **settings})
+    optimizer = adamw(model)
+    for number in range(4):
+        torch.manual_seed(number)
+        step(model, Call(number, rank, 1, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model)
+
+
+def _bits_of(
+    step: Callable[[Any, Call], Tensor], rank: int, tied: bool, settings: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights of two runs: the embedding's gradient is made by ranges, or whole."""
+    with _counting() as counts:
+        found = _trained(step, rank, tied, settings)
+    assert counts[0] >= 4
+    with mock.patch.object(edge, "lookups_in", lambda output: ()):
+        return found, _trained(step, rank, tied, settings)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranges_of_rows_have_the_bits_of_the_whole_gradient(context: RankContext, tied: bool) -> None:
+    for name, (step, settings) in STEPS.items():
+        with case(name):
+            found, wanted = _bits_of(step, context.rank, tied, settings)
+            assert [key for key, weight in wanted.items() if not torch.equal(weight, found[key])] == []
+
+
+def _scaled(model: Any, call: Call) -> Tensor:
+    """Ranks with fewer batches than others scale gradients, see `UnevenInputs`."""
+    engine_inside(model).inputs.grad_scale = 0.3
+    return lm_step(model, call)
+
+
+@on_ranks(2)
+def test_gradients_of_look_ups_are_scaled(context: RankContext) -> None:
+    for tied in (False, True):
+        found, wanted = _bits_of(_scaled, context.rank, tied, {})
+        assert [key for key, weight in wanted.items() if not torch.equal(weight, found[key])] == []
+
+
+def _with_gradient_inside(model: Any, tokens: Tensor) -> Tensor:
+    """The forward differentiates by the weight of the embedding."""
+    rows = model.embedding(tokens)
+    (grad,) = torch.autograd.grad(rows.square().sum(), model.embedding.weight, retain_graph=True)
+    return rows + grad.square().mean()
+
+
+@on_ranks(2)
+def test_autograd_grad_inside_the_forward_makes_the_whole_gradient(context: RankContext) -> None:
+    for tied in (False, True):
+        assert_trains_like_plain(context, lambda t=tied: _model(embed=_with_gradient_inside, tied=t), lm_step)
+
+
+def _freeze_between(model: Any, call: Call) -> Tensor:
+    """The embedding is frozen between the first forward and its backward."""
+    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+        loss = model(token_batch(call.step + 100, call.rank)).square().mean()
+        model.embedding.weight.requires_grad_(False)
+        call.backward(loss)
+        model.embedding.weight.requires_grad_(True)
+    return lm_step(model, call)
+
+
+@on_ranks(2)
+def test_an_embedding_frozen_before_backward_has_no_gradient(context: RankContext) -> None:
+    settings: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
+    with _counting() as counts:
+        assert_trains_like_plain(context, _model, _freeze_between, **settings)
+    assert counts[0] == 3
+
+
+@on_ranks(1)
+def test_the_smaller_one_of_both_gradients_is_kept(context: RankContext) -> None:
+    """Of 250 rows the gradient is smaller than those of 256 outputs."""
+    model = sharded_model(_model)
+    for rows, kept in ((20, 1), (64, 0)):
+        with _counting() as counts:
+            model(token_batch(0, 0, rows=rows, length=4)).sum().backward()
+        assert counts[0] == kept
