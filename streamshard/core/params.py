@@ -56,14 +56,14 @@ class Param:
         is_used: this rank's graphs have made a gradient since the last one was given; other ranks are told.
         is_kept: main grads hold ``.grad`` from before this backward, to which the reduction is added.
         is_left: the gradient waits unreduced, or for an average over replicas, for a later backward.
-        main_grad: [local shape] fp32, the parameter's part of the main grads.
+        main_grads: [shard_numel] fp32, of the flat parameter; empty while they have no memory.
         lookups: gradients of outputs of an embedding, of which its gradient is made.
         given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made yet.
     """
 
     unsharded: UnshardedParameter
     in_slot: torch.Tensor
-    main_grad: torch.Tensor  # [local shape] fp32
+    main_grads: torch.Tensor
     _grad_piece: Piece
 
     def __init__(self, piece: Piece, aliases: tuple[str, ...], param: nn.Parameter) -> None:
@@ -72,6 +72,7 @@ class Param:
         self.local = piece.range_of(piece.ranks.rank)
         self.form, self.whole_class = take_form(param), type(param)
         self.dtype = self.form.memory(param).dtype
+        self._strides = torch.empty(self.piece.local_shape, device="meta").stride()
         self.has_room = False
         self.is_used = self.is_kept = self.is_left = False
         self.given: ShardedTensor | None = None
@@ -86,7 +87,13 @@ class Param:
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's range of `flat` [shard_numel], a view in the sharded parameter's shape."""
-        return flat.narrow(0, self.local.shard_offset, self.local.numel).view(self.piece.local_shape)
+        offset = flat.storage_offset() + self.local.shard_offset
+        return flat.as_strided(self.piece.local_shape, self._strides, offset)  # one call, 1 us; narrow and view take 4
+
+    @property
+    def main_grad(self) -> torch.Tensor:
+        """[local shape] fp32, the parameter's part of the main grads, which have memory."""
+        return self.shaped(self.main_grads)
 
     # -- the gradient ---------------------------------------------------------------------------------------------
 
@@ -110,7 +117,9 @@ class Param:
     def is_given(self, grad: torch.Tensor) -> bool:
         """Whether `grad` is `given`, still in the main grads' memory."""
         with AsTensors():
-            return grad is self.given and (not grad.numel() or grad.data_ptr() == self.main_grad.data_ptr())
+            if grad is not self.given or not grad.numel():
+                return grad is self.given
+            return grad.data_ptr() == self.main_grads.data_ptr() + 4 * self.local.shard_offset
 
     def adopt_grad(self) -> None:
         """Copy ``.grad``, if the user has replaced it, into the main grads. Inside `AsTensors`."""
@@ -128,16 +137,17 @@ class Param:
         Inside `AsTensors`.
         """
         if self.given is None:
-            self.given = ShardedTensor.wrap(self.main_grad.detach(), self._grad_piece, life)
+            self.given = ShardedTensor.wrap(self.main_grad, self._grad_piece, life)
         if (own := get_grad(self.sharded)) is not None:
             self.piece.settle()
             self.given.add_(own)
         set_grad(self.sharded, self.given)
 
     def clear_main_grad(self) -> None:
-        """Zero the main grads of the parameter."""
+        """Zero the main grads of the parameter, if they have memory."""
         self.piece.settle()
-        self.main_grad.zero_()
+        if self.main_grads.numel():
+            self.main_grad.zero_()
 
     def forget_grad(self, *, in_slot: bool) -> None:
         """The user has dropped the gradient that waited (``zero_grad()``), in main grads or in the slot too."""
@@ -309,14 +319,10 @@ class FlatParam:
     def make_main_grads(self) -> None:
         """Allocate main grads, without values. Compute stream: it waits for the last use before it frees them."""
         self.main_grads.data = torch.empty(self.layout.shard_numel, dtype=torch.float32, device=self.main.device)
-        for param in self.params:
-            param.main_grad = param.shaped(self.main_grads)
 
     def drop_main_grads(self) -> None:
         """Free main grads."""
         self.main_grads.data = self.main_grads.new_empty(0)
-        for param in self.params:
-            param.main_grad = self.main_grads
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None
@@ -376,7 +382,7 @@ class FlatParam:
         """Tell `param` where its gradient lies in the slot and in the main grads."""
         param.has_room = True
         param.in_slot, param._grad_piece = self.part_of(self.grads, param.layout), param.piece.of_grad()
-        param.main_grad = self.main_grads if self.may_drop else param.shaped(self.main_grads)
+        param.main_grads = self.main_grads
 
     def leave_slot(self) -> None:
         """Give main grads memory of their own, because a reduction adds to them. Compute stream."""
