@@ -31,7 +31,7 @@ from streamshard.core.forward import Forward, begin_forward
 from streamshard.core.lookups import Lookup, lookups_in
 from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.params import Param
-from streamshard.core.saved_tensors import holding_back_weights, keep, kept, noting_weights
+from streamshard.core.saved_tensors import holding_back_weights, keep, kept, noting_weights, saved_as_it_is
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
@@ -235,19 +235,19 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any], edit
 def _watch_lookups(output: Any, engine: Engine, unit: Unit) -> None:
     """Let backward keep the gradients of look-ups in weights of `unit`, from which `output` was computed.
 
-    Inside the saved-tensor hooks of other code backward makes the whole gradient, as torch does: a checkpoint lets
-    nobody but the node read its saved tensors.
+    Inside the saved-tensor hooks of other code, such as a checkpoint's, backward makes the whole gradient.
     """
-    phase = engine.phase
-    if phase is None or not phase.is_forward or saved_tensors_hooks(False) is not None:
+    if engine.phase is None or not engine.phase.is_forward:
         return
     for node in lookups_in(output):
         weight = getattr(node.next_functions[0][0], "variable", None)
+        if (indices := saved_as_it_is(node._raw_saved_indices)) is None:
+            continue
         for param in unit.params:
             if param.unsharded is weight and param.has_room and not param.form.inner:
                 padding = node._saved_padding_idx
                 padding = padding if padding < param.layout.shape[0] else -1  # unsigned
-                keep = functools.partial(_keep_lookup, engine, unit, param, node._saved_indices, padding)
+                keep = functools.partial(_keep_lookup, engine, unit, param, indices, padding)
                 node.register_prehook(functools.partial(untraced, keep))
 
 

@@ -24,6 +24,7 @@ from tests.reference import (
     assert_trains_like_plain,
     case,
     engine_inside,
+    full_grads,
     full_weights,
     lm_step,
     sharded_model,
@@ -131,6 +132,47 @@ def test_models_with_embeddings_train_like_plain(context: RankContext) -> None:
             assert (counts[0] >= 3) is is_kept and (counts[0] == 0) is not is_kept
 
 
+class _Inside(nn.Module):
+    """A layer that checkpoints its embedding itself."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(rows, dim), nn.LayerNorm(dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens -> [.., dim]"""
+        rows: Tensor = checkpoint(self.words, tokens, use_reentrant=False)
+        out: Tensor = self.norm(rows)
+        return out
+
+
+@on_ranks(1)
+def test_saved_tensor_hooks_of_other_code_are_not_called_in_forward(context: RankContext) -> None:
+    """A checkpoint would recompute its layer, and hold what it has recomputed."""
+    model = sharded_model(lambda: _model(_Inside))
+    for _ in range(3):
+        with mock.patch.object(nn.Embedding, "forward", autospec=True, side_effect=nn.Embedding.forward) as calls:
+            loss = model(token_batch(0, 0)).sum()
+            assert calls.call_count == 1
+            loss.backward()
+            assert calls.call_count == 2
+
+
+@on_ranks(1)
+def test_indices_that_saved_tensor_hooks_have_changed_are_not_used(context: RankContext) -> None:
+    def changed(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_floating_point() else tensor.flip(0).contiguous()
+
+    grads = []
+    for hooks in (contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(changed, changed)):
+        model = sharded_model(_model)
+        with hooks:
+            loss = model(token_batch(0, 0)).square().sum()
+        loss.backward()
+        grads.append(full_grads(model)["embedding.weight"])
+    assert grads[0] is not None and grads[1] is not None and torch.equal(*grads)
+
+
 def _accumulate(model: Any, call: Call) -> Tensor:
     """Two micro-batches, of which only the second is reduced."""
     with model.no_sync():
@@ -150,6 +192,16 @@ def _again(model: Any, call: Call) -> Tensor:
     loss.backward(retain_graph=True)
     loss.backward()
     return loss.detach()  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_an_embedding_that_takes_turns_keeps_gradients_of_outputs(context: RankContext) -> None:
+    model = sharded_model(lambda: TinyLM(TinyConfig(vocabulary=ROWS)))
+    for _ in range(3):
+        with _counting() as counts:
+            lm_step(model, Call(0, context.rank, 1, 1.0))
+        assert counts[0] == 1
+    assert {engine_inside(model).units[unit].name for unit in engine_inside(model).plan.ends} == {"embedding", "head"}
 
 
 def _two_passes(model: Any, call: Call) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamshard import StreamShard
 from streamshard.core import backward as backward_module
-from streamshard.core import edge, forward, optimizer_hooks
+from streamshard.core import forward, optimizer_hooks, saved_tensors
 from streamshard.guards import sharded_tensor
 from streamshard.guards.loop import Members
 from streamshard.guards.weights import WeightGuard
@@ -45,7 +45,7 @@ def without_guards() -> Iterator[None]:
             (forward, ["refuse_transforms"]),
             (backward_module, ["refuse_changed"]),
             (optimizer_hooks, ["refuse_unreached"]),
-            (edge, ["refuse_absent"]),
+            (saved_tensors, ["refuse_absent"]),
         ):
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, _nothing))
