@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from streamshard.functions import load_safetensors as load_safetensors
     from streamshard.optim.wrappers import DistributedOptimizer as DistributedOptimizer
     from streamshard.optim.wrappers import LocalSGD as LocalSGD
+    from streamshard.tools.fingerprints import fingerprints as fingerprints
     from streamshard.tools.plan import plan as plan
     from streamshard.tools.trace import trace as trace
 else:
@@ -54,6 +55,7 @@ else:
         "functions": "export_safetensors full_optimizer_state_dict init_weights load_optimizer_state_dict"
         " load_safetensors",
         "optim.wrappers": "DistributedOptimizer LocalSGD",
+        "tools.fingerprints": "fingerprints",
         "tools.plan": "plan",
         "tools.trace": "trace",
     }

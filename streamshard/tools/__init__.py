@@ -1,1 +1,1 @@
-"""Instruments: plan, doctor, memory report, trace, and the command. No core module imports them."""
+"""Instruments: plan, doctor, memory report, trace, fingerprints, and the command. No core module imports them."""

@@ -18,7 +18,7 @@ from streamshard import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, UnitError, printable
 from streamshard.tools.host_time import MACHINES, Machine, Step, parse_rate
 
-_ABOUT = "Plan the memory of a training run, measure the machine, inspect and convert checkpoints. Needs no GPU."
+_ABOUT = "Plan memory, measure the machine, inspect and convert checkpoints, compare runs. Needs no GPU."
 _RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
 _SETTINGS = "min_unit_size precision offload device_budget"  # of StreamShard
 _EXIT_CODES = "Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage."
@@ -100,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
     inspect.set_defaults(run=_inspect)
+
+    compare = commands.add_parser("compare", help="where two runs begin to differ: files of streamshard.fingerprints")
+    for name in ("A", "B"):
+        compare.add_argument(name.lower(), metavar=name, type=Path, help="what streamshard.fingerprints has written")
+    compare.set_defaults(run=_compare)
 
     convert = commands.add_parser("convert", help="convert a checkpoint to FSDP2's format (DCP), or back")
     convert.add_argument("directory", metavar="DIR", type=Path, help=f"--to: {_RUN}; --from: a DCP directory")
@@ -246,6 +251,12 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if is_checkpoint(root):
         open_verified(root, RankGroup())
         _say("verified: all is as written")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from streamshard.tools.fingerprints import compare
+
+    _say(compare(arguments.a, arguments.b))
 
 
 def _convert(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,208 @@
+"""Digests of a run's numbers in each step, the same on any number of ranks, and where two runs begin to differ.
+
+    with fingerprints(model, "a.jsonl") as note:
+        ...
+        note(loss)
+
+A digest is a sum over elements: the bits of each one, times an odd number that depends on its place, modulo 2^64. So it
+does not depend on how elements are cut over ranks, nor on an order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from streamshard.comm.ranks import run_on_all_ranks
+from streamshard.core.engine import Engine
+from streamshard.core.module_state import engine_at_rest
+from streamshard.core.params import Param
+from streamshard.errors import ConfigError, StreamShardError
+from streamshard.guards.sharded_parameter import data_of, grad_of
+from streamshard.torch_private import AsTensors
+
+_FORMAT = 1
+_KINDS = ("gradients", "weights", "state")
+_CHUNK = 1 << 20  # elements, which take 8 bytes each on the way
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64
+
+
+def _digest(values: torch.Tensor, start: int) -> torch.Tensor:
+    """[] int64, of elements `start` and following."""
+    bits = values.detach().reshape(-1).view(_BITS[values.dtype.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), _CHUNK):
+        part = bits[first : first + _CHUNK].long()
+        places = torch.arange(len(part), device=part.device).add_(start + first)
+        total += part.mul_(places.mul_(_GOLDEN).bitwise_or_(1)).sum()
+    return total
+
+
+class _Writer:
+    """Writes a line per optimizer step and unit.
+
+    Args:
+        engine: of the model.
+        file: on the first rank.
+    """
+
+    def __init__(self, engine: Engine, file: TextIO | None) -> None:
+        self._engine, self._file = engine, file
+        self._params = {param.sharded: param for param in engine.params}
+        self._steps = 0
+        self._losses = torch.zeros(2, dtype=torch.int64, device=engine.streams.device)  # their digest, their number
+        self._grads: dict[Param, torch.Tensor | None] = {}
+
+    def note(self, loss: torch.Tensor) -> None:
+        """A loss of the step: one number."""
+        device = self._losses.device
+        self._losses[0] += _digest(loss.detach().double(), 0).to(device)
+        self._losses[1] += 1
+
+    def before_step(self, optimizer: Any, *given: Any) -> None:
+        """An optimizer is about to step: gradients are final."""
+        for param in self._stepped(optimizer):
+            has_grad = param.sharded.grad is not None
+            self._grads[param] = self._own(param, grad_of(param.sharded)) if has_grad else None
+
+    def after_step(self, optimizer: Any, *given: Any) -> None:
+        """It has stepped. Collective."""
+        if not (params := self._stepped(optimizer)):
+            return
+        found: dict[tuple[Param, str], torch.Tensor] = {}
+        for param in params:
+            param.piece.settle()
+            if (grad := self._grads.pop(param, None)) is not None:
+                found[param, "gradients"] = grad
+            found[param, "weights"] = self._own(param, data_of(param.sharded))
+            found[param, "state"] = self._state_of(param, optimizer.state.get(param.sharded, {}))
+        digests = torch.stack([*self._losses, *found.values()])
+        self._engine.ranks.all_reduce(digests)
+        self._losses.zero_()
+        losses, count, *others = (f"{digest & (1 << 64) - 1:016x}" for digest in digests.tolist())
+        self._write(dict(zip(found, others, strict=True)), f"{losses} of {int(count, 16)}")
+        self._steps += 1
+
+    def _stepped(self, optimizer: Any) -> list[Param]:
+        given = [param for group in optimizer.param_groups for param in group["params"]]
+        return [self._params[param] for param in given if param in self._params]
+
+    def _own(self, param: Param, values: torch.Tensor) -> torch.Tensor:
+        """The part of a digest that this rank adds: copies count once."""
+        with AsTensors():
+            own = _digest(values.as_subclass(torch.Tensor).to(self._engine.streams.device), param.local.start)
+        return own if param.piece.counts else own.zero_()
+
+    def _state_of(self, param: Param, state: Mapping[str, Any]) -> torch.Tensor:
+        """Of elementwise state: pieces like the parameter's, and numbers, which the rank of the first element adds."""
+        adds_numbers = param.piece.counts and param.local.numel > 0 and param.local.start == 0
+        total = torch.zeros((), dtype=torch.int64, device=self._engine.streams.device)
+        for place, (_, value) in enumerate(sorted(state.items()) if param.layout.shape else ()):
+            own = total.new_zeros(())
+            if isinstance(value, torch.Tensor) and value.ndim and data_of(value).numel() == param.local.numel:
+                own = self._own(param, value)
+            elif isinstance(value, int | float) or isinstance(value, torch.Tensor) and not value.ndim:
+                own = _digest(torch.as_tensor(value).double(), 0).to(total.device) * adds_numbers
+            total += own * (2 * place + 1)
+        return total
+
+    def _write(self, digests: Mapping[tuple[Param, str], str], losses: str) -> None:
+        if self._file is None:
+            return
+        for unit in self._engine.units:
+            line: dict[str, Any] = {"step": self._steps, "unit": unit.layout.name}
+            if unit is self._engine.root_unit:
+                line["losses"] = losses
+            for kind in _KINDS:
+                line[kind] = {p.name: digests[p, kind] for p in unit.params if (p, kind) in digests}
+            self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+@contextlib.contextmanager
+def fingerprints(model: nn.Module, path: str | Path) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Write digests of gradients, weights and optimizer state at each optimizer step inside. Collective.
+
+    Runs of the same numbers write the same digests, on any number of ranks. ``streamshard compare A B`` says where two
+    files begin to differ. A step takes longer, by about the time of reading all state once.
+
+    Args:
+        model: made by `StreamShard`.
+        path: of a new file, a few hundred bytes per parameter and step. The first rank writes it.
+
+    Yields:
+        A function that notes a loss of the step, one number, whose digest is written too.
+
+    Raises:
+        ConfigError: on all ranks: the file cannot be written.
+        ShardingError: `model` was not sharded by StreamShard.
+    """
+    engine = engine_at_rest(model, "fingerprints()")
+
+    def opened() -> TextIO | None:
+        if not engine.ranks.is_first:
+            return None
+        try:
+            Path(path).write_text(json.dumps({"streamshard fingerprints": _FORMAT}) + "\n")
+        except OSError as error:
+            raise ConfigError(f"path={str(path)!r}: {error.strerror}") from error
+        return stack.enter_context(Path(path).open("a"))
+
+    with contextlib.ExitStack() as stack:
+        writer = _Writer(engine, run_on_all_ranks(engine.ranks, "write fingerprints", opened, ConfigError))
+        stack.callback(register_optimizer_step_pre_hook(writer.before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(writer.after_step).remove)
+        yield writer.note
+
+
+# -- two files --------------------------------------------------------------------------------------------------------
+
+
+def compare(first: Path, second: Path) -> str:
+    """Compare two files of `fingerprints`.
+
+    Returns:
+        That they are equal, as far as both go.
+
+    Raises:
+        StreamShardError: they differ; names the first step, and what differs in it: losses before gradients, gradients
+            before weights, weights before optimizer state.
+    """
+    one, other = _read(first), _read(second)
+    for step in sorted(one.keys() & other.keys()):
+        for kind in ("losses", *_KINDS):
+            mine, theirs = one[step][kind], other[step][kind]
+            if differing := [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]:
+                what = "losses" if kind == "losses" else f"{kind} of {differing[0]!r}"
+                more = f" and {len(differing) - 1} more" if differing[1:] else ""
+                raise StreamShardError(f"step {step} differs first: {what}{more}. All before is equal")
+    steps = len(one.keys() & other.keys())
+    if not steps:
+        raise StreamShardError("the files have no step in common")
+    rest = "" if len(one) == len(other) else f"; {first} has {len(one)} steps, {second} {len(other)}"
+    return f"equal: {steps} steps, {len(one[0]['weights'])} parameters{rest}"
+
+
+def _read(path: Path) -> dict[int, dict[str, dict[str, str]]]:
+    """By step and kind, the digests by name."""
+    steps: dict[int, dict[str, dict[str, str]]] = {}
+    try:
+        header, *lines = map(json.loads, path.read_text().splitlines())
+        if header["streamshard fingerprints"] != _FORMAT:
+            raise StreamShardError(f"{path}: of another version of StreamShard")
+        for line in lines:
+            step = steps.setdefault(line["step"], {kind: {} for kind in ("losses", *_KINDS)})
+            step["losses"] |= {"": line["losses"]} if "losses" in line else {}
+            for kind in _KINDS:
+                step[kind] |= line[kind]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StreamShardError(f"{path}: no file of fingerprints()") from error
+    return steps

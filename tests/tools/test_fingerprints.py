@@ -1,0 +1,99 @@
+"""Files of digests are equal for runs of the same numbers, and name the first difference of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamshard import ConfigError, fingerprints
+from streamshard.errors import StreamShardError
+from streamshard.tools.command import main
+from streamshard.tools.fingerprints import compare
+from tests.models import TinyConfig, TinyLM, token_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import adamw, next_token_loss, sharded_model
+
+STEPS = 3
+
+
+def _scale_gradient(model: Any, optimizer: Any) -> None:
+    model.blocks[1].up.weight.grad.mul_(1 + 2**-20)
+
+
+def _raise_rate(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 1.01
+
+
+# By name: a fault before the optimizer's second step, and what is said of it.
+FAULTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
+    "a gradient": (_scale_gradient, "step 1 differs first: gradients of 'blocks.1.up.weight'. All before is equal"),
+    "a rate": (_raise_rate, "step 1 differs first: weights of 'positions' and 52 more"),
+}
+
+
+def _run(context: RankContext, path: str, fault: str = "", *, tokens_of: int = 0) -> None:
+    model: Any = sharded_model(lambda: TinyLM(TinyConfig(dim=20)))
+    model.set_gradient_divide_factor(1.0)
+    optimizer = adamw(model)
+    with fingerprints(model, path) as note:
+        for step in range(STEPS):
+            for index in range(context.rank, 6, context.world_size):
+                tokens = token_batch(step + tokens_of * (step == 2), index)
+                loss = next_token_loss(model(tokens), tokens) / 6
+                note(loss)
+                loss.backward()
+            if fault and step == 1:
+                FAULTS[fault][0](model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_runs_of_the_same_numbers_write_the_same_digests(ranks: Any, tmp_path: Path, capsys: Any) -> None:
+    paths = [str(tmp_path / f"{count}.jsonl") for count in (1, 2, 3)]
+    for count, path in zip((1, 2, 3), paths, strict=True):
+        ranks(count).run(_run, path)
+    for path in paths[1:]:
+        assert main(["compare", paths[0], path]) == 0
+        assert capsys.readouterr().out == "equal: 3 steps, 53 parameters\n"
+    lines = Path(paths[0]).read_text().splitlines()
+    assert len(lines) == 1 + STEPS * 5 and '"losses"' in lines[1]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_first_difference_is_named(ranks: Any, tmp_path: Path, capsys: Any, fault: str) -> None:
+    right, wrong = str(tmp_path / "right"), str(tmp_path / "wrong")
+    ranks(1).run(_run, right)
+    ranks(2).run(_run, wrong, fault)
+    assert main(["compare", right, wrong]) == 1
+    assert FAULTS[fault][1] in capsys.readouterr().err
+
+
+def test_other_losses_are_named_first(ranks: Any, tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    ranks(1).run(_run, str(right))
+    ranks(1).run(_run, str(wrong), tokens_of=100)
+    with pytest.raises(StreamShardError, match="step 2 differs first: losses. All before is equal"):
+        compare(right, wrong)
+
+
+@on_ranks(2)
+def test_a_file_that_cannot_be_written_raises_on_all_ranks(context: RankContext) -> None:
+    model = sharded_model()
+    with pytest.raises(ConfigError, match="No such file"), fingerprints(model, "/nowhere/a.jsonl"):
+        pass
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"a": 1}', '{"streamshard fingerprints": 1}\n[]'):
+        (tmp_path / "a").write_text(text)
+        with pytest.raises(StreamShardError, match="no file of fingerprints"):
+            compare(tmp_path / "a", tmp_path / "a")
+    (tmp_path / "a").write_text('{"streamshard fingerprints": 2}')
+    with pytest.raises(StreamShardError, match="of another version"):
+        compare(tmp_path / "a", tmp_path / "a")
+    (tmp_path / "a").write_text('{"streamshard fingerprints": 1}')
+    with pytest.raises(StreamShardError, match="no step in common"):
+        compare(tmp_path / "a", tmp_path / "a")
