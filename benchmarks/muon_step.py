@@ -285,7 +285,7 @@ def _plan_llama(ranks: int) -> dict[str, Any]:
     named = {"query": (width, width), "key": (keys, width), "value": (keys, width), "out": (width, width)}
     named |= {"gate": (between, width), "up": (between, width), "down": (width, between)}
     sizes = [ParamLayout(name, shape) for name, shape in (*named.items(), ("norm_1", (width,)), ("norm_2", (width,)))]
-    layout = plan_flat_param(sizes, ranks, element_bytes=2, align_pieces_to=1)
+    layout = plan_flat_param(sizes, ranks, align_pieces_to=1)
     matrices = [place for place in layout.params if len(place.shape) == 2] * LLAMA_3_8B["layers"]
     flops = [float(newton_schulz_flops(place.shape)) for place in matrices]
     loads = [0.0] * ranks

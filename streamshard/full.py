@@ -22,6 +22,7 @@ from streamshard.guards.global_ops import global_norm
 from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, exchange, grad_of, refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.nested import sums_of_bits
+from streamshard.norms import local_norms
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _Take = Callable[[Param, torch.Tensor], torch.Tensor]
@@ -269,10 +270,10 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     refuse_unreduced(params, "clip_grad_norm_")
     filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
     host = engine.host
-    norms: Sequence[torch.Tensor] = [torch.zeros((), device=engine.streams.device)]
+    norms: Sequence[torch.Tensor] = [torch.zeros((), dtype=torch.float64, device=engine.streams.device)]
     if counted := [param for param in filled if (piece := piece_of(param)) is None or piece.counts]:
         grads = [*map(grad_of, counted)]
-        norms = torch._foreach_norm(grads, order) if host is None else host.grads.norms(counted, order)
+        norms = local_norms(grads, order) if host is None else host.grads.norms(counted, order)
     total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if filled and host is not None:

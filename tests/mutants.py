@@ -248,7 +248,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_keep_lookup", Swap(" or not engine.reductions.is_open", ""), "lookups:inside"),
         ("_keep_lookup", Swap("not param.unsharded.requires_grad", "False"), "lookups:frozen"),
         ("_keep_lookup", Swap("grad.numel() >= param.layout.numel or ", ""), "lookups:smaller"),
-        ("_watch_lookups", Swap(" or saved_tensors_hooks(False) is not None", ""), "lookups:models"),
         ("_watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "activations"),
         ("call_unit", Swap("outer is not None or", "False or"), "activations"),
         ("_on_gradient", Swap(" or torch.is_grad_enabled()", ""), "asked_grads"),
@@ -298,6 +297,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("write_lookups", Swap("part.add_(total) if adds else ", ""), "lookups:bits"),
         ("write_lookups", Drop("lookups.clear()"), "lookups:models"),
     ],
+    "norms": [
+        ("local_norms", Swap("tensors)), dtype=torch.float64)", "tensors)))"), "same_bits:clipped"),
+        ("_on_cpu", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
+    ],
     "core/reductions": [
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
@@ -317,6 +320,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/saved_tensors": [
         ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later"),
         ("kept", Drop("if tensor._version != version:"), "ends:tokens"),
+        ("saved_as_it_is", Swap(' and getattr(saved, "unpack_hook", data) is None', ""), "lookups:hooks"),
+        ("saved_as_it_is", Drop("data = data[0]"), "lookups:turns"),
     ],
     "core/slots": [
         ("WeightSlot.leave", Drop("self.read.complete()"), "shared_memory matrix"),
@@ -377,7 +382,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Piece.cut", Swap("part_of(whole.detach(), self.box)", "whole.detach()"), "tensor_parallel:mesh"),
     ],
     "guards/sharded_tensor": [
-        ("_norm", Swap("tensor.piece.counted(norm)", "norm"), "tensor_parallel:norms"),
+        ("_compute", Swap(" or answer in (_norm, _foreach_norm)", ""), "same_bits:torch"),
+        ("_partial", Swap("tensor.piece.counted(local)", "local"), "tensor_parallel:norms"),
         ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
     ],
     "guards/weights": [

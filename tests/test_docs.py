@@ -162,6 +162,13 @@ _SET_UP = {
             model(**batch).loss.backward()
             optimizer.step()
     """,
+    "docs/guide/same_numbers.md": """
+        from torch.nn.functional import cross_entropy
+        from streamshard import StreamShard
+        steps, tokens_of_a_step = 1, 12 * batch["input_ids"][:, 1:].numel()
+        def micro_batch(step, index):
+            return batch["input_ids"]
+    """,
     "docs/guide/slow_step.md": """
         import transformers, types
         from streamshard import StreamShard

@@ -98,7 +98,7 @@ class HostState:
         numel = max(sum(flat.shard_numel for flat in unit) for unit in trained)
         self._staging = [ledger.allocate(Category.STAGING, numel, torch.float32) for _ in range(2)]
         counts = [sum(len(flat.params) for flat in unit) for unit in trained]
-        norms = ledger.allocate(Category.NORMS, sum(counts), torch.float32)
+        norms = ledger.allocate(Category.NORMS, sum(counts), torch.float64)
         self._norms = norms.split(counts)  # by unit
         copied = Rule.HOST_COPIED
         self._staging_stored = [

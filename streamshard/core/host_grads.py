@@ -15,6 +15,7 @@ from torch import nn
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.ranges import cut
 from streamshard.guards.sharded_parameter import grad_of
+from streamshard.norms import local_norms
 
 
 class HostGrads:
@@ -27,12 +28,12 @@ class HostGrads:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._by_name: dict[str, Param] = {}
-        self._norm_of: dict[Param, torch.Tensor] = {}  # [] fp32, of main grads as the last reduction has left them
+        self._norm_of: dict[Param, torch.Tensor] = {}  # [] fp64, of main grads as the last reduction has left them
         self._normed: set[Param] = set()  # nobody can have read or written their main grads since
         self._factors: dict[Param, list[torch.Tensor]] = {}  # that nobody has applied
 
     def add(self, param: Param, norm: torch.Tensor | None) -> None:
-        """Know `param` of the model. Its norms are kept in `norm` [] fp32; None: it is frozen."""
+        """Know `param` of the model. Its norms are kept in `norm` [] fp64; None: it is frozen."""
         self._by_name[param.name] = param
         if norm is not None:
             self._norm_of[param] = norm
@@ -48,7 +49,7 @@ class HostGrads:
             pieces += cut(result, [(param.local.shard_offset, param.local.numel) for param in params])
             norms += [self._norm_of[param] for param in params]
         if pieces:
-            torch._foreach_copy_(norms, torch._foreach_norm(pieces))
+            torch._foreach_copy_(norms, torch._foreach_norm(pieces, 2.0, torch.float64))  # as in `local_norms`
 
     def replace(self, params: Iterable[Param]) -> None:
         """The main grads of `params` are about to be those whose norms were taken."""
@@ -85,7 +86,7 @@ class HostGrads:
         return param if param is not None and param.is_given(grad) else None
 
     def norm_of(self, grad: Any) -> torch.Tensor | None:
-        """[] fp32 on the device, the norm of this rank's part of `grad`; None: unknown without a wait."""
+        """[] fp64 on the device, the norm of this rank's part of `grad`; None: unknown without a wait."""
         param = self._owner_of(grad)
         if param is None or param not in self._normed or param in self._factors:
             return None
@@ -98,14 +99,14 @@ class HostGrads:
             self._factors.setdefault(param, []).append(factor)
 
     def norms(self, params: Iterable[nn.Parameter], order: float) -> list[torch.Tensor]:
-        """[] fp32 on the device, the norm of this rank's part of each gradient, wherever it lies."""
+        """[] fp64 on the device, the norm of this rank's part of each gradient, wherever it lies."""
         norms: list[torch.Tensor] = []
         for param in params:
             grad: Any = param.grad
             norm = self.norm_of(grad) if order == 2.0 else None
             if norm is None:
                 grad.piece.settle()
-                norms += torch._foreach_norm([grad_of(param).to(self._device)], order)
+                norms += local_norms([grad_of(param).to(self._device)], order)
             else:
                 norms.append(norm)
         return norms

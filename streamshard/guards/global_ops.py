@@ -58,23 +58,24 @@ def global_norm(
     order: float,
     ranks: Communicator,
     counted: Callable[[torch.Tensor], torch.Tensor] = lambda power: power,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The norm over all ranks from each rank's own. One collective, and another one in backward.
 
     Args:
-        local: norms of order `order` over this rank's elements, any shape.
+        local: fp64, norms of order `order` over this rank's elements, any shape.
         order: a positive number; ``inf`` is the maximum, which has no gradient.
         ranks: its shard group is summed over.
         counted: see `Piece.counted`.
+        dtype: of the result, to which it is rounded. See [Note: norms] in `streamshard.norms`.
     """
     if math.isinf(order):
-        return global_extreme(local.detach(), largest=order > 0, ranks=ranks)
-    powers = local.to(torch.promote_types(local.dtype, torch.float32))  # 16 bits do not hold squares
-    total = global_sum(counted(powers.pow(order)), ranks)
+        return global_extreme(local.detach(), largest=order > 0, ranks=ranks).to(dtype)
+    total = global_sum(counted(local.pow(order)), ranks)
     if total.requires_grad:  # torch's gradient of a norm of zeros is zero
         is_zero = total == 0.0
-        return total.masked_fill(is_zero, 1.0).pow(1.0 / order).masked_fill(is_zero, 0.0).to(local.dtype)
-    return total.pow(1.0 / order).to(local.dtype)
+        return total.masked_fill(is_zero, 1.0).pow(1.0 / order).masked_fill(is_zero, 0.0).to(dtype)
+    return total.pow(1.0 / order).to(dtype)
 
 
 def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Communicator) -> torch.Tensor:
@@ -100,12 +101,13 @@ class PartialNorm(torch.Tensor):
     _full: torch.Tensor | None
 
     @classmethod
-    def wrap(cls, local: torch.Tensor, order: float, ranks: Communicator, device: torch.device) -> PartialNorm:
-        """`local`, of order `order` over this rank's elements, still to be reduced over ranks.
+    def wrap(cls, local: torch.Tensor, order: float, ranks: Communicator, like: torch.Tensor) -> PartialNorm:
+        """`local`, fp64, of order `order` over this rank's elements, still to be reduced over ranks.
 
-        It says that it is on `device`, the gradient's. The norm of a gradient in host memory stays on the accelerator.
+        It says that it has the device and dtype of `like`, the gradient. The norm of a gradient in host memory stays on
+        the accelerator.
         """
-        partial = _nan(local.dtype, device).expand(local.shape).as_subclass(cls)
+        partial = _nan(like.dtype, like.device).expand(local.shape).as_subclass(cls)
         partial.local, partial.order, partial.ranks, partial._full = local, order, ranks, None
         return partial
 
@@ -125,14 +127,16 @@ class PartialNorm(torch.Tensor):
             parts = list(args[0]) if func is torch.stack else args[:1]
             first = parts[0] if parts else None
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
-                if func is torch.Tensor.to and func(*args, **kwargs) is first:
-                    return first
-                if func in (torch.stack, torch.Tensor.to):
-                    local = func(*map_tensors(args, lambda t: t.local if isinstance(t, cls) else t), **kwargs)
-                    device = first.device if func is torch.stack else local.device
-                    return cls.wrap(local, first.order, first.ranks, device)
+                if func is torch.Tensor.to:
+                    shown = func(*args, **kwargs)
+                    local = first.local.to(shown.device)
+                    return first if shown is first else cls.wrap(local, first.order, first.ranks, shown)
+                if func is torch.stack:
+                    local = func([part.local for part in parts], *args[1:], **kwargs)
+                    return cls.wrap(local, first.order, first.ranks, first)
                 if func in NORMS and order_of(func, args, kwargs) == first.order:
-                    return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
+                    local = torch.linalg.vector_norm(first.local, first.order)
+                    return global_norm(local, first.order, first.ranks, dtype=first.dtype)
             args, kwargs = full_norms(args), full_norms(kwargs)
         return func(*args, **kwargs)  # other arguments may be pieces
 
@@ -149,7 +153,7 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def _full_of(norm: PartialNorm) -> torch.Tensor:
     """The norm over all ranks, reduced once: later writes into it stay."""
     if norm._full is None:
-        norm._full = global_norm(norm.local, norm.order, norm.ranks).to(norm.device)
+        norm._full = global_norm(norm.local, norm.order, norm.ranks, dtype=norm.dtype).to(norm.device)
     return norm._full
 
 

@@ -21,6 +21,7 @@ from streamshard.guards.global_ops import PartialNorm, full_norms, global_extrem
 from streamshard.guards.piece import Piece
 from streamshard.guards.torch_functions import NORMS, SHAPE, is_metadata, name_of, names, order_of
 from streamshard.nested import map_tensors, tensors_in
+from streamshard.norms import local_norms
 from streamshard.torch_private import AsTensors, skip, untraced
 
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
@@ -150,7 +151,7 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
 def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, args: Any, kwargs: Any) -> Any:
     piece = first.piece
     with AsTensors():
-        if not piece.is_whole or (piece.is_on_host and answer in _ON_DEVICE):
+        if not piece.is_whole or answer in (_norm, _foreach_norm) or (piece.is_on_host and answer is _check_finite):
             return answer(func, first, full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor) or result is first:
@@ -307,10 +308,24 @@ def _number(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
 
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     norm, rest = torch.linalg.vector_norm, args[1:]
+    order = order_of(norm, args, kwargs)
+    if order is not None and all(map(_is_plain, args[0])):
+        norms = local_norms([each.as_subclass(torch.Tensor) for each in args[0]], order)
+        return [_partial(each, local, order) for each, local in zip(args[0], norms, strict=True)]
     return [
         _norm(norm, each, (each, *rest), kwargs) if isinstance(each, ShardedTensor) else norm(each, *rest, **kwargs)
         for each in args[0]
     ]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a piece on the device, and no graph is made."""
+    has_graph = tensor.requires_grad and torch.is_grad_enabled()
+    return isinstance(tensor, ShardedTensor) and tensor.piece.host is None and not has_graph
+
+
+def _partial(tensor: ShardedTensor, local: torch.Tensor, order: float) -> PartialNorm:
+    return PartialNorm.wrap(tensor.piece.counted(local), order, tensor.piece.ranks, tensor)
 
 
 def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -318,18 +333,20 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
     if host is not None:
         known = host.grads.norm_of(tensor) if order == 2.0 and type(tensor) is ShardedTensor else None
         if known is not None:  # clipping does not wait for copies
-            return PartialNorm.wrap(tensor.piece.counted(known), 2.0, ranks, tensor.device)
+            return _partial(tensor, known, 2.0)
         host.settle()
-    if tensor.piece.is_whole:
-        return func(*map_tensors(args, _on_device), **map_tensors(kwargs, _on_device)).to(tensor.device)
     local = _on_device(tensor)
     has_graph = local.requires_grad and torch.is_grad_enabled()
+    if tensor.piece.is_whole and (order is None or has_graph):
+        return func(*map_tensors(args, _on_device), **map_tensors(kwargs, _on_device)).to(tensor.device)
     if order is None or has_graph and math.isinf(order):
         refuse(func, tensor)
-    norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
     if not has_graph:
-        return PartialNorm.wrap(tensor.piece.counted(norm), order, ranks, tensor.device)
-    return global_norm(norm, order, ranks, tensor.piece.counted).to(tensor.device)
+        (norm,) = local_norms([local.detach()], order)
+        return _partial(tensor, norm, order)
+    wide = local.double()
+    norm = torch.linalg.vector_norm(wide, order) if wide.numel() else wide.sum()
+    return global_norm(norm, order, ranks, tensor.piece.counted, local.dtype).to(tensor.device)
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
@@ -458,7 +475,6 @@ _ANSWERS: Mapping[str, _Answer] = {
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _check_finite,
 }
-_ON_DEVICE = (_norm, _foreach_norm, _check_finite)  # answers for a whole tensor in host memory too
 _BY_FUNCTION: Mapping[Callable[..., Any], _Answer] = {  # whose names stand for others too
     **dict.fromkeys(NORMS, _norm),
     torch.autograd.grad: _refuse_op,

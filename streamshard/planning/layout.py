@@ -19,6 +19,10 @@ the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel),
 owns at most one contiguous range of each parameter, possibly empty (the range map of Megatron-LM's
 distributed optimizer, megatron/core/optimizer/distrib_optimizer.py).
 
+Starts and shards are multiples of 16 elements. GPU kernels load 16 bytes at once. CPU kernels compute the elements that
+fill no vector apart, and torch's fused Adam rounds them in another way: with aligned cuts these are the last elements
+of a parameter, on any number of ranks.
+
 With `align_pieces_to`, each parameter is cut only between blocks of that many elements (*grains*). Shards are whole
 grains, and a parameter that does not fit into the rest of a grain starts with the next one.
 """
@@ -41,7 +45,7 @@ from streamshard.forms import form_of
 if TYPE_CHECKING:
     from streamshard.planning.discovery import FoundParam, FoundUnit
 
-ALIGNMENT_BYTES = 16  # vectorised loads of GPU kernels want 16-byte aligned starts
+ALIGNMENT = 16  # elements: see [Note: layout]
 
 
 @dataclass(frozen=True)
@@ -127,25 +131,21 @@ class FlatParamLayout:
         return (*[1] * (len(param.shape) - 1), self.local_range(param, rank).numel)
 
 
-def plan_flat_param(
-    sizes: Sequence[ParamLayout], world_size: int, *, element_bytes: int, align_pieces_to: int
-) -> FlatParamLayout:
+def plan_flat_param(sizes: Sequence[ParamLayout], world_size: int, *, align_pieces_to: int) -> FlatParamLayout:
     """Lay out one flat parameter. See [Note: layout].
 
     Args:
         sizes: the parameters in registration order, tied ones once.
         world_size: number of ranks N.
-        element_bytes: bytes of the narrowest element that will use the layout; it sets the alignment of starts.
         align_pieces_to: parameters are cut only at multiples of this many of their elements.
 
     Returns:
         The layout; ``padded_numel`` is a multiple of N times the alignment, so every rank's shard starts aligned.
     """
-    align = max(ALIGNMENT_BYTES // element_bytes, 1)
-    grain = align if world_size == 1 else math.lcm(align, align_pieces_to)  # one rank cuts nothing
+    grain = ALIGNMENT if world_size == 1 else math.lcm(ALIGNMENT, align_pieces_to)  # one rank cuts nothing
     params, end = [], 0
     for size in sizes:
-        start = _round_up(end, align)
+        start = _round_up(end, ALIGNMENT)
         if start % grain + size.numel > grain:
             start = _round_up(start, grain)
         params.append(ParamLayout(size.name, size.shape, start))
@@ -314,8 +314,7 @@ def plan_units(
                 kind = kind._replace(grad_dtype=kind.compute_dtype)
             memory = [form_of(found.param).memory(found.param) for found in params]
             sizes = [ParamLayout(p.names[0], tuple(m.shape)) for p, m in zip(params, memory, strict=True)]
-            element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)
-            layout = plan_flat_param(sizes, n_ranks, element_bytes=element_bytes, align_pieces_to=align_pieces_to)
+            layout = plan_flat_param(sizes, n_ranks, align_pieces_to=align_pieces_to)
             numel, is_wire = layout.padded_numel, kind.wire_dtype is not kind.compute_dtype
             weights = ByteRange(weights.stop, numel * kind.compute_dtype.itemsize)
             wire = ByteRange(wire.stop, is_wire * numel * kind.wire_dtype.itemsize)

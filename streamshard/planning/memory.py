@@ -47,7 +47,7 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     scratch             as the transport asks, at most p times the elements of the largest block for sums in fp32
     flags               N + 1 per parameter; R N + N + 1 with R replicas
     staging             with ``offload``: 8 times the elements of the largest shard that trains
-    norms               with ``offload``: 4 per parameter that trains
+    norms               with ``offload``: 8 per parameter that trains
 
 All-gathers cast into this rank's range of the weight slot, or wire buffer, which takes no other memory. With
 ``offload`` the first three rows lie in host memory, except for units in the device budget. All-gather inputs do too: w

@@ -200,7 +200,7 @@ def test_a_parameters_accumulate_grad_node_is_found_as_by_ddp(context: RankConte
 def test_the_text_of_a_parameter_says_that_it_is_a_piece(context: RankContext) -> None:
     """In logs and debuggers."""
     weight = sharded()[0].linear.weight
-    start, stop = [(0, 44), (44, 64)][context.rank]
+    start, stop = [(0, 48), (48, 64)][context.rank]
     told = rf"piece {start}:{stop} of \(8, 8\), rank {context.rank} of 2"
     assert re.search(rf"tensor\(.*\(parameter '0\.linear\.weight', {told}\)", repr(weight), re.S), repr(weight)
     assert re.search(told, f"{weight.detach() * 2.0}")

@@ -135,6 +135,32 @@ def test_runs_go_on_at_another_number_of_processes(ranks: RankPool, before: int,
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-6)
 
 
+def _global_batches(context: RankContext, out: Path, resume: Path | None = None, **arguments: Any) -> Any:
+    """Eight examples in each step, in micro-batches of two: what was logged, and the weights."""
+    accumulated = 4 // context.world_size
+    with launched(context):
+        run = train(
+            _trainers()[1], make_model("llama"), out, make_rows("llama", 64), resume=resume,
+            gradient_accumulation_steps=accumulated, max_grad_norm=0.3, **arguments,
+        )  # fmt: skip
+    return run.history, run.weights
+
+
+def test_the_same_global_batches_give_the_same_bits_on_any_number_of_processes(ranks: RankPool, tmp_path: Path) -> None:
+    alone, weights = ranks(1).run(_global_batches, tmp_path / "1", max_steps=4)[0]
+    assert any(entry.get("grad_norm", 0.0) > 0.3 for entry in alone)
+    for count in (2, 4):
+        history, found = ranks(count).run(_global_batches, tmp_path / str(count), max_steps=4)[0]
+        assert [entry.get("grad_norm") for entry in history] == [entry.get("grad_norm") for entry in alone]
+        assert [name for name, weight in weights.items() if not torch.equal(weight, found[name])] == []
+    # Stopped on two processes, and continued on four and one.
+    ranks(2).run(_global_batches, tmp_path / "part", save_strategy="steps", save_steps=2, max_steps=4)
+    for count in (4, 1):
+        given = tmp_path / f"rest {count}", tmp_path / "part" / "checkpoint-2"
+        _, found = ranks(count).run(_global_batches, *given, max_steps=4)[0]
+        assert [name for name, weight in weights.items() if not torch.equal(weight, found[name])] == []
+
+
 @on_ranks(2)
 def test_the_best_model_is_loaded_at_the_end(context: RankContext, tmp_path: Path) -> None:
     data = make_rows("llama-tied")

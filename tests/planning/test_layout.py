@@ -8,25 +8,24 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.planning.layout import ALIGNMENT_BYTES, FlatParamLayout, LocalRange, ParamLayout, plan_flat_param
+from streamshard.planning.layout import ALIGNMENT, FlatParamLayout, LocalRange, ParamLayout, plan_flat_param
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 sizes = st.lists(shapes, max_size=8).map(lambda all: [ParamLayout(f"p{k}", shape) for k, shape in enumerate(all)])
 world_sizes = st.integers(1, 9)
-element_bytes = st.sampled_from([1, 2, 4, 8, 32])
 alignments: st.SearchStrategy[Any] = st.sampled_from([1, 2, 3, 7, 16, 100])
 
 
-def _plan(params: list[ParamLayout], world_size: int, n_bytes: int = 2, pieces: int = 1) -> FlatParamLayout:
-    return plan_flat_param(params, world_size, element_bytes=n_bytes, align_pieces_to=pieces)
+def _plan(params: list[ParamLayout], world_size: int, pieces: int = 1) -> FlatParamLayout:
+    return plan_flat_param(params, world_size, align_pieces_to=pieces)
 
 
-@given(sizes, world_sizes, element_bytes, alignments)
+@given(sizes, world_sizes, alignments)
 def test_parameters_lie_in_order_aligned_and_are_cut_between_blocks(
-    params: list[ParamLayout], world_size: int, n_bytes: int, pieces: int
+    params: list[ParamLayout], world_size: int, pieces: int
 ) -> None:
     """Nothing overlaps. Parameters and shards start aligned. Pieces begin and end with blocks, or the parameter."""
-    layout = _plan(params, world_size, n_bytes, pieces)
+    layout = _plan(params, world_size, pieces)
     end = 0
     for size, param in zip(params, layout.params, strict=True):
         assert (param.name, param.shape, param.numel) == (size.name, size.shape, math.prod(size.shape))
@@ -44,25 +43,26 @@ def test_parameters_lie_in_order_aligned_and_are_cut_between_blocks(
     assert layout.numel == sum(size.numel for size in params)
     assert layout.shard_numel * world_size == layout.padded_numel
     for start in [param.offset for param in layout.params] + [rank * layout.shard_numel for rank in range(world_size)]:
-        assert start * n_bytes % ALIGNMENT_BYTES == 0
+        assert start % ALIGNMENT == 0
     if pieces == 1:
-        assert layout.padded_numel - end < world_size * max(ALIGNMENT_BYTES // n_bytes, 1)  # no more than needed
-    assert _plan(params, world_size, n_bytes, pieces) == layout
+        assert layout.padded_numel - end < world_size * ALIGNMENT  # no more than needed
+    assert _plan(params, world_size, pieces) == layout
 
 
-@given(sizes, world_sizes, element_bytes, alignments)
+@given(sizes, world_sizes, alignments)
 def test_cutting_between_blocks_costs_less_than_a_block_for_each_parameter_and_rank(
-    params: list[ParamLayout], world_size: int, n_bytes: int, pieces: int
+    params: list[ParamLayout], world_size: int, pieces: int
 ) -> None:
     """Small parameters share a block. Only one that would be cut inside of a block leaves the block's rest unused."""
-    align = max(ALIGNMENT_BYTES // n_bytes, 1)
-    layout = _plan(params, world_size, n_bytes, pieces)
-    grain = math.lcm(align, pieces) if world_size > 1 else align
+    layout = _plan(params, world_size, pieces)
+    grain = math.lcm(ALIGNMENT, pieces) if world_size > 1 else ALIGNMENT
     end = 0
     for param in layout.params:
         gap = param.offset - end
         assert gap < grain
-        assert gap < align or -(-end // align) * align % grain + param.numel > grain  # else it fits into the block
+        assert (
+            gap < ALIGNMENT or -(-end // ALIGNMENT) * ALIGNMENT % grain + param.numel > grain
+        )  # else it fits into the block
         end = param.offset + param.numel
     assert layout.padded_numel - end < world_size * grain
 

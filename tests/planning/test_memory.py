@@ -33,9 +33,9 @@ def _report(model: nn.Module) -> MemoryReport:
 # -- the formula --------------------------------------------------------------------------------------------------
 
 
-def _padded(numels: list[int], world_size: int, param_bytes: int) -> int:
-    """A unit's elements: parameters aligned to 16 bytes, padded to N aligned shards. Written down anew, on purpose."""
-    align = 16 // param_bytes
+def _padded(numels: list[int], world_size: int) -> int:
+    """A unit's elements: parameters aligned to 16, padded to N aligned shards. Written down anew, on purpose."""
+    align = 16
     end = 0
     for numel in numels:
         end = -(-end // align) * align + numel
@@ -47,7 +47,7 @@ def _formula(
 ) -> dict[str, int]:
     """Bytes by category: 8/N a parameter (Adam has as much again), and the slots."""
     param_bytes = precision.param_dtype.itemsize
-    units = [_padded(numels, world_size, param_bytes) for numels in (edge, *blocks)]
+    units = [_padded(numels, world_size) for numels in (edge, *blocks)]
     shards = sum(units) // world_size
     # Blocks take turns in two slots, each as large as its largest; the root unit has one of its own.
     slots = [units[0], max(units[1::2], default=0), max(units[2::2], default=0)]

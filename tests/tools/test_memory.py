@@ -164,7 +164,7 @@ def test_what_is_printed_names_the_place(context: RankContext) -> None:
     wanted = {
         "device total": report.total_bytes,
         "device (Adam's chunks)": report.chunk_bytes,
-        "device norms": 4 * len(list(model.parameters())),
+        "device norms": 8 * len(list(model.parameters())),
         "host main grads": 4 * report.padded_numel // 2,
         "host total": report.host_total_bytes,
         "host (Adam's moments)": report.host_adam_bytes,
@@ -185,7 +185,7 @@ def test_bytes_on_the_device_do_not_depend_on_the_number_of_layers(context: Rank
     with simulated_device():
         few, many = (StreamShard(TinyLM(TinyConfig(depth=depth)), offload="state").memory_report() for depth in (4, 12))
     params = many.numel / few.numel
-    assert few.total_bytes == pytest.approx(many.total_bytes, rel=0.03)  # flags and norms: some bytes a parameter
+    assert few.total_bytes == pytest.approx(many.total_bytes, rel=0.05)  # flags and norms: some bytes a parameter
     assert many.host_total_bytes > 0.9 * params * few.host_total_bytes > few.host_total_bytes
 
 

@@ -52,12 +52,12 @@ def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches
     call = Call(0, context.rank, context.world_size, 1.0)
 
     def build(frozen: int = 0) -> nn.Module:
-        model = TinyLM(TinyConfig(vocabulary=160, depth=6))  # no unit is padded
+        model = TinyLM(TinyConfig(vocabulary=160, dim=32, depth=6))  # no unit is padded
         for module in (model.embedding, *model.blocks[:3])[:frozen]:
             module.requires_grad_(False)
         return model
 
-    for frozen, slots, budget in ((0, 2, 0), (0, 3, 0), (4, 2, 0), (1, 2, 0), (0, 2, "60KB")):
+    for frozen, slots, budget in ((0, 2, 0), (0, 3, 0), (4, 2, 0), (1, 2, 0), (0, 2, "400KB")):
         settings: dict[str, Any] = {"offload": "state", "weight_slots": slots, "device_budget": budget}
         settings["precision"] = BF16
         run = {"batch": 2, "seq": 8, "micro_batches": micro_batches}

@@ -1,0 +1,52 @@
+"""Norms in fp64: right, and the same however elements are cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from streamshard.norms import local_norms
+
+SIZES = [0, 1, 1000, 1 << 16, (1 << 16) + 1, 200_000]
+
+
+def _values(numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    return torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+def test_norms_are_exact(order: float) -> None:
+    tensors = [_values(numel) for numel in SIZES[order == math.inf :]]
+    for found, tensor in zip(local_norms([*tensors, tensors[-1].view(2, -1).t()], order), tensors, strict=False):
+        wanted = torch.linalg.vector_norm(tensor.double(), order) if tensor.numel() else torch.tensor(0.0).double()
+        assert found.dtype is torch.float64 and found.shape == ()
+        assert found.item() == pytest.approx(wanted.item(), rel=1e-13)
+    assert found.float() == local_norms([tensors[-1].view(2, -1).t()], order)[0].float()
+
+
+def test_the_norm_of_pieces_is_the_norm_of_the_whole_to_the_bit() -> None:
+    whole = _values(200_000)
+    (wanted,) = local_norms([whole], 2.0)
+    for size in (7, 1000, 65_537, 199_999):
+        norms = torch.stack(local_norms(whole.split(size), 2.0))
+        assert norms.square().sum().sqrt().float() == wanted.float()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.0])
+def test_norms_of_values_that_are_no_numbers(value: float) -> None:
+    for tensor in (torch.full((70_000,), value), torch.cat([torch.zeros(70_000), torch.tensor([value])])):
+        (found,) = local_norms([tensor], 2.0)
+        torch.testing.assert_close(found.float(), torch.tensor(abs(value)), equal_nan=True)
+
+
+def test_norms_do_not_overflow() -> None:
+    """Their squares do, in fp32."""
+    (large,), (small,) = (local_norms([torch.full((4,), value)], 2.0) for value in (1e30, 1e-30))
+    assert large.item() == pytest.approx(2e30) and small.item() == pytest.approx(2e-30)
+
+
+def test_no_tensors_have_no_norms() -> None:
+    assert local_norms([], 2.0) == []

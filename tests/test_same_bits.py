@@ -1,0 +1,245 @@
+"""The same global batch gives the same bits on any number of ranks: losses, norms and weights.
+
+Micro-batch i runs on rank i mod N, the order of accelerate's ``BatchSamplerShard``. Gradients are sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import Precision, StreamShard, load_checkpoint, save_checkpoint
+from streamshard.optim import WholeParameterOptimizer
+from tests.models import Adapter, TinyConfig, TinyLM, token_batch
+from tests.ranks import RankContext
+from tests.reference import FP32, adamw, full_weights, sgd
+from tests.scenarios import over_sockets
+
+MICRO_BATCHES = 12  # a multiple of each number of ranks
+RANKS = (1, 2, 3, 4)
+STEPS = 3
+ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
+
+Clip = Callable[[Any], Tensor]
+Optimizers = Callable[[nn.Module], Any]
+
+
+class Case(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        build: makes the model.
+        settings: for `StreamShard`.
+        optimizer: makes the optimizer.
+        clip: clips gradients, and returns the norm.
+        scaler: scales losses.
+        sockets: ranks exchange through gloo.
+    """
+
+    build: Callable[[], nn.Module] = lambda: _model()
+    settings: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    optimizer: Optimizers = adamw
+    clip: Clip | None = None
+    scaler: bool = False
+    sockets: bool = False
+
+
+def _model(*, dim: int = 16, **options: Any) -> TinyLM:
+    return TinyLM(TinyConfig(dim=dim, **options))
+
+
+class _Checkpointed(TinyLM):
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The blocks, recomputed in backward."""
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class _Skipping(TinyLM):
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The blocks, without the last one: it has no gradient."""
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return x
+
+
+def _frozen() -> nn.Module:
+    model = _model()
+    model.embedding.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def _adapted() -> nn.Module:
+    model = _model()
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up = Adapter(block.up)
+    return model
+
+
+def _by_model(model: Any) -> Tensor:
+    norm: Tensor = model.clip_grad_norm_(0.2)
+    return norm
+
+
+def _by_torch(model: Any) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+
+
+def _by_each_norm(model: Any) -> Tensor:
+    """Every gradient is divided by its own norm."""
+    norms = [param.grad.norm() for param in model.parameters() if param.grad is not None]
+    for param, norm in zip((p for p in model.parameters() if p.grad is not None), norms, strict=True):
+        param.grad.div_(norm + 1e-3)
+    return torch.stack([norm * 1.0 for norm in norms])
+
+
+def _by_1_norm(model: Any) -> Tensor:
+    norm: Tensor = model.clip_grad_norm_(1.0, norm_type=1.0)
+    return norm
+
+
+def _momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+
+
+def _fused(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+
+
+def _muon(model: nn.Module) -> Any:
+    hidden = [param for name, param in model.named_parameters() if "blocks" in name and param.ndim == 2]
+    return WholeParameterOptimizer(hidden, torch.optim.Muon, lr=0.02)
+
+
+FP16 = Precision(param_dtype=torch.float16)
+BF16_GRADS = Precision(grad_dtype=torch.bfloat16)
+
+CASES = {
+    "bf16": Case(),
+    "fp32": Case(settings={"precision": FP32}),
+    "bf16 gradients on the wire": Case(settings={"precision": BF16_GRADS}),
+    "all slots": Case(settings=ALL_SLOTS),
+    "three slots": Case(settings={"weight_slots": 3}),
+    "sockets": Case(sockets=True),
+    "rows cut": Case(lambda: _model(dim=20)),
+    "dropout": Case(lambda: _model(dropout=0.1)),
+    "tied": Case(lambda: _model(tied=True)),
+    "frozen": Case(_frozen),
+    "an unused layer": Case(lambda: _Skipping(TinyConfig())),
+    "checkpointed": Case(lambda: _Checkpointed(TinyConfig(dropout=0.1))),
+    "adapters": Case(_adapted),
+    "SGD": Case(optimizer=sgd),
+    "momentum": Case(optimizer=_momentum),
+    "fused AdamW": Case(optimizer=_fused),
+    "Muon": Case(optimizer=_muon),
+    "fp16 with a loss scaler": Case(settings={"precision": FP16}, scaler=True, clip=_by_model),
+    "clipped": Case(clip=_by_model),
+    "clipped, fp32": Case(settings={"precision": FP32}, clip=_by_model),
+    "clipped, all slots": Case(settings=ALL_SLOTS, clip=_by_model),
+    "clipped by torch": Case(clip=_by_torch),
+    "clipped by torch, tied and rows cut": Case(lambda: _model(dim=20, tied=True), clip=_by_torch),
+    "clipped by the 1-norm": Case(clip=_by_1_norm),
+    "divided by each norm": Case(clip=_by_each_norm),
+}
+
+
+class Digests(NamedTuple):
+    """What a run has computed: losses by step and micro-batch, norms by step, digests of weights by step."""
+
+    losses: dict[tuple[int, int], float]
+    norms: list[list[float]]
+    weights: list[str]
+
+
+def _digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, weight in sorted(full_weights(model).items()):
+        found.update(name.encode() + weight.float().numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def _train(context: RankContext, model: Any, optimizer: Any, case: Case, steps: range, found: Digests) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=case.scaler)
+    for step in steps:
+        for index in range(context.rank, MICRO_BATCHES, context.world_size):
+            torch.manual_seed(1000 * step + index)  # dropout falls alike, wherever the micro-batch runs
+            tokens = token_batch(step, index)
+            logits = model(tokens).float()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+            loss = loss / (MICRO_BATCHES * tokens[:, 1:].numel())
+            scaler.scale(loss).backward()
+            found.losses[step, index] = loss.item()
+        if case.scaler:
+            scaler.unscale_(optimizer)
+        if case.clip is not None:
+            found.norms.append(case.clip(model).reshape(-1).tolist())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.weights.append(_digest(model))
+
+
+def _made(case: Case) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = StreamShard(case.build(), **case.settings)
+    model.set_gradient_divide_factor(1.0)
+    return model, case.optimizer(model)
+
+
+def _run(context: RankContext, name: str) -> Digests:
+    case, found = CASES[name], Digests({}, [], [])
+    with over_sockets() if case.sockets else contextlib.nullcontext():
+        model, optimizer = _made(case)
+        _train(context, model, optimizer, case, range(STEPS), found)
+    return found
+
+
+def _merged(runs: list[Digests]) -> Digests:
+    assert all(run.norms == runs[0].norms and run.weights == runs[0].weights for run in runs)
+    losses = {place: loss for run in runs for place, loss in run.losses.items()}
+    return runs[0]._replace(losses=dict(sorted(losses.items())))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_ranks_trains_to_the_same_bits(ranks: Any, name: str) -> None:
+    alone, *others = (_merged(ranks(count).run(_run, name)) for count in RANKS)
+    assert len(alone.losses) == STEPS * MICRO_BATCHES and len(set(alone.weights)) == STEPS
+    assert (CASES[name].clip is None) is not alone.norms
+    for count, other in zip(RANKS[1:], others, strict=True):
+        assert other == alone, f"{count} ranks"
+
+
+def _part(context: RankContext, directory: str, steps: tuple[int, int]) -> Digests:
+    """Steps of a run that was stopped, or begins, in `directory`."""
+    case, found = CASES["clipped"]._replace(build=lambda: _model(dim=20, dropout=0.1)), Digests({}, [], [])
+    model, optimizer = _made(case)
+    if steps[0]:
+        load_checkpoint(directory, model, optimizer)
+    _train(context, model, optimizer, case, range(*steps), found)
+    save_checkpoint(directory, model, optimizer)
+    return found
+
+
+def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_the_bits_of_one_that_never_stopped(
+    ranks: Any, tmp_path: Path
+) -> None:
+    whole = _merged(ranks(1).run(_part, str(tmp_path / "whole"), (0, 8)))
+    parts = [
+        _merged(ranks(count).run(_part, str(tmp_path / "parts"), (first, first + 2)))
+        for count, first in ((4, 0), (3, 2), (1, 4), (2, 6))
+    ]
+    assert sum((part.weights for part in parts), []) == whole.weights
+    assert sum((part.norms for part in parts), []) == whole.norms
