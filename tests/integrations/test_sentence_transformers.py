@@ -99,6 +99,8 @@ def test_losses_equal_ddp(context: RankContext, case: str, optim: str, tmp_path:
     with launched(context), _quiet():
         for each in and_sharded(st.SentenceTransformerTrainer):
             model = build(tmp_path)
+            for name, param in model.named_parameters():  # its gradient is rounding of zero, which Adafactor scales up
+                param.requires_grad_(optim != "adafactor" or "key.bias" not in name)
             torch.manual_seed(3)
             options = {"per_device_train_batch_size": 4, "optim": optim}
             runs.append(_train(each, model, tmp_path, _data(labels), loss(model), **options))
