@@ -1,8 +1,8 @@
 """All private functions and classes of torch that the package uses, each with its reason. No other module names one.
 
-Functions that each pass or each layer's forward or backward calls are aliases: a wrapper would cost host time.
-Other modules do use private attributes of modules, tensors and optimizers (``_parameters``, ``_version``) and the
-``torch._foreach_`` functions.
+Functions that each pass or each layer's forward or backward calls are aliases: a wrapper would cost host time. Other
+modules do use private attributes of modules, tensors, graph nodes and optimizers (``_parameters``, ``_version``) and
+the ``torch._foreach_`` functions.
 
 Imported under torch's own names:
 

@@ -81,10 +81,10 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         is_around = module not in owner and (module._parameters or any(child in owner for child in inside))
         if module is root or module in layers or is_around:
             units = frozenset((ROOT_UNIT, *(layers[child].index for child in inside if child in layers)))
-            handle = Handle(engine, layers.get(module), units, _input_dtype(module, engine.precision, in_fp32), None)
+            dtype = _input_dtype(module, engine.precision, in_fp32)
             computing = inside if module in layers else [module]
-            if any(isinstance(each, nn.Embedding) for each in computing):
-                handle = handle._replace(looks_up=True)
+            looks_up = any(isinstance(each, nn.Embedding) for each in computing)
+            handle = Handle(engine, layers.get(module), units, dtype, None, looks_up)
             if module is root:
                 output_dtype = engine.precision.output_dtype
                 handle = handle._replace(output_dtype=output_dtype, is_root=True, edits=edits, members=members)

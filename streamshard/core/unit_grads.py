@@ -146,8 +146,8 @@ class UnitGrads:
         lookups: list[torch.Tensor] = []
         with AsTensors():
             for param in self.params:
-                grad = get_grad(param.unsharded)
-                set_grad(param.unsharded, None)
+                if (grad := get_grad(param.unsharded)) is not None:
+                    set_grad(param.unsharded, None)
                 if param.lookups:
                     lookups += (lookup.grad for lookup in param.lookups)
                     write_lookups(param.in_slot, param.lookups, grad, scale, adds=adds)

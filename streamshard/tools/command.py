@@ -96,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     about = "versions, devices and backend, for a report of a bug"
     commands.add_parser("env", help=about).set_defaults(run=_env)
 
+    _add_files(commands)
+    return parser
+
+
+def _add_files(commands: Any) -> None:
+    """Commands for files that runs have written."""
     inspect = commands.add_parser("inspect", help="list checkpoints, or verify one")
     inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
@@ -116,7 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         about = f"with --from: the prefix of the {name}'s keys (%(default)s)"
         convert.add_argument(f"--{name}-key", metavar="KEY", default=name, help=about)
     convert.set_defaults(run=_convert)
-    return parser
 
 
 def _add_step(plan: argparse.ArgumentParser) -> None:
