@@ -87,6 +87,7 @@ BENCHMARKS = (
     Benchmark("checkpoints", "", 900, "--layers 2 --width 64 --rounds 4"),
     Benchmark("host_overhead", "--rounds 40", 600, "--parameters 1 --rounds 3 --warmup 1"),
     Benchmark("world_size", "", 900, "--ranks 8 16 --rounds 2 --layers 3"),
+    Benchmark("same_bits", "", 1500, "--only fp32 --ranks 2"),
     Benchmark("timeline", "", 120, "--layers 3 --width 64 --sequence 32 --steps 2"),
     Benchmark("bytes_per_parameter", "", 900, ""),
     Benchmark("memory_by_ranks", "", 900, "--layers 2 --measured-ranks 2 --ranks 2 4", needs=("transformers",)),

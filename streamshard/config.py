@@ -34,9 +34,9 @@ class ReductionMode(enum.Enum):
     FP32 = enum.auto()
     """fp32 is sent and summed. 16-bit gradients are converted part by part, on the way out of their slot. The sum goes
     straight into main grads, unless it is added to earlier gradients."""
-    EXCHANGE_16 = enum.auto()
-    """16-bit chunks are exchanged. Each rank sums the chunks that it receives, in fp32 and in rank order (as in
-    Megatron-LM's ``reduce_scatter_with_fp32_accumulation``)."""
+    IN_ORDER = enum.auto()
+    """Chunks are exchanged in the dtype of their slot. Each rank adds the chunks that it receives to its main grads, in
+    fp32 and in rank order. Megatron-LM's ``reduce_scatter_with_fp32_accumulation`` exchanges chunks too."""
     SUM_16 = enum.auto()
     """The backend sends and sums 16-bit numbers; the result is converted to fp32."""
 
@@ -47,20 +47,22 @@ class Precision:
 
     Parameters that are frozen when the model is sharded keep their own dtype if layers compute in half precision.
 
-    `grad_dtype` and `reduce_dtype` decide the `ReductionMode` (shown for bf16):
+    `grad_dtype`, `reduce_dtype` and `sums_in_rank_order` decide the `ReductionMode` (shown for bf16):
 
-    ================  ================  ======================
-    grad_dtype        reduce_dtype      reduction
-    ================  ================  ======================
-    fp32              fp32              `FP32`
-    bf16              fp32              `EXCHANGE_16`
-    bf16              bf16              `SUM_16`
-    ================  ================  ======================
+    ================  ================  ======================  ======================
+    grad_dtype        reduce_dtype      sums_in_rank_order      reduction
+    ================  ================  ======================  ======================
+    fp32              fp32              False                   `FP32`
+    fp32 or bf16      fp32              True                    `IN_ORDER`
+    bf16              fp32              False                   `IN_ORDER`
+    bf16              bf16              False                   `SUM_16`
+    ================  ================  ======================  ======================
 
     On GPUs:
 
-    - `EXCHANGE_16` sends half as many bytes as `FP32` within a machine. Between M machines of G GPUs each it sends
+    - `IN_ORDER` sends half as many bytes as `FP32` within a machine. Between M machines of G GPUs each it sends
       G (1 - 1/M) / 2 times as many bytes: more on three or more machines of four GPUs, or on two machines of eight.
+      Gradients that are computed in fp32 take twice as many bytes as in bf16.
     - `SUM_16` adds up in 16 bits. A bf16 sum stops growing after 256 equal gradients, an fp16 sum after 2048, so
       `StreamShard` refuses more ranks.
 
@@ -73,6 +75,8 @@ class Precision:
         reduce_dtype: dtype of the sum of gradients over ranks. fp32, or `param_dtype`.
         grad_dtype: dtype of the gradients that are sent, and with ``grad_slots="all"`` of the sum over backwards inside
             ``no_sync()``; None means `reduce_dtype`.
+        sums_in_rank_order: add gradients over ranks in rank order, beginning at main grads, so that sums have the same
+            bits on any number of ranks. CPU ranks always do. Parameters that compute in fp32 are included.
         output_dtype: dtype of the model's floating-point outputs, so that a loss outside is in fp32; None: outputs are
             not cast. float64, ``cache`` and ``past_key_values`` are not cast either. If an output has a ``loss``
             (transformers, with labels), only the loss and other scalars are cast: no second copy of the logits is made.
@@ -85,13 +89,15 @@ class Precision:
             in fp16 ``_keep_in_fp32_modules`` too), nor norms whose running statistics are in fp32.
 
     Raises:
-        ConfigError: a dtype is not one of those above, or `fp32_modules` is not a list of classes and names.
+        ConfigError: a dtype is not one of those above, `fp32_modules` is not a list of classes and names, or
+            `sums_in_rank_order` is given together with sums in 16 bits.
     """
 
     param_dtype: torch.dtype | None = torch.bfloat16
     wire_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
+    sums_in_rank_order: bool = False
     output_dtype: torch.dtype | None = torch.float32
     cast_inputs: bool = True
     fp32_modules: Sequence[str | type[nn.Module]] = ()
@@ -103,6 +109,9 @@ class Precision:
         _want("wire_dtype", self.wire_dtype, (None, own, *narrower))
         _want("reduce_dtype", self.reduce_dtype, (torch.float32, own or torch.float32))
         _want("grad_dtype", self.grad_dtype, (None, self.reduce_dtype, self.param_dtype))
+        if self.sums_in_rank_order and self.reduce_dtype is not torch.float32:
+            what = f"sums_in_rank_order=True, reduce_dtype={self.reduce_dtype}"
+            raise ConfigError(f"{what}: sums in rank order are in fp32: leave reduce_dtype out")
         output = self.output_dtype
         if output is not None and not (isinstance(output, torch.dtype) and output.is_floating_point):
             raise ConfigError(f"output_dtype={output!r}: wanted a floating-point torch.dtype or None")
@@ -117,10 +126,15 @@ class Precision:
 
     @property
     def reduction_mode(self) -> ReductionMode:
-        """The `ReductionMode` of these dtypes."""
-        if self.slot_grad_dtype is torch.float32:
-            return ReductionMode.FP32
-        return ReductionMode.EXCHANGE_16 if self.reduce_dtype is torch.float32 else ReductionMode.SUM_16
+        """The `ReductionMode` of parameters that compute in half precision."""
+        if self.reduce_dtype is not torch.float32:
+            return ReductionMode.SUM_16
+        return self.fp32_reduction_mode if self.slot_grad_dtype is torch.float32 else ReductionMode.IN_ORDER
+
+    @property
+    def fp32_reduction_mode(self) -> ReductionMode:
+        """The `ReductionMode` of parameters that compute in fp32."""
+        return ReductionMode.IN_ORDER if self.sums_in_rank_order else ReductionMode.FP32
 
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

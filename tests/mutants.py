@@ -176,10 +176,19 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "comm/gloo": [
         ("Exchange._abandon", Drop("state_of(self.group).abandoned.extend(self.messages)"), "transport"),
+        (
+            "PairwiseTransport.start_reduce",
+            Swap("*received[:rank], chunks[rank], *received[rank:]", "chunks[rank], *received"),
+            "same_bits:fp32",
+        ),
+    ],
+    "comm/transport": [
+        ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32"),
     ],
     "comm/nccl": [
         ("NcclTransport.start_flags", Swap("ReduceOp.MAX", "ReduceOp.SUM"), "transport"),
-        ("NcclTransport._exchange", Swap("torch.sum(", f"{_ON_COMPUTE} torch.sum("), _STREAMS),
+        ("NcclTransport._exchange", Swap("  sum_in_rank", f"  {_ON_COMPUTE} sum_in_rank"), _STREAMS),
+        ("NcclTransport._exchange", Swap(".unbind()", ".unbind()[::-1]"), "same_bits:device"),
         ("NcclTransport.meet", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_all_to_all", _NO_STREAM, "whole_parameters:wait"),
         ("NcclTransport.start_average", _NO_STREAM, _STREAMS),
@@ -195,6 +204,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("SharedMemoryTransport.copy_until", Drop("if for_all:"), "shared_memory"),
         ("SharedMemoryTransport.copy_until", Drop("self._await(Counter.PUBLISHED"), "shared_memory invariants matrix"),
         ("SharedMemoryTransport.sum_until", Drop("for each in self._buffers"), "shared_memory:mixed"),
+        ("SharedMemoryTransport.sum_until", Swap("_order(chunks,", "_order(chunks[::-1],"), "same_bits:fp32"),
         (
             "SharedMemoryTransport.progress",
             Swap(" or each.written[place] != written[place]", ""),

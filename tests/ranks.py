@@ -48,7 +48,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from tests.gpu import IS_PLAYED, enter_gpu, has_gpu
 
-MAX_RANKS = 4
+MAX_RANKS = 8  # tests use 4 at most, benchmarks/same_bits.py more
 # By what ranks are forked from. Dynamo is imported by the first step of any optimizer.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamshard.api", "tests.reference"]
 # By the same, where the tests that were collected have imported what stands first: then ranks are going to, or more.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,12 @@ from tests.models import Adapter, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext
 from tests.reference import FP32, adamw, full_weights, sgd
 from tests.scenarios import over_sockets
+from tests.simulated import simulated_device
 
 MICRO_BATCHES = 12  # a multiple of each number of ranks
 RANKS = (1, 2, 3, 4)
 STEPS = 3
+TOKENS = token_batch(0, 0)[:, 1:].numel()  # of a micro-batch
 ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 
 Clip = Callable[[Any], Tensor]
@@ -43,7 +46,9 @@ class Case(NamedTuple):
         optimizer: makes the optimizer.
         clip: clips gradients, and returns the norm.
         scaler: scales losses.
-        sockets: ranks exchange through gloo.
+        within: the transport: its context.
+        divides_at_the_end: by `set_gradient_divide_factor`, instead of each loss.
+        micro_batches: in a step, on all ranks together.
     """
 
     build: Callable[[], nn.Module] = lambda: _model()
@@ -51,7 +56,14 @@ class Case(NamedTuple):
     optimizer: Optimizers = adamw
     clip: Clip | None = None
     scaler: bool = False
-    sockets: bool = False
+    within: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    divides_at_the_end: bool = False
+    micro_batches: int = MICRO_BATCHES
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of a step, on all ranks together."""
+        return self.micro_batches * TOKENS
 
 
 def _model(*, dim: int = 16, **options: Any) -> TinyLM:
@@ -126,6 +138,9 @@ def _muon(model: nn.Module) -> Any:
 
 FP16 = Precision(param_dtype=torch.float16)
 BF16_GRADS = Precision(grad_dtype=torch.bfloat16)
+IN_ORDER = Precision(sums_in_rank_order=True)
+IN_ORDER_FP32 = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
+IN_ORDER_MIXED = Precision(sums_in_rank_order=True, fp32_modules=[nn.LayerNorm])
 
 CASES = {
     "bf16": Case(),
@@ -133,7 +148,20 @@ CASES = {
     "bf16 gradients on the wire": Case(settings={"precision": BF16_GRADS}),
     "all slots": Case(settings=ALL_SLOTS),
     "three slots": Case(settings={"weight_slots": 3}),
-    "sockets": Case(sockets=True),
+    "sockets": Case(within=over_sockets),
+    "sockets, fp32": Case(settings={"precision": FP32}, within=over_sockets),
+    "a device": Case(settings={"precision": IN_ORDER}, within=simulated_device, clip=_by_model),
+    "a device, rows cut, tied": Case(
+        lambda: _model(dim=20, tied=True), {"precision": IN_ORDER}, within=simulated_device
+    ),
+    "a device, fp32": Case(settings={"precision": IN_ORDER_FP32}, within=simulated_device),
+    "a device, norms in fp32": Case(settings={"precision": IN_ORDER_MIXED}, within=simulated_device),
+    "a device, bf16 gradients on the wire": Case(settings={"precision": BF16_GRADS}, within=simulated_device),
+    "a device, all slots": Case(settings={"precision": IN_ORDER, **ALL_SLOTS}, within=simulated_device),
+    "a device, state in host memory": Case(
+        settings={"precision": IN_ORDER, "offload": "state"}, within=simulated_device, clip=_by_model
+    ),
+    "divided at the end": Case(divides_at_the_end=True),
     "rows cut": Case(lambda: _model(dim=20)),
     "dropout": Case(lambda: _model(dropout=0.1)),
     "tied": Case(lambda: _model(tied=True)),
@@ -174,12 +202,12 @@ def _digest(model: nn.Module) -> str:
 def _train(context: RankContext, model: Any, optimizer: Any, case: Case, steps: range, found: Digests) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=case.scaler)
     for step in steps:
-        for index in range(context.rank, MICRO_BATCHES, context.world_size):
+        for index in range(context.rank, case.micro_batches, context.world_size):
             torch.manual_seed(1000 * step + index)  # dropout falls alike, wherever the micro-batch runs
             tokens = token_batch(step, index)
             logits = model(tokens).float()
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-            loss = loss / (MICRO_BATCHES * tokens[:, 1:].numel())
+            loss = loss / (1 if case.divides_at_the_end else case.tokens)
             scaler.scale(loss).backward()
             found.losses[step, index] = loss.item()
         if case.scaler:
@@ -195,19 +223,21 @@ def _train(context: RankContext, model: Any, optimizer: Any, case: Case, steps: 
 def _made(case: Case) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = StreamShard(case.build(), **case.settings)
-    model.set_gradient_divide_factor(1.0)
+    model.set_gradient_divide_factor(float(case.tokens) if case.divides_at_the_end else 1.0)
     return model, case.optimizer(model)
 
 
-def _run(context: RankContext, name: str) -> Digests:
-    case, found = CASES[name], Digests({}, [], [])
-    with over_sockets() if case.sockets else contextlib.nullcontext():
+def run(context: RankContext, name: str, micro_batches: int = MICRO_BATCHES) -> Digests:
+    """Train in the way `name`, on this rank."""
+    case, found = CASES[name]._replace(micro_batches=micro_batches), Digests({}, [], [])
+    with case.within():
         model, optimizer = _made(case)
         _train(context, model, optimizer, case, range(STEPS), found)
     return found
 
 
-def _merged(runs: list[Digests]) -> Digests:
+def merged(runs: list[Digests]) -> Digests:
+    """The digests of all ranks, which have the same norms and weights."""
     assert all(run.norms == runs[0].norms and run.weights == runs[0].weights for run in runs)
     losses = {place: loss for run in runs for place, loss in run.losses.items()}
     return runs[0]._replace(losses=dict(sorted(losses.items())))
@@ -215,7 +245,7 @@ def _merged(runs: list[Digests]) -> Digests:
 
 @pytest.mark.parametrize("name", CASES)
 def test_any_number_of_ranks_trains_to_the_same_bits(ranks: Any, name: str) -> None:
-    alone, *others = (_merged(ranks(count).run(_run, name)) for count in RANKS)
+    alone, *others = (merged(ranks(count).run(run, name)) for count in RANKS)
     assert len(alone.losses) == STEPS * MICRO_BATCHES and len(set(alone.weights)) == STEPS
     assert (CASES[name].clip is None) is not alone.norms
     for count, other in zip(RANKS[1:], others, strict=True):
@@ -236,9 +266,9 @@ def _part(context: RankContext, directory: str, steps: tuple[int, int]) -> Diges
 def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_the_bits_of_one_that_never_stopped(
     ranks: Any, tmp_path: Path
 ) -> None:
-    whole = _merged(ranks(1).run(_part, str(tmp_path / "whole"), (0, 8)))
+    whole = merged(ranks(1).run(_part, str(tmp_path / "whole"), (0, 8)))
     parts = [
-        _merged(ranks(count).run(_part, str(tmp_path / "parts"), (first, first + 2)))
+        merged(ranks(count).run(_part, str(tmp_path / "parts"), (first, first + 2)))
         for count, first in ((4, 0), (3, 2), (1, 4), (2, 6))
     ]
     assert sum((part.weights for part in parts), []) == whole.weights

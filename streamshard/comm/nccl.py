@@ -16,6 +16,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport
+from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import ConfigError
 
@@ -59,7 +60,7 @@ class NcclTransport(Transport):
         slot, out, scratch, mode, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
         with self.streams.on(self.stream), torch.no_grad():
-            if mode is ReductionMode.EXCHANGE_16:
+            if mode is ReductionMode.IN_ORDER:
                 self._exchange(reduction)
             elif mode is ReductionMode.FP32 and slot.dtype is not torch.float32:
                 self._reduce_in_parts(reduction)
@@ -80,26 +81,32 @@ class NcclTransport(Transport):
 
     def _reduce_in_parts(self, reduction: Reduction) -> None:
         """Sum 16-bit gradients in fp32: convert a part of each rank's chunk, and reduce it, before the next part."""
-        slot, out, scratch, _, accumulate, _, divisor = reduction
-        chunks, staging = slot.view(self.world_size, -1), scratch.view(torch.float32)
-        most = staging.numel() // self.world_size
-        for start in range(0, out.numel(), max(most, 1)):
-            part = out.narrow(0, start, min(most, out.numel() - start))
-            size = part.numel()
-            sent = staging.narrow(0, 0, self.world_size * size)
-            sent.view(self.world_size, size).copy_(chunks.narrow(1, start, size))
-            total = sent.narrow(0, self.rank * size, size) if accumulate else part
+        scratch, divisor = reduction.scratch, reduction.divisor
+        staging = scratch.view(torch.float32)
+        for chunks, part in self._parts(reduction, staging.numel()):
+            sent = staging.narrow(0, 0, chunks.numel())
+            sent.view_as(chunks).copy_(chunks)
+            total = sent.view_as(chunks)[self.rank] if reduction.accumulate else part
             _reduce_scatter_single(total, sent, op=dist.ReduceOp.SUM, group=self.group)
-            part.add_(total, alpha=1.0 / divisor) if accumulate else part.mul_(1.0 / divisor)
+            part.add_(total, alpha=1.0 / divisor) if reduction.accumulate else part.mul_(1.0 / divisor)
 
     def _exchange(self, reduction: Reduction) -> None:
-        slot, out, scratch, _, accumulate, _, divisor = reduction
-        widened, received = scratch.split([scratch.numel() - slot.numel(), slot.numel()])
-        dist.all_to_all_single(received, slot, group=self.group)
-        total = widened.view(torch.float32) if accumulate else out
-        # One kernel, which converts to fp32 as it loads. The chunks of all ranks lie in rank order.
-        torch.sum(received.view(self.world_size, -1), 0, dtype=torch.float32, out=total)
-        out.add_(total, alpha=1.0 / divisor) if accumulate else out.mul_(1.0 / divisor)
+        """Exchange a part of each rank's chunk, and add what arrives to main grads in rank order, before the next."""
+        sending, receiving = reduction.scratch.chunk(2)
+        for chunks, part in self._parts(reduction, sending.numel()):
+            sent, received = (room.narrow(0, 0, chunks.numel()) for room in (sending, receiving))
+            sent.view_as(chunks).copy_(chunks)
+            dist.all_to_all_single(received, sent, group=self.group)
+            others = received.view_as(chunks).unbind()
+            sum_in_rank_order(others, part, accumulate=reduction.accumulate, divisor=reduction.divisor)
+
+    def _parts(self, reduction: Reduction, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Cut a reduction into parts: ([N, n] of the chunks of all ranks, [n] of main grads), N * n at most `room`."""
+        chunks, out = reduction.slot.view(self.world_size, -1), reduction.out
+        most = max(room // self.world_size, 1)
+        for start in range(0, out.numel(), most):
+            size = min(most, out.numel() - start)
+            yield chunks.narrow(1, start, size), out.narrow(0, start, size)
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""
@@ -130,14 +137,13 @@ class NcclTransport(Transport):
         return None
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
-        """`EXCHANGE_16`: a chunk from each rank, and an fp32 sum. `FP32`: 16-bit gradients, converted part by part."""
-        if mode is ReductionMode.EXCHANGE_16:
-            return shard_numel * (self.world_size + 2)
-        if mode is ReductionMode.SUM_16 or dtype is torch.float32:
+        """A part of the gradients: in fp32 (`FP32`), or in their own dtype, one to send and one received."""
+        if mode is ReductionMode.SUM_16 or (mode is ReductionMode.FP32 and dtype is torch.float32):
             return 0  # the slot takes the sum
+        width = 2 if mode is ReductionMode.IN_ORDER else 4 // dtype.itemsize  # scratch elements per gradient
         bytes_each = min(limit, max(_STAGING_BYTES, _STAGING_BYTES_EACH * self.world_size)) // self.world_size
-        part = max(bytes_each // (4 * _STAGING_ALIGNMENT), 1) * _STAGING_ALIGNMENT
-        return 2 * self.world_size * min(part, shard_numel)
+        part = max(bytes_each // (width * dtype.itemsize * _STAGING_ALIGNMENT), 1) * _STAGING_ALIGNMENT
+        return width * self.world_size * min(part, shard_numel)
 
     def sent_dtype(self, mode: ReductionMode, dtype: torch.dtype) -> torch.dtype:
         """See `Transport.sent_dtype`."""

@@ -6,7 +6,7 @@ machine. The tests add one that delays messages on purpose (`tests/adversary.py`
 [Note: reductions]
 Every reduction divides the sum over ranks, in fp32, and writes the quotient to main grads. The divisor is the number of
 ranks, or follows from `set_gradient_divide_factor`. `ReductionMode` says what is sent and summed. Where chunks are
-exchanged (`EXCHANGE_16`, and all modes on gloo), rank r receives its chunk from every other rank and sums in rank
+exchanged (`IN_ORDER`, and all modes on gloo), rank r receives its chunk from every other rank and sums in rank
 order, so results depend neither on a ring's rounding nor on timing. gloo's own reduce_scatter was 4 to 14 times slower
 than this exchange (docs/internals/log.md).
 """
@@ -14,8 +14,7 @@ than this exchange (docs/internals/log.md).
 from __future__ import annotations
 
 import abc
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from streamshard.comm.streams import Collective, Work
 from streamshard.config import Precision, ReductionMode
 
 _SUM_BLOCK = 1 << 17  # elements
-_blocks_of = operator.methodcaller("split", _SUM_BLOCK)
 _Tensors = Sequence[torch.Tensor]
 
 
@@ -267,9 +265,11 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
         divisor: N for the mean.
     """
     share = 1.0 / divisor
+    blocks: Iterable[Sequence[torch.Tensor]] = [(out, *chunks)]
+    if out.is_cpu and out.numel() > _SUM_BLOCK:  # a block of `out` stays in the cache
+        blocks = zip(*(tensor.split(_SUM_BLOCK) for tensor in (out, *chunks)), strict=True)
     with torch.no_grad():
-        # Block by block, so that a block of `out` stays in the CPU's cache.
-        for block, first, *others in zip(*map(_blocks_of, (out, *chunks)), strict=True):
+        for block, first, *others in blocks:
             if accumulate:
                 block.add_(first, alpha=share)
             else:

@@ -201,7 +201,7 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
     compute = precision.param_dtype or dtype
     wire = precision.wire_dtype or compute
     if in_fp32 or compute is fp32:
-        return FlatParamKind(trains, fp32, fp32 if in_fp32 else wire, fp32, fp32, ReductionMode.FP32)
+        return FlatParamKind(trains, fp32, fp32 if in_fp32 else wire, fp32, fp32, precision.fp32_reduction_mode)
     main = fp32 if trains else dtype
     return FlatParamKind(trains, compute, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
 

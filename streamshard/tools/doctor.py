@@ -263,7 +263,7 @@ def _narrower_gradients(report: Report, precision: Precision) -> list[str]:
     if precision.reduction_mode is not ReductionMode.FP32 or dtype in (None, torch.float32):
         return []
     if report.transport != "nccl" or report.world_size * (1 - 1 / report.machines) <= 2 * report.machines:
-        return [f"Precision(grad_dtype={dtype}): gradients are sent in 16 bits, and summed in fp32"]
+        return ["Precision(sums_in_rank_order=True): gradients are sent in 16 bits, and summed in fp32"]
     if report.world_size > 2 / torch.finfo(dtype).eps:
         return []
     return [f"Precision(reduce_dtype={dtype}): gradients are sent and summed in 16 bits, which rounds"]

@@ -190,3 +190,32 @@ def test_accelerates_state_hooks_are_refused_when_they_are_registered(context: R
         for register in (accelerator.register_save_state_pre_hook, accelerator.register_load_state_pre_hook):
             with pytest.raises(ConfigError, match="a hook of register_save_state_pre_hook or .* register_for_checkp"):
                 register(print)
+
+
+def _epoch(context: RankContext, directory: Path, epoch: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """One epoch of a run in `directory`, in steps of four micro-batches: norms and weights."""
+    with launched(context):
+        accelerator = StreamShardAccelerator(gradient_accumulation_steps=4 // context.world_size)
+        model, norms = make_model(), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, data = accelerator.prepare(model, optimizer, loader(batch_size=2, shuffle=False))
+        if epoch:
+            accelerator.load_state(directory)
+        for x, y in data:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) - y).square().mean())
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.2)))
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.save_state(directory)
+        return norms, accelerator.get_state_dict(model)
+
+
+def test_epochs_on_other_numbers_of_processes_have_the_bits_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    for epoch, count in enumerate((4, 1, 2)):
+        alone = ranks(1).run(_epoch, tmp_path / "alone", epoch)[0]
+        others = ranks(count).run(_epoch, tmp_path / "others", epoch)[0]
+        assert len(alone[0]) == SAMPLES // 8 and max(alone[0]) > 0.2
+        assert others[0] == alone[0]
+        assert [name for name, weight in alone[1].items() if not torch.equal(weight, others[1][name])] == []

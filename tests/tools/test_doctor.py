@@ -348,7 +348,7 @@ def test_exposed_communication_names_the_settings_that_help() -> None:
         "note     communication does not hide behind backward: all-gather and reduction 30.00 ms, backward 16.00 ms, "
         "both at once 32.00 ms: 16.00 ms per layer are exposed, in 32 layers",
         "note     choose weight_slots='all': backward all-gathers nothing, and the memory suffices",
-        "note     choose Precision(grad_dtype=torch.bfloat16): gradients are sent in 16 bits, and summed in fp32",
+        "note     choose Precision(sums_in_rank_order=True): gradients are sent in 16 bits, and summed in fp32",
         "note     choose a larger batch of 8: compute grows, communication does not",
     ]
     assert "note     choose weight_slots=5: backward all-gathers fewer layers, and the memory suffices" in _advice(
@@ -368,12 +368,18 @@ def test_slots_and_gradients_do_not_help_forward() -> None:
 @pytest.mark.parametrize(
     ("transport", "ranks", "machines", "precision", "told"),
     [
-        ("nccl", 8, 1, Precision(), "grad_dtype"),
-        ("nccl", 4, 2, Precision(), "grad_dtype"),  # docs/guide/dial.md: at most the same with two GPUs per machine
+        ("nccl", 8, 1, Precision(), "sums_in_rank_order"),
+        (
+            "nccl",
+            4,
+            2,
+            Precision(),
+            "sums_in_rank_order",
+        ),  # docs/guide/dial.md: at most the same with two GPUs per machine
         ("nccl", 16, 2, Precision(), "reduce_dtype"),
         ("nccl", 512, 64, Precision(), None),  # a bf16 sum of more than 256 gradients stops growing
         ("nccl", 512, 64, Precision(param_dtype=torch.float16), "reduce_dtype"),
-        ("sockets", 16, 2, Precision(), "grad_dtype"),
+        ("sockets", 16, 2, Precision(), "sums_in_rank_order"),
         ("nccl", 8, 1, Precision(grad_dtype=torch.bfloat16), None),
         ("nccl", 8, 1, Precision(param_dtype=torch.float32), None),
     ],
@@ -381,7 +387,7 @@ def test_slots_and_gradients_do_not_help_forward() -> None:
 def test_16_bit_gradients_are_those_that_the_dial_recommends(
     transport: str, ranks: int, machines: int, precision: Precision, told: str | None
 ) -> None:
-    """``grad_dtype`` where it sends fewer bytes, else ``reduce_dtype`` where sums are accurate."""
+    """``sums_in_rank_order`` where it sends fewer bytes, else ``reduce_dtype`` where sums are accurate."""
     lines = _advice(_report(LATE, UNIT, transport=transport, ranks=ranks, machines=machines), 2, precision)
     dtypes = [line.split("(")[1].split("=")[0] for line in lines if "Precision(" in line]
     assert dtypes == [told] * (told is not None)

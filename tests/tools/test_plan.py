@@ -237,6 +237,16 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
         assert 7 * least // 8 <= stage.sent_bytes <= 1.0001 * 7 * least // 8  # but for padding
 
 
+def test_sums_in_rank_order_take_no_more_memory_and_send_half_of_the_gradients_bytes(tmp_path: Path) -> None:
+    """dial.md: within a machine."""
+    ours, in_order = (
+        plan(builder_of(str(_config(tmp_path))), 8, precision=Precision(sums_in_rank_order=each)).stages[0]
+        for each in (False, True)
+    )
+    assert in_order.total_bytes == ours.total_bytes
+    assert ours.sent_bytes - in_order.sent_bytes == pytest.approx(7 / 8 * 2 * 8.03e9, rel=1e-3)
+
+
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same numbers, of a config or its directory."""
     config = _config(tmp_path)

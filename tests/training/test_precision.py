@@ -115,6 +115,8 @@ def test_a_bf16_wire_rounds_the_weights_with_which_layers_compute_in_fp32(
     assert_same(full_weights(model), {**full_weights(model), **mixed.main}, "main weights")
     units = engine_inside(model).units
     assert {flat.gathered.dtype for unit in units for flat in unit.flat_params} == {BF16}
+    with pytest.raises(ConfigError, match="sums_in_rank_order=True, reduce_dtype=torch.bfloat16: .*leave reduce_dtype"):
+        Precision(sums_in_rank_order=True, reduce_dtype=BF16)
     with pytest.raises(ConfigError, match="wire_dtype=torch.float32: wanted"):
         Precision(wire_dtype=torch.float32)
 
