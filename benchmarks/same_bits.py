@@ -35,7 +35,8 @@ def main() -> int:
     results = {}
     with open_pool(run_timeout_s=300.0) as pool:
         for name in args.only:
-            alone, *others = (merged(pool(count).run(run, name, MICRO_BATCHES)) for count in (1, *args.ranks))
+            counts = (1, *args.ranks)
+            alone, *others = (merged(pool(each).run(run, name, micro_batches=MICRO_BATCHES)) for each in counts)
             results[name] = [count for count, other in zip(args.ranks, others, strict=True) if other != alone]
             print(f"{name:40} {'differs on ' + str(results[name]) if results[name] else 'equal'}", flush=True)
     if args.output:

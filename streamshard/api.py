@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from streamshard.planning.structure import leave_inference_mode, leave_meta_devi
 if TYPE_CHECKING:
     from streamshard.planning.discovery import ResidentArgument, UnitsArgument
     from streamshard.tools.memory import MemoryReport
+
+_T = TypeVar("_T")
 
 
 class StreamShard(WatchedRoot):
@@ -130,6 +132,30 @@ class StreamShard(WatchedRoot):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """False: start to accumulate, like entering `no_sync`. True: stop, like leaving it."""
         engine_of(self).set_synced(requires_gradient_sync)
+
+    def accumulate(
+        self, micro_batches: Iterable[_T], loss_of: Callable[[StreamShard, _T], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of all micro-batches of a step, layer by layer: each is all-gathered once in each.
+
+        Replaces ``for micro_batch in micro_batches: loss_of(model, micro_batch).backward()``. It computes the same
+        gradients, also added to those that parameters have. Layers' inputs of all micro-batches exist at a time, logits
+        of one. The first steps, which learn the order of layers, run one micro-batch after the other.
+
+        Args:
+            micro_batches: arguments for `loss_of`, as many on all ranks.
+            loss_of: computes the loss of one, a tensor with one element, by calling the model; does not call
+                ``backward``.
+
+        Returns:
+            The losses, detached, in order.
+
+        Raises:
+            ConfigError: the package greenlet is not installed, or `loss_of` has returned something else.
+        """
+        from streamshard.layer_major import accumulate
+
+        return accumulate(engine_at_rest(self, "accumulate"), self, micro_batches, loss_of)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of all ranks' gradients by `factor`. 1.0 sums; the number of ranks averages, as by default.

@@ -38,6 +38,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return contextlib.nullcontext() if device.type == "cpu" else module_of(device).device(device)
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """torch's default random number generators of the host and of `device`."""
+    own = [] if device.type in WITHOUT_STREAMS else [module_of(device).default_generators[device.index or 0]]
+    return [torch.default_generator, *own]
+
+
 def has_streams(device: torch.device) -> bool:
     """Whether kernels run asynchronously, in streams."""
     return device.type not in WITHOUT_STREAMS

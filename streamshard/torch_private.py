@@ -22,7 +22,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,39 @@ active_ddp: Callable[[], object] = functools.partial(
 
 # The saved-tensor hooks that are active now. torch.autograd.graph can set hooks, but not read them.
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class ThreadStack(NamedTuple):
+    """A stack that torch keeps for each thread. Its public context managers enter and leave in order only."""
+
+    pop: Callable[[], Any]  # the innermost entry; None: there is none
+    push: Callable[[Any], None]
+
+    def take(self) -> list[Any]:
+        """All entries, innermost last, which the thread has no more."""
+        return list(iter(self.pop, None))[::-1]
+
+
+def _pop_hooks() -> Any:
+    if (top := saved_tensors_hooks(False)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return top
+
+
+def _pop_function_mode() -> Any:
+    return torch._C._pop_torch_function_stack() if torch._C._len_torch_function_stack() else None
+
+
+def _pop_dispatch_mode() -> Any:
+    return torch.utils._python_dispatch._pop_mode() if torch._C._len_torch_dispatch_stack() else None
+
+
+# Saved-tensor hooks, function modes and dispatch modes.
+THREAD_STACKS = (
+    ThreadStack(_pop_hooks, lambda hooks: torch._C._autograd._push_saved_tensors_default_hooks(*hooks)),
+    ThreadStack(_pop_function_mode, torch._C._push_on_torch_function_stack),
+    ThreadStack(_pop_dispatch_mode, torch.utils._python_dispatch._push_mode),
+)
 
 # Where to replace the hooks around the steps of all optimizers by none: see `streamshard.planning.structure.replacing`.
 # torch can only add hooks, and remove each by its handle.

@@ -164,6 +164,11 @@ class SimulatedDevice:
         self.compute = SimulatedStream()
         self._of_another_device = SimulatedStream()
         self._local = threading.local()
+        self.default_generators = [torch.Generator()]
+
+    def set_stream(self, stream: SimulatedStream) -> None:
+        """Make `stream` the current one of the calling thread."""
+        self._local.stream = stream
 
     def current_stream(self, device: object = None) -> SimulatedStream:
         """Of the calling thread; without a name that of the current device, which is another one."""

@@ -49,6 +49,7 @@ class Case(NamedTuple):
         within: the transport: its context.
         divides_at_the_end: by `set_gradient_divide_factor`, instead of each loss.
         micro_batches: in a step, on all ranks together.
+        accumulates: by `StreamShard.accumulate`, instead of one backward after the other.
     """
 
     build: Callable[[], nn.Module] = lambda: _model()
@@ -59,6 +60,7 @@ class Case(NamedTuple):
     within: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     divides_at_the_end: bool = False
     micro_batches: int = MICRO_BATCHES
+    accumulates: bool = False
 
     @property
     def tokens(self) -> int:
@@ -202,14 +204,23 @@ def _digest(model: nn.Module) -> str:
 def _train(context: RankContext, model: Any, optimizer: Any, case: Case, steps: range, found: Digests) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=case.scaler)
     for step in steps:
-        for index in range(context.rank, case.micro_batches, context.world_size):
+
+        def loss_of(model: Any, index: int, step: int = step) -> Tensor:
             torch.manual_seed(1000 * step + index)  # dropout falls alike, wherever the micro-batch runs
             tokens = token_batch(step, index)
             logits = model(tokens).float()
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-            loss = loss / (1 if case.divides_at_the_end else case.tokens)
-            scaler.scale(loss).backward()
-            found.losses[step, index] = loss.item()
+            return scaler.scale(loss / (1 if case.divides_at_the_end else case.tokens))
+
+        indices = range(context.rank, case.micro_batches, context.world_size)
+        if case.accumulates:
+            losses = model.accumulate(indices, loss_of)
+        else:
+            losses = []
+            for index in indices:
+                losses.append(loss_of(model, index))
+                losses[-1].backward()
+        found.losses.update({(step, index): loss.item() for index, loss in zip(indices, losses, strict=True)})
         if case.scaler:
             scaler.unscale_(optimizer)
         if case.clip is not None:
@@ -227,9 +238,9 @@ def _made(case: Case) -> tuple[Any, Any]:
     return model, case.optimizer(model)
 
 
-def run(context: RankContext, name: str, micro_batches: int = MICRO_BATCHES) -> Digests:
-    """Train in the way `name`, on this rank."""
-    case, found = CASES[name]._replace(micro_batches=micro_batches), Digests({}, [], [])
+def run(context: RankContext, name: str, **changes: Any) -> Digests:
+    """Train in the way `name`, on this rank, with some fields of the `Case` changed."""
+    case, found = CASES[name]._replace(**changes), Digests({}, [], [])
     with case.within():
         model, optimizer = _made(case)
         _train(context, model, optimizer, case, range(STEPS), found)

@@ -35,7 +35,7 @@ from streamshard.core.saved_tensors import holding_back_weights, keep, kept, not
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
-from streamshard.guards.weights import advice
+from streamshard.guards.weights import advice, weight_at
 from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in, waited
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
@@ -90,8 +90,8 @@ def watch(module: nn.Module, handle: Handle, edits: ModuleEdits, base: type = Wa
 @skip
 def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module around units, or with parameters of the root unit. The outermost call is the forward pass."""
-    engine = handle.engine
-    if engine.current is not None:
+    engine, micro_batch = handle.engine, handle.engine.micro_batch
+    if engine.current is not None and (micro_batch is None or micro_batch.is_inside):
         output = call(*args, **kwargs)
         if handle.looks_up:
             untraced(_watch_lookups, output, engine, engine.root_unit)
@@ -105,6 +105,10 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         args, kwargs = untraced(moved, (args, kwargs), engine.host.device)
     if handle.cast_dtype is not None:
         args, kwargs = untraced(cast, (args, kwargs), handle.cast_dtype)
+    if micro_batch is not None:  # the pass is that of all micro-batches
+        with micro_batch.calling():
+            output = call(*args, **kwargs)
+        return output if handle.output_dtype is None else untraced(cast_output, output, handle.output_dtype)
     forward: Forward = untraced(
         functools.partial(begin_forward, engine, handle.units, (args, kwargs), is_whole_model=handle.is_root)
     )
@@ -127,8 +131,11 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
 @skip
 def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a layer of a unit. The unit's weights are in place before; its outputs' nodes will report in backward."""
-    engine, unit, phase = handle.engine, handle.unit, handle.engine.current
+    engine, unit, micro_batch = handle.engine, handle.unit, handle.engine.micro_batch
     assert unit is not None
+    if micro_batch is not None:
+        untraced(micro_batch.pause, unit)
+    phase = engine.current  # another one after the pause
     if phase is None:  # called by itself, outside of the model's forward
         return call_pass(
             handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
@@ -139,6 +146,10 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     if handle.cast_dtype is not None:
         args, kwargs, copies = untraced(cast_inputs, args, kwargs, handle.cast_dtype)
     use: Use = untraced(phase.pre_forward, unit)
+    if micro_batch is not None:
+        unit.bind_leaves(micro_batch.leaves_of(unit))
+        if unit is micro_batch.unit:
+            args, kwargs = untraced(micro_batch.cut_inputs, args, kwargs)
     first, outer = sequence_number(), saved_tensors_hooks(False)
     # Sequence numbers are per thread. A recomputation may run in another thread than the forward.
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
@@ -165,7 +176,7 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         untraced(_watch_nodes, [output, args, kwargs], 3, first, given, engine, use)
         attributes = untraced(_attributes_in, getattr(call, "__self__", None))
         untraced(_watch_nodes, attributes, 0, first, given, engine, use)
-    return output
+    return output if micro_batch is None or unit is not micro_batch.unit else untraced(micro_batch.cut_output, output)
 
 
 def _attributes_in(layer: Any) -> list[Any]:
@@ -240,15 +251,15 @@ def _watch_lookups(output: Any, engine: Engine, unit: Unit) -> None:
     if engine.phase is None or not engine.phase.is_forward:
         return
     for node in lookups_in(output):
-        weight = getattr(node.next_functions[0][0], "variable", None)
-        if (indices := saved_as_it_is(node._raw_saved_indices)) is None:
+        guard, place = weight_at(node.next_functions[0][0])
+        if guard is not unit.guard or (indices := saved_as_it_is(node._raw_saved_indices)) is None:
             continue
-        for param in unit.params:
-            if param.unsharded is weight and param.has_room and not param.form.inner:
-                padding = node._saved_padding_idx
-                padding = padding if padding < param.layout.shape[0] else -1  # unsigned
-                keep = functools.partial(_keep_lookup, engine, unit, param, indices, padding)
-                node.register_prehook(functools.partial(untraced, keep))
+        param = unit.params[place]
+        if param.has_room and not param.form.inner:
+            padding = node._saved_padding_idx
+            padding = padding if padding < param.layout.shape[0] else -1  # unsigned
+            keep = functools.partial(_keep_lookup, engine, unit, param, indices, padding)
+            node.register_prehook(functools.partial(untraced, keep))
 
 
 def _keep_lookup(
@@ -383,11 +394,7 @@ def _accept_gradient(engine: Engine, param: Param, view: torch.Tensor) -> None:
         set_grad(view, None)
     if grad is None:  # the parameter was frozen in this backward
         return
-    if not param.has_room:
-        raise ShardingError(
-            f"parameter {param.name!r} was frozen when StreamShard(model) was called and trains now: there is no room "
-            "for its gradient. Freeze it after StreamShard(model), as often as you like"
-        )
+    refuse_without_room(param)
     if grad.requires_grad:
         raise ShardingError(
             f"backward(create_graph=True): gradients of {param.name!r} cannot be differentiated again. Gradients of "
@@ -401,6 +408,15 @@ def _accept_gradient(engine: Engine, param: Param, view: torch.Tensor) -> None:
     _begin_backward(engine)
     with AsTensors():
         set_grad(view, grad)
+
+
+def refuse_without_room(param: Param) -> None:
+    """Raise if there is no memory for the gradient of `param`, which has one now."""
+    if not param.has_room:
+        raise ShardingError(
+            f"parameter {param.name!r} was frozen when StreamShard(model) was called and trains now: there is no room "
+            "for its gradient. Freeze it after StreamShard(model), as often as you like"
+        )
 
 
 def run_empty_backward(engine: Engine, graph: Graph) -> None:
@@ -444,5 +460,7 @@ def read_weight(engine: Engine, unit: int, index: int) -> nn.Parameter:
     phase, read = engine.current, engine.units[unit]
     if phase is not None and (not read.is_streamed or unit in engine.plan.ends):
         untraced(phase.read, read)
+    if engine.micro_batch is not None:
+        return engine.micro_batch.leaves_of(read)[index]
     unsharded: nn.Parameter = read.params[index].unsharded
     return unsharded

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
@@ -104,6 +106,33 @@ class Phase(Protocol):
         """If an exception has ended this pass, clean up. The engine is between passes afterwards."""
 
 
+class PausingForward(Protocol):
+    """A forward that takes turns with others: see `streamshard.layer_major.micro_batch`.
+
+    Attributes:
+        is_inside: it is inside a call of the model.
+        unit: the unit before whose layer it has paused last.
+    """
+
+    is_inside: bool
+    unit: Unit | None
+
+    def pause(self, unit: Unit) -> None:
+        """It is about to call a layer of `unit`: wait for its turn."""
+
+    def leaves_of(self, unit: Unit) -> list[nn.Parameter]:
+        """The parameters of `unit` that it computes with, in order."""
+
+    def cut_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a layer, under new graph nodes."""
+
+    def cut_output(self, output: Any) -> Any:
+        """The output of a layer, under new graph nodes."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        """Inside a call of the model."""
+
+
 class Inputs:
     """Every rank has inputs. `streamshard.integrations.join` replaces this object while ranks may run out of them.
 
@@ -154,6 +183,7 @@ class Engine:
         ends: watches how the first passes use embedding and head; None once that is decided.
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         is_loss_unseen: no pass with gradients has returned so far.
+        micro_batch: whose forward runs, while forwards of several take turns (`streamshard.layer_major`).
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
         weights_written: fence of rule 5, recorded when a pass begins: the user has written the main weights before.
     """
@@ -183,6 +213,8 @@ class Engine:
         self.ends: Ends | None = None
         self.is_summoned = False
         self.is_loss_unseen = True
+        self.micro_batch: PausingForward | None = None
+        self.sums: Any = None
         self.empty: dict[str, None] = {}
         self.profiler = ProfilerNames(self.streams, [unit.layout.name or "root" for unit in self.units])
         self._warnings: set[str] = set()

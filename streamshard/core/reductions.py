@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from streamshard.core.replicas import Replicas
 
 
+_EXTRA = 4  # numbers behind the flags of parameters, see `UsedParams`
+
+
 class Reductions:
     """The reductions of one backward. Owns the fence that the optimizer waits behind.
 
@@ -123,15 +126,20 @@ class Reductions:
             return
         if self.replicas is not None:
             self.replicas.finish_average(unit)
-        # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
+        self.collect(unit)
+        if not self._is_last:
+            return
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            unit.collect(self._scale, self._others.pop(unit.index, ()))
-            if not self._is_last:
-                return
             works = unit.start_reduce()
         self._under_way += works
         if self.replicas is not None:
             self.replicas.add(unit, works)
+
+    def collect(self, unit: Unit) -> None:
+        """Copy the unit's gradients that are made into its slot, or add them there. They are not reduced."""
+        # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
+        with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
+            unit.collect(self._scale, self._others.pop(unit.index, ()))
 
     def start_late(self, units: Iterable[Unit]) -> None:
         """Reduce those of `units` whose gradients came after their reduction."""
@@ -177,34 +185,39 @@ class Reductions:
 class UsedParams:
     """The exchange of one flag per parameter: whether it had a gradient. Owns its fences, two for each stage.
 
-    Two more flags say whether this backward follows a step of an optimizer, and whether it does not: both are set if
-    ranks have come out of step.
+    Four more numbers come behind them. Two are for the number of micro-batches of this backward, n and 255 - n: their
+    maxima over ranks exceed 255 in sum if ranks have different n. Two say whether this backward follows a step of an
+    optimizer, and whether it does not: both are set if ranks have come out of step.
 
     Args:
         units: all units; each knows which of its parameters were used here.
         ranks: the shard group, the first stage.
         ledger: allocates uint8, see `Transport.start_flags`.
         replicas: the replicate axis, the second stage; None on a 1-D mesh.
+
+    Attributes:
+        micro_batches: of the backward that is about to end.
     """
 
     def __init__(
         self, units: Sequence[Unit], ranks: Communicator, ledger: Ledger, replicas: Communicator | None
     ) -> None:
+        self.micro_batches = 1
         self._units = units
         self._ranks = ranks
         # The communicators of the exchanges, in order, without communicators of one rank.
         self._stages = [stage for stage in (ranks, replicas) if stage is not None and stage.world_size > 1]
-        count = sum(len(unit.layout.params) for unit in units) + 2 if self._stages else 0
+        count = sum(len(unit.layout.params) for unit in units) + _EXTRA if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8, is_visible=True)]
         self._readers: Sequence[Work | None] = ()  # of this rank's flags
         for stage in self._stages:
             count = stage.transport.flags_numel(count)
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
-        self._sent: list[bool] = []
-        self._steps: torch.Tensor | None = None  # on a device: the last two flags of all ranks, on the host
+        self._sent: list[int] = []
+        self._steps: torch.Tensor | None = None  # on a device: the last numbers of all ranks, on the host
         self._seen: Any = None  # the same memory, as NumPy sees it
         self._event: Any = None  # on a device: they have arrived there
-        self._are_mixed = False  # on a device: both were set, when the host looked last
+        self._found: list[int] = []  # on a device: these numbers, when the host looked last
         self._exchanging = ranks.waiting("the exchange of which parameters were used")
         self._tag = sum(len(unit.flat_params) for unit in units)  # behind the tags of the flat parameters
         self._written = [
@@ -225,10 +238,11 @@ class UsedParams:
             return
         if self._sent and self._ranks.streams.has_streams:
             self._fetch_steps()
-        flags: list[bool] = []
+        flags: list[int] = []
         for unit in self._units:
             flags += map(use_of, unit.params)
-        flags += follows_step, not follows_step
+        counted = self.micro_batches % 256
+        flags += counted, 255 - counted, follows_step, not follows_step
         with self._exchanging:
             if flags != self._sent:  # else the last exchange has sent the same
                 # The last exchange, also of other ranks, has read the flags. Both have waited for it already, unless an
@@ -286,33 +300,41 @@ class UsedParams:
         return self._flags[-1].view(-1, self._flags[0].numel())
 
     def _fetch_steps(self) -> None:
-        """On a device: look at the two flags that the last call has copied, and copy those of the last exchange.
+        """On a device: look at the last numbers that the last call has copied, and copy those of the last exchange.
 
         The device comes to a copy only after the backward in which it was issued. By the next backward it has arrived,
         unless the host is a whole step ahead, which then waits. So all ranks see it in the same backward.
         """
         self._arrived[-1].wait()  # rule 7
-        streams, flags = self._ranks.streams, self._anywhere()[:, -2:].amax(0)
+        streams, flags = self._ranks.streams, self._anywhere()[:, -_EXTRA:].amax(0)
         if self._steps is None:
-            self._steps = torch.zeros(2, dtype=torch.uint8, pin_memory=flags.device.type != "cpu")
+            self._steps = torch.zeros(_EXTRA, dtype=torch.uint8, pin_memory=flags.device.type != "cpu")
             self._seen, self._event = self._steps.numpy(), streams.module.Event()
         else:
             self._event.synchronize()
-            self._are_mixed = bool(self._seen.all())
+            self._found = self._seen.tolist()
         self._steps.copy_(flags, non_blocking=True)
         self._event.record(streams.device_stream(StreamName.COMPUTE))
 
     def refuse_out_of_step(self) -> None:
-        """Raise on all ranks if some have stepped since the exchange before, and others have not.
+        """Raise on all ranks if some have stepped since the exchange before, and others have not, or counts differ.
 
         On a device this looks at an earlier exchange, see `_fetch_steps`.
 
         Raises:
-            RankMismatchError: a rank has run more passes than others, such as two halves of a batch.
+            RankMismatchError: a rank has run more passes or micro-batches than others, such as two halves of a batch.
         """
         if self._stages and not self._ranks.streams.has_streams:
-            self._are_mixed = bool(self._anywhere()[:, -2:].amax(0).all())
-        if self._are_mixed:
+            self._found = self._anywhere()[:, -_EXTRA:].amax(0).tolist()
+        if not self._found:
+            return
+        most, others, *steps = self._found
+        if most + others > 255:
+            raise RankMismatchError(
+                f"model.accumulate got {most} micro-batches on one rank and {255 - others} on another one, so that "
+                "their gradients count differently: give all ranks as many"
+            )
+        if all(steps):
             raise RankMismatchError(
                 "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on "
                 "others. Has a rank split a batch after an out-of-memory error, or left out a micro-batch? All ranks "

@@ -31,7 +31,7 @@ from streamshard.comm.transport import Reduction
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import GradSlot, WeightSlot, WeightState
 from streamshard.core.unit_grads import GradState, UnitGrads
-from streamshard.guards.weights import WeightGuard
+from streamshard.guards.weights import WeightGuard, leaf_of
 from streamshard.planning.layout import UnitLayout
 from streamshard.torch_private import AsTensors
 
@@ -202,6 +202,22 @@ class Unit:
         for owner_of, key, values in self._bindings:
             if (owner := owner_of()) is not None:
                 owner.__dict__[key] = values[is_bound]
+
+    def new_leaves(self) -> list[nn.Parameter]:
+        """Parameters in the memory of the unsharded ones, with gradients of their own; frozen ones are the same."""
+        with AsTensors():
+            return [leaf_of(param.unsharded, kind) for param, kind in zip(self.params, self.guard.kinds, strict=True)]
+
+    def bind_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
+        """Let the unit's modules, which hold unsharded parameters, hold `leaves` instead until the next `set_bound`."""
+        chosen = {id(param.unsharded): leaf for param, leaf in zip(self.params, leaves, strict=True)}
+        for owner_of, key, (_, computing) in self._bindings:
+            if (owner := owner_of()) is None:
+                continue
+            if isinstance(computing, dict):
+                owner.__dict__[key] = {name: chosen.get(id(weight), weight) for name, weight in computing.items()}
+            elif isinstance(computing, list):
+                owner.__dict__[key] = [chosen.get(id(weight), weight) for weight in computing]
 
     def release(self) -> None:
         """Reshard: modules hold the sharded parameters again, and the slot is free when compute has come here."""

@@ -134,7 +134,7 @@ class UnitGrads:
             current.wait_stream(stream)
         if self.state is GradState.GIVEN:
             self._take()
-        is_empty = self.slot.content is None
+        is_empty = self.slot.content != self.index
         if is_empty:
             self.slot.open(self.index)
             if self.state is GradState.KEPT:

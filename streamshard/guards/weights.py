@@ -27,7 +27,7 @@ import operator
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from streamshard.errors import ShardingError, log, uncaught
 from streamshard.guards.torch_functions import answers_without_values, name_of
 from streamshard.nested import tensors_in
 from streamshard.planning.structure import MARKS, refuse_marks
-from streamshard.torch_private import AsTensors, get_data, set_data, set_versions, skip, untraced
+from streamshard.torch_private import AsTensors, get_data, make_subclass, set_data, set_versions, skip, untraced
 
 _version_of = operator.attrgetter("_version")
 
@@ -245,6 +245,11 @@ class WeightGuard:
                         "summon_full_params()"
                     )
 
+    @property
+    def kinds(self) -> list[type]:
+        """The classes of the unsharded parameters while they are in place."""
+        return self._kinds[1]
+
     def share(self) -> None:
         """Other units use the slot too from now on. The weights are not in place."""
         self._is_shared, self.is_gone = True, False
@@ -307,6 +312,29 @@ class WeightGuard:
         """[n bytes] uint8: bytes are compared, so NaN equals NaN, and 0 differs from -0."""
         with AsTensors():
             return get_data(self.views[index]).reshape(-1).view(torch.uint8)
+
+
+def leaf_of(weight: UnshardedParameter, kind: type) -> nn.Parameter:
+    """A parameter in the memory of `weight`, with a gradient of its own; `weight` itself if it is frozen.
+
+    It shares the version counter, so writes and reads of absent weights are noticed in backward.
+
+    Args:
+        weight: an unsharded parameter.
+        kind: its class while it is in place.
+    """
+    if not weight.requires_grad:
+        return weight
+    leaf = make_subclass(kind, weight, True)
+    leaf.guard_of, leaf.place = weight.guard_of, weight.place
+    leaf.__dict__.update(weight.__dict__)
+    return cast(nn.Parameter, leaf)
+
+
+def weight_at(node: Any) -> tuple[WeightGuard | None, int]:
+    """The guard of the weight whose gradient the graph node `node` takes, and its place there; None: of no weight."""
+    leaf = getattr(node, "variable", None)
+    return (leaf.guard_of(), leaf.place) if isinstance(leaf, _Guarded) else (None, -1)
 
 
 def advice(name: str) -> str:

@@ -1,0 +1,40 @@
+"""Accumulation that gathers each layer once per step: all micro-batches run through a layer before the next layer.
+
+`step` runs forward and backward of a step, `micro_batch` pauses a micro-batch's forward between layers and cuts its
+graph into segments, `sums` are the fp32 slots in which the gradients of all micro-batches are added.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from streamshard.core.engine import Engine
+from streamshard.errors import ConfigError
+from streamshard.layer_major.step import LayerMajorStep, can_run
+from streamshard.layer_major.sums import Sums
+
+
+def accumulate(
+    engine: Engine, model: Any, micro_batches: Iterable[Any], loss_of: Callable[[Any, Any], torch.Tensor]
+) -> list[torch.Tensor]:
+    """See `StreamShard.accumulate`. `engine` is the model's."""
+    what = "model.accumulate: {}, which needs one pass after the other: loop with loss.backward()"
+    if engine.ranks.n_parts > 1 or any(flat.kind.is_expert for unit in engine.units for flat in unit.flat_params):
+        raise ConfigError(what.format("the model has DTensors (tensor or expert parallelism)"))
+    if engine.inputs.compares_steps:
+        raise ConfigError(what.format("it runs inside Join"))
+    losses = [functools.partial(loss_of, model, micro_batch) for micro_batch in micro_batches]
+    if len(losses) > 1 and can_run(engine):
+        if engine.sums is None:
+            engine.sums = Sums(engine)
+        return LayerMajorStep(engine, engine.sums, losses).run()
+    made = []
+    for loss_of_one in losses:
+        loss = loss_of_one()
+        loss.backward()
+        made.append(loss.detach())
+    return made

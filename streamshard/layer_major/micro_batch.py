@@ -1,0 +1,344 @@
+"""One micro-batch on its way through the model: a forward that pauses between layers, and the segments of its graph.
+
+[Note: segments]
+A forward pauses where it calls a streamed unit. The graph nodes that it makes between two pauses are a *segment*: they
+have the sequence numbers between those of the pauses. Backward runs one segment at a time, from the edges that segments
+behind it have left gradients for, to the edges into segments before it. So backward of all micro-batches can go through
+one layer before the next one, in the order of micro-batches, and each frees its segment's memory.
+
+autograd runs every node from which a wanted gradient can be reached. So the wanted ones must not be reached through
+other segments:
+
+- A weight that several segments use has a leaf in each: a parameter in the memory of the unsharded one.
+- Inputs and outputs of a layer, which later segments may use beside what they make of them, are *cut*: the forward goes
+  on with the same memory under a new node, which leads nowhere. The nodes of the layer and those behind it are *parts*
+  of the segment. Backward runs them one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from streamshard.core.lookups import Lookup
+from streamshard.core.unit import Unit
+from streamshard.errors import ConfigError, ShardingError
+from streamshard.guards.weights import weight_at
+from streamshard.layer_major.thread_state import ThreadState, take_state
+from streamshard.nested import map_tensors
+from streamshard.torch_private import sequence_number
+
+_CUT = "_streamshard_cut"  # the entry of a tensor's ``__dict__``: its cut
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+Edge = tuple[Any, int]  # a graph node, and the number of its input
+
+_anchor = torch.zeros((), requires_grad=True)  # lets a cut have a node
+
+
+class _Cut(torch.autograd.Function):
+    """A tensor under a new node, which leads nowhere. It may be changed in place, unlike a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, in the same memory."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        """Never runs: backward takes the gradient that comes here."""
+        return None, None
+
+
+_cut: Callable[..., torch.Tensor] = _Cut.apply
+
+
+class Place(NamedTuple):
+    """A parameter of a unit, by their numbers."""
+
+    unit: int
+    param: int
+
+
+class Grads(NamedTuple):
+    """Gradients of one micro-batch that wait until their unit's are added up.
+
+    Attributes:
+        dense: [full shape] compute dtype, of some parameters.
+        lookups: of weights of embeddings.
+    """
+
+    dense: dict[Place, torch.Tensor]
+    lookups: dict[Place, list[Lookup]]
+
+
+class MicroBatch:
+    """See the module.
+
+    Args:
+        forward: computes the loss.
+        units: all units.
+        state: torch's state of the thread, in which the forward begins.
+        new: makes a greenlet.
+        last: the unit that passes use last. A forward waits there too if it is resident.
+
+    Attributes:
+        unit: the unit before whose layer the forward waits, or whose segment runs; None before the first one.
+        is_inside: the forward is inside a call of the model.
+        grads: see `Grads`.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], torch.Tensor],
+        units: Sequence[Unit],
+        state: ThreadState,
+        new: Callable[..., Any],
+        last: Unit,
+    ) -> None:
+        self.unit: Unit | None = None
+        self.is_inside = False
+        self.grads = Grads({}, {})
+        self.state = state
+        self._forward, self._units, self._last = forward, units, last
+        self._device = units[0].ranks.streams.device
+        self._greenlet = new(self._run)
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._segments: list[list[int]] = []  # the sequence numbers at which their parts begin, and the last one ends
+        self._cuts: dict[Any, Edge] = {}  # by the node of a cut, the edge to the node that it stands for
+        self._left: dict[Edge, torch.Tensor] = {}  # gradients for edges into segments that backward has not run
+        self._leaves: dict[int, list[Any]] = {}  # by unit, of the segment that runs
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        loss = self._forward()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(f"accumulate: loss_of returned {what}: wanted a loss, a tensor with one element")
+        self.loss = loss.detach()
+        if loss.grad_fn is None:
+            loss.backward()  # raises, as it does for any such loss
+        self._left[loss.grad_fn, loss.output_nr] = torch.ones_like(loss)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the forward has returned."""
+        return bool(self._greenlet.dead)
+
+    def begin_segment(self) -> None:
+        """The forward is about to go on."""
+        self._segments.append([sequence_number()])
+        self._leaves.clear()
+
+    def resume(self) -> None:
+        """Run the forward until it waits again, or returns."""
+        self._switch(self._greenlet.switch)
+
+    def _switch(self, switch: Callable[[], Any]) -> None:
+        outer = take_state(self._device)
+        self.state.put()
+        try:
+            switch()
+        finally:
+            self._segments[-1].append(sequence_number())
+            self.state = take_state(self._device)
+            outer.put()
+
+    def pause(self, unit: Unit) -> None:
+        """The forward is about to call a layer of `unit`: wait there, if another unit's segment runs."""
+        if unit is self.unit or not (unit.is_streamed or unit is self._last):
+            return
+        self.unit = unit
+        self._greenlet.parent.switch()
+
+    def end(self) -> None:
+        """The step has failed: end the forward where it waits."""
+        if self._greenlet:  # it has begun, and has not returned
+            with contextlib.suppress(Exception):  # the step raises its own
+                self._switch(self._greenlet.throw)
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Inside a call of the model."""
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+    def leaves_of(self, unit: Unit) -> list[Any]:
+        """The parameters of `unit` for this segment, see [Note: segments]."""
+        if unit.index not in self._leaves:
+            self._leaves[unit.index] = unit.new_leaves()
+        return self._leaves[unit.index]
+
+    def cut_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The tensors among the arguments of a layer, cut from the graph before it. See [Note: segments]."""
+        self._segments[-1].append(sequence_number())  # they may have been cast since the pause
+        values = [
+            self._cut_tensor(each) if isinstance(each, torch.Tensor) else each for each in (*args, *kwargs.values())
+        ]
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def cut_output(self, output: Any) -> Any:
+        """`output` of a layer, cut from the graph that has made it."""
+        self._segments[-1].append(sequence_number())
+        return map_tensors(output, self._cut_tensor)
+
+    def _cut_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.grad_fn is None or tensor.grad_fn in self._cuts:
+            return tensor
+        # One cut for all layers that get the tensor, so that autograd adds their gradients one after the other.
+        cut, edge = tensor.__dict__.get(_CUT), (tensor.grad_fn, tensor.output_nr)
+        if cut is None or self._cuts.get(cut.grad_fn) != edge:  # changed in place since
+            cut = tensor.__dict__[_CUT] = _cut(tensor.detach(), _anchor)
+            self._cuts[cut.grad_fn] = edge
+        return cast(torch.Tensor, cut)
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def run_segment_backward(self) -> None:
+        """Run backward of the last segment that it has not run for."""
+        places = self._segments.pop()
+        for start, end in reversed(list(itertools.pairwise(places))):
+            self._run_part_backward(range(start, end))
+        if not self._segments and self._left:
+            refuse_shared()
+
+    def _run_part_backward(self, part: range) -> None:
+        roots: dict[Edge, torch.Tensor] = {}
+        for edge in list(self._left):
+            root = self._cuts.get(edge[0], edge)
+            if root[0]._sequence_nr() in part:
+                grad = self._left.pop(edge)
+                roots[root] = roots[root] + grad if root in roots else grad
+                self._cuts.pop(edge[0], None)
+        inputs, leaves = self._inputs_of([node for node, _ in roots], part)
+        edges = [*inputs, *leaves]
+        if not edges:
+            return
+        # A gradient that later segments have left for an input comes first in autograd's sum, as in one backward.
+        roots.update((edge, self._left.pop(edge)) for edge in inputs if edge in self._left)
+        outputs, wanted = ([GradientEdge(*edge) for edge in each] for each in (roots, edges))
+        made = torch.autograd.grad(outputs, wanted, list(roots.values()), allow_unused=True)
+        del roots
+        for edge, grad in zip(inputs, made, strict=False):
+            if grad is not None:
+                self._left[edge] = grad
+        for (node, _), grad in zip(leaves, made[len(inputs) :], strict=True):
+            self._keep(node, grad)
+
+    def _inputs_of(self, roots: Sequence[Any], part: range) -> tuple[list[Edge], list[Edge]]:
+        """The edges from a part's nodes to cuts and nodes of earlier parts, and to leaves.
+
+        Args:
+            roots: nodes of the part, from which backward begins.
+            part: the sequence numbers of its nodes.
+
+        Raises:
+            ShardingError: an edge leads to another micro-batch.
+        """
+        inputs: dict[Edge, None] = {}
+        leaves: dict[Edge, None] = {}
+        seen = set(roots)
+        nodes = list(seen)
+        for node in nodes:
+            for edge in node.next_functions:
+                following = edge[0]
+                if following is None or following in seen:
+                    continue
+                if following.name() == _ACCUMULATE:
+                    leaves[edge] = None
+                elif following in self._cuts or (number := following._sequence_nr()) < part.start:
+                    inputs[edge] = None
+                elif number < part.stop:
+                    seen.add(following)
+                    nodes.append(following)
+                else:
+                    refuse_shared()
+        self._refuse_beneath(inputs)
+        return list(inputs), list(leaves)
+
+    def _refuse_beneath(self, inputs: Collection[Edge]) -> None:
+        """Raise if autograd would reach one of `inputs` through another one, and run the nodes between twice."""
+        nodes = [node for node, _ in inputs if node not in self._cuts]
+        seen = set(nodes)
+        for node in nodes:
+            for edge in node.next_functions:
+                if edge in inputs:
+                    raise ShardingError(
+                        "accumulate: code behind a layer uses a tensor that the layer has computed and not returned, "
+                        "such as hidden states that a hook took, beside what it has returned: return it from the "
+                        "layer, or loop over micro-batches with loss.backward()"
+                    )
+                if edge[0] is not None and edge[0] not in seen and edge[0] not in self._cuts:
+                    seen.add(edge[0])
+                    nodes.append(edge[0])
+
+    def _keep(self, node: Any, grad: torch.Tensor | None) -> None:
+        """Keep the gradient of a leaf, unless the leaf is the user's own."""
+        guard, number = weight_at(node)
+        if guard is None:
+            if grad is not None:
+                torch.autograd.backward([GradientEdge(node, 0)], [grad])
+            return
+        unit = next(unit for unit in self._units if unit.guard is guard)
+        place = Place(unit.index, number)
+        if lookups := unit.params[number].lookups:
+            self.grads.lookups.setdefault(place, []).extend(lookups)
+            lookups.clear()
+        if grad is not None:
+            dense = self.grads.dense
+            dense[place] = dense[place].add_(grad) if place in dense else grad
+
+    def take(self, unit: Unit, at_least: int = 0) -> Grads:
+        """The gradients that wait for parameters of `unit` with so many elements; they wait no more."""
+        dense, lookups = self.grads
+        sizes = (param.layout.numel for param in unit.params)
+        own = [Place(unit.index, number) for number, size in enumerate(sizes) if size >= at_least]
+        return Grads(
+            {place: dense.pop(place) for place in own if place in dense},
+            {place: lookups.pop(place) for place in own if place in lookups},
+        )
+
+
+def new_greenlets() -> Callable[..., Any]:
+    """The class that makes forwards pause.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    try:
+        kind: Callable[..., Any] = importlib.import_module("greenlet").greenlet
+    except ImportError as error:
+        raise ConfigError(
+            "model.accumulate pauses forwards between layers by the package greenlet, which is not installed: "
+            "pip install 'streamshard[accumulate]', or loop over micro-batches with loss.backward()"
+        ) from error
+    return kind
+
+
+def refuse_shared() -> NoReturn:
+    """Raise, because the loss of a micro-batch depends on the forward of another one."""
+    raise ShardingError(
+        "accumulate: the loss of a micro-batch depends on the forward of another one, because the model keeps tensors "
+        "of a forward outside of it, in an attribute of a module or in a global list (an auxiliary loss, say), where "
+        "forwards that take turns overwrite them: return them from the layers instead, or loop over micro-batches with "
+        "loss.backward()"
+    )
+
+
+def refuse_pause(unit: Unit) -> NoReturn:
+    """Raise, because a micro-batch calls a layer behind the last one."""
+    raise ShardingError(
+        f"accumulate: a micro-batch calls {unit.name!r} behind the layer that was the last one of earlier steps, when "
+        "its backward has begun: loop over micro-batches with loss.backward() instead"
+    )

@@ -1,0 +1,219 @@
+"""Forward and backward of all micro-batches of a step, layer by layer.
+
+[Note: the turn]
+The last layer, with all that follows it, is the *turn*: each micro-batch runs forward from there to its loss, and
+backward again, before the next one does. So one micro-batch's logits exist at a time.
+
+    forward    layer 0: micro-batches 0, 1, 2    layer 1: 0, 1, 2
+    turn       0 forward, 0 backward, 1 forward, 1 backward, 2 forward, 2 backward
+    backward   layer 1: 0, 1, 2    layer 0: 0, 1, 2
+
+The engine sees one forward pass, up to the turn, and one backward, in which the turn's forwards run as recomputations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from streamshard.core.backward import Backward
+from streamshard.core.edge import refuse_without_room
+from streamshard.core.engine import Engine, Graph
+from streamshard.core.forward import begin_forward
+from streamshard.core.unit import Unit
+from streamshard.layer_major.micro_batch import MicroBatch, new_greenlets, refuse_pause
+from streamshard.layer_major.sums import Sums
+from streamshard.layer_major.thread_state import take_state, with_other_numbers
+from streamshard.torch_private import AsTensors, set_grad
+
+# Elements of a parameter of the root unit, such as a tied head, whose gradients do not wait for those of the layers
+# before the turn, with which autograd would add them in half precision: all of them would take too much memory.
+_LARGE = 1 << 20
+
+
+class Visit(NamedTuple):
+    """A unit, and the micro-batches that have a segment there.
+
+    Attributes:
+        unit: None before the first one.
+        micro_batches: in order.
+    """
+
+    unit: Unit | None
+    micro_batches: list[MicroBatch]
+
+
+class _Backward(Backward):
+    """A backward of several calls of autograd, with the forwards of the turn."""
+
+    is_over = False
+
+    @property
+    def is_current(self) -> bool:
+        """See `Phase`."""
+        return True
+
+    def callback_of(self) -> object:
+        """See `Backward`. Nothing of autograd's outlives its calls."""
+        return None if self.is_over else self
+
+    def reduce_last(self) -> None:
+        """All visits are over: reduce the streamed units that are left."""
+        self._engine.issue(self._schedule.finish())
+
+    def _recompute(self, unit: Unit) -> None:
+        """See `Backward`. No visit ends: other micro-batches may still come to the unit of the visit under way."""
+        self._unshard(unit, binds=True)
+
+
+class LayerMajorStep:
+    """See the module.
+
+    Args:
+        engine: the model's, whose order of units is settled.
+        sums: see `Sums`.
+        losses: each computes the loss of a micro-batch.
+    """
+
+    def __init__(self, engine: Engine, sums: Sums, losses: Sequence[Callable[[], torch.Tensor]]) -> None:
+        self._engine, self._sums = engine, sums
+        self._losses = losses
+        self._micro_batches: list[MicroBatch] = []
+        self._visits: list[Visit] = []
+        self._position = 0  # in the order of units
+        self._root_unit, self._last = engine.root_unit, engine.units[engine.order.order[-1]]
+
+    def run(self) -> list[torch.Tensor]:
+        """The losses [], detached, in order. Gradients are there afterwards, as after a backward."""
+        new, device = new_greenlets(), self._engine.streams.device
+        outer = take_state(device)
+        outer.put()
+        states = with_other_numbers(outer, len(self._losses))
+        self._micro_batches = [
+            MicroBatch(loss, self._engine.units, state, new, self._last)
+            for loss, state in zip(self._losses, states, strict=True)
+        ]
+        self._sums.swap()
+        try:
+            with torch.no_grad():  # each forward has its own state
+                self._run_backward(self._run_forward())
+        finally:
+            self._sums.swap()
+            self._engine.reductions.used.micro_batches = 1
+        take_state(device)
+        outer._replace(random=self._micro_batches[0].state.random).put()
+        return [micro_batch.loss for micro_batch in self._micro_batches]
+
+    def _resume(self, micro_batch: MicroBatch) -> None:
+        micro_batch.begin_segment()
+        self._root_unit.bind_leaves(micro_batch.leaves_of(self._root_unit))
+        self._engine.micro_batch = micro_batch
+        try:
+            micro_batch.resume()
+        finally:
+            self._engine.micro_batch = None
+
+    def _end_forwards(self) -> None:
+        for micro_batch in self._micro_batches:
+            micro_batch.end()
+
+    # -- up to the turn -------------------------------------------------------------------------------------------
+
+    def _run_forward(self) -> Graph:
+        engine, error = self._engine, None
+        with torch.enable_grad():
+            forward = begin_forward(engine, frozenset(range(len(engine.units))), (), is_whole_model=True)
+        try:
+            self._visits.append(Visit(None, self._micro_batches))
+            for micro_batch in self._micro_batches:
+                self._resume(micro_batch)
+            while (visit := self._next_visit()) is not None and self._position < len(engine.order.order) - 1:
+                self._visits.append(visit)
+                for micro_batch in visit.micro_batches:
+                    self._resume(micro_batch)
+        except BaseException as caught:
+            error = caught
+            self._end_forwards()
+            raise
+        finally:
+            with torch.enable_grad():
+                graph = forward.finish(error)
+            error = None  # its traceback refers to this frame
+        assert graph is not None
+        return graph
+
+    def _next_visit(self) -> Visit | None:
+        """The first unit, in the order of units, for which a micro-batch waits."""
+        waiting = [each for each in self._micro_batches if not each.is_done]
+        if not waiting:
+            return None
+        units = {each.unit for each in waiting if each.unit is not None}
+        self._position, unit = min((self._place_of(unit), unit.index) for unit in units)
+        chosen = self._engine.units[unit]
+        return Visit(chosen, [each for each in waiting if each.unit is chosen])
+
+    def _place_of(self, unit: Unit) -> int:
+        """The place of the next visit of `unit` in the order of units."""
+        order = self._engine.order.order
+        return order.index(unit.index, self._position if unit.index in order[self._position :] else 0)
+
+    # -- the turn, and back ---------------------------------------------------------------------------------------
+
+    def _run_backward(self, graph: Graph) -> None:
+        engine = self._engine
+        engine.phase = backward = _Backward(engine)
+        engine.reductions.used.micro_batches = len(self._micro_batches)
+        try:
+            backward.begin()
+            graph.visits = tuple(unit for unit in graph.visits if engine.units[unit].is_streamed)
+            backward.reach(graph)
+            turn = self._next_visit() or Visit(self._last, [])
+            self._visits.append(turn)
+            first_of = {visit.unit: place for place, visit in reversed(list(enumerate(self._visits)))}
+            for place, visit in reversed(list(enumerate(self._visits))):
+                for micro_batch in visit.micro_batches:
+                    if visit is turn:
+                        self._resume(micro_batch)
+                        if not micro_batch.is_done and micro_batch.unit is not None:
+                            refuse_pause(micro_batch.unit)
+                    micro_batch.run_segment_backward()
+                    if visit.unit is not None and first_of[visit.unit] == place:
+                        self._collect(visit.unit, micro_batch)
+                    if visit is turn or visit.unit is None:
+                        self._collect(self._root_unit, micro_batch, at_least=_LARGE if visit is turn else 0)
+                if visit is turn and not self._last.is_streamed:
+                    engine.reductions.start(self._last)
+            backward.reduce_last()
+            for unit in engine.resident:
+                if unit is not self._last:
+                    for micro_batch in self._micro_batches:
+                        self._collect(unit, micro_batch)
+                    engine.reductions.start(unit)
+            backward.finish()
+        except BaseException:
+            self._end_forwards()
+            backward.is_over = True
+            backward.break_off(None)
+            engine.recover()
+            raise
+
+    def _collect(self, unit: Unit, micro_batch: MicroBatch, *, at_least: int = 0) -> None:
+        """Add the gradients of `unit` that `micro_batch` has made, of parameters with so many elements."""
+        dense, lookups = micro_batch.take(unit, at_least)
+        if not dense and not lookups:
+            return
+        for place in dense:
+            refuse_without_room(unit.params[place.param])
+        with AsTensors():
+            for place, grad in dense.items():
+                set_grad(unit.params[place.param].unsharded, grad)
+        for place, found in lookups.items():
+            unit.params[place.param].lookups.extend(found)
+        self._engine.reductions.collect(unit)
+
+
+def can_run(engine: Engine) -> bool:
+    """Whether earlier passes have shown the order of layers, and where embedding and head lie."""
+    return engine.order.is_settled and engine.ends is None and any(unit.is_streamed for unit in engine.units)

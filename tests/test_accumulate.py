@@ -1,0 +1,486 @@
+"""`StreamShard.accumulate` computes what a loop over micro-batches computes, and gathers each layer once per step."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from streamshard import ConfigError, Precision, RankMismatchError, ShardingError, StreamShard
+from streamshard.comm.streams import Collective
+from tests.models import DIM, Layer, Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    Tolerance,
+    assert_same,
+    engine_inside,
+    full_grads,
+    heard_collectives,
+    sgd,
+)
+from tests.simulated import checking_streams, late, simulated_device
+from tests.test_same_bits import CASES, run
+
+# A tied weight's gradients, as a head and as an embedding, may be added in fp32. A divisor divides the sum.
+OTHER_ROUNDING = ("divided at the end",)
+NEAR = Tolerance(1e-4, 1e-5)  # sums in another order
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OTHER_ROUNDING])
+def test_one_rank_trains_to_the_bits_of_a_loop(ranks: Any, name: str) -> None:
+    """Losses, norms and weights of three steps, the last two layer by layer."""
+    loop, accumulated = (ranks(1).run(run, name, accumulates=each)[0] for each in (False, True))
+    assert len(set(loop.weights)) == 3
+    assert accumulated == loop
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+class _Skips(Stack):
+    """Later layers add what earlier ones have returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        x = kept = first(x)
+        for layer in others:
+            x = layer(x) + 0.1 * kept
+        return x
+
+
+class _Twice(Stack):
+    """All layers run twice, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return x
+
+
+class _Repeated(Stack):
+    """Each layer runs three times in a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            for _ in range(3):
+                x = layer(x)
+        return x
+
+
+class _Scaled(Stack):
+    """A parameter outside of the layers is used behind each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return x
+
+
+class _Routed(Stack):
+    """The input chooses the layer to leave out, and whether to stop early."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x[0, 0].abs() * 1000)
+        layers = [layer for place, layer in enumerate(self.layers) if place != number % 4]
+        for layer in layers[: 2 + number % 2]:
+            x = layer(x)
+        return x
+
+
+class _Tower(Stack):
+    """The first two layers run without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            given = self.layers[1](self.layers[0](x))
+        for layer in self.layers[2:]:
+            x = layer(x + given)
+        return x
+
+
+class _Pairs(Stack):
+    """One checkpoint around two layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, *others = self.layers
+        x = checkpoint(lambda y: second(first(y)), x, use_reentrant=False)
+        for layer in others:
+            x = layer(x)
+        return x
+
+
+class _Normed(Stack):
+    """A batch norm between layers counts the micro-batches in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        x = self.norm(first(x))
+        for layer in others:
+            x = layer(x)
+        return x
+
+
+class _Noisy(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.2)
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "plain": (Stack, {}),
+    "skips": (_Skips, {}),
+    "skips in fp32": (_Skips, {"precision": FP32}),
+    "twice": (_Twice, {}),
+    "repeated": (_Repeated, {}),
+    "scaled": (_Scaled, {}),
+    "routed": (_Routed, {}),
+    "a tower without gradients": (_Tower, {}),
+    "a checkpoint around two layers": (_Pairs, {}),
+    "a batch norm": (_Normed, {}),
+    "dropout": (_Noisy, {}),
+    "several layers in a unit": (Stack, {"min_unit_size": 2000}),
+    "resident layers": (Stack, {"resident": ["layers.1", "layers.2"]}),
+    "a resident last layer": (_Skips, {"resident": ["layers.3"]}),
+    "all weight slots": (Stack, {"weight_slots": "all"}),
+    "a narrow wire": (Stack, {"precision": Precision(param_dtype=torch.float32, wire_dtype=torch.bfloat16)}),
+}
+
+Around = Callable[[], AbstractContextManager[object]]
+AROUND: dict[str, Around] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "saved tensors in host memory": torch.autograd.graph.save_on_cpu,
+}
+
+
+def _loss(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+    step, number = micro_batch
+    torch.manual_seed(100 * step + number)
+    x = vector_batch(step, number, rows=3 + number % 3)
+    loss: Tensor = (model(x).float() - x.cumsum(0)).square().mean() / 4
+    return loss
+
+
+def _loop(model: Any, micro_batches: list[tuple[int, int]], loss_of: Callable[..., Tensor] = _loss) -> list[Tensor]:
+    losses = []
+    for micro_batch in micro_batches:
+        losses.append(loss_of(model, micro_batch))
+        losses[-1].backward()
+    return losses
+
+
+def _accumulate(model: Any, micro_batches: list[tuple[int, int]]) -> list[Tensor]:
+    losses: list[Tensor] = model.accumulate(micro_batches, _loss)
+    return losses
+
+
+def _trained(
+    context: RankContext, make: Callable[[], nn.Module], run_step: Any, around: Around, settings: dict[str, Any]
+) -> tuple[list[Any], dict[str, Tensor], int]:
+    """Losses, gradients of each step, buffers; and all-gathers of the last step."""
+    torch.manual_seed(0)
+    model: Any = StreamShard(make(), **settings)
+    optimizer, losses, grads, gathers = sgd(model), [], {}, 0
+    for step in range(4):
+        mine = [(step, context.world_size * number + context.rank) for number in range(4)]
+        with around(), heard_collectives(engine_inside(model)) as heard:
+            losses.append([loss.item() for loss in run_step(model, mine)])
+        gathers = len(heard[Collective.ALL_GATHER])
+        grads.update(
+            {f"{name} of step {step}": grad.clone() for name, grad in full_grads(model).items() if grad is not None}
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    if context.rank == 0:  # other ranks get them before the next pass
+        grads.update(model.named_buffers())
+    return losses, grads, gathers
+
+
+def _check(context: RankContext, make: Callable[[], nn.Module], around: Around, settings: dict[str, Any]) -> None:
+    loop, accumulated = (_trained(context, make, each, around, settings) for each in (_loop, _accumulate))
+    assert_same(accumulated[1], loop[1], "gradients", EXACT if context.world_size == 1 else NEAR)
+    if context.world_size == 1:
+        assert accumulated[0] == loop[0]
+        assert 2 * accumulated[2] <= loop[2]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_a_loop(context: RankContext, name: str) -> None:
+    """With micro-batches of different lengths. On one rank to the bit."""
+    _check(context, MODELS[name][0], contextlib.nullcontext, MODELS[name][1])
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", AROUND)
+def test_contexts_around_the_step_are_those_of_each_forward(context: RankContext, name: str) -> None:
+    _check(context, Stack, AROUND[name], {"precision": FP32})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_each_layer_is_gathered_twice_and_reduced_once(context: RankContext, count: int) -> None:
+    """Whatever the number of micro-batches."""
+    model: Any = StreamShard(Stack((DIM,) * 8))
+    for step in range(3):
+        with heard_collectives(engine_inside(model)) as heard:
+            model.accumulate([(step, number) for number in range(count)], _loss)
+        model.zero_grad()
+    assert sorted(heard[Collective.REDUCE_SCATTER]) == list(range(8))  # type: ignore[type-var]  # the root unit is empty
+    gathered = [unit for unit in heard[Collective.ALL_GATHER] if unit is not None]
+    # The last two layers are still in the slots when backward begins.
+    assert gathered == [*range(8), *range(5, 0, -1)]
+
+
+# -- what goes on around ----------------------------------------------------------------------------------------------
+
+
+def _model_after(steps: int = 1, make: Callable[[], nn.Module] = Stack, **settings: Any) -> Any:
+    """A model whose order of layers is known, without gradients."""
+    torch.manual_seed(0)
+    model: Any = StreamShard(make(), **settings)
+    for step in range(steps):
+        _loop(model, [(step, 0), (step, 1)])
+    model.zero_grad()
+    return model
+
+
+def _assert_next_step_is_that_of_a_loop(context: RankContext, model: Any) -> None:
+    """The model has the weights of `_model_after`, and no gradients."""
+    fresh = _model_after()
+    for each, run_step in ((model, _accumulate), (fresh, _loop)):
+        run_step(each, [(7, context.rank), (7, 2 + context.rank)])
+    assert_same(full_grads(model), full_grads(fresh), "gradients", EXACT if context.world_size == 1 else NEAR)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop(*args: object) -> None:
+    raise _Stop
+
+
+def _failing(where: str, model: Any, number: int) -> Callable[[Any, tuple[int, int]], Tensor]:
+    """A loss that fails for the micro-batch with this number."""
+
+    def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+        is_it = micro_batch[1] == number
+        if is_it and where == "before":
+            raise _Stop
+        handle: RemovableHandle | None = None
+        if is_it and where.startswith("layer"):
+            handle = model.layers[int(where[-1])].register_forward_pre_hook(_stop)
+        try:
+            loss = _loss(model, micro_batch)
+        finally:
+            if handle is not None:
+                handle.remove()
+        if is_it and where == "behind":
+            raise _Stop
+        if is_it and where == "backward":
+            loss.register_hook(_stop)
+        return loss * 1.0
+
+    return loss_of
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("where", ["before", "layers.0", "layers.2", "layers.3", "behind", "backward"])
+def test_an_exception_discards_the_steps_gradients(context: RankContext, where: str, number: int) -> None:
+    """In any micro-batch and any place. The next step is as if this one had not been."""
+    model = _model_after()
+    with pytest.raises(_Stop):
+        model.accumulate([(1, each) for each in range(3)], _failing(where, model, number))
+    assert not any(param.grad is not None for param in model.parameters())
+    assert engine_inside(model).phase is None
+    _assert_next_step_is_that_of_a_loop(context, model)
+
+
+@on_ranks(1, 2)
+def test_gradients_are_added_to_earlier_ones(context: RankContext) -> None:
+    """Of a loop or of another call; `no_sync` and evaluation between change nothing."""
+    grads = []
+    for first, second in ((_loop, _loop), (_loop, _accumulate), (_accumulate, _accumulate)):
+        model = _model_after()
+        with model.no_sync():
+            first(model, [(1, context.rank), (1, 2 + context.rank)])
+        with torch.no_grad():
+            model(vector_batch(0, 0))
+        second(model, [(2, context.rank), (2, 2 + context.rank)])
+        grads.append(full_grads(model))
+    for each in grads[1:]:
+        assert_same(each, grads[0], "gradients", NEAR)
+
+
+@on_ranks(1)
+def test_the_logits_of_one_micro_batch_exist_at_a_time(context: RankContext) -> None:
+    model, alive = _model_after(), []
+
+    def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+        logits = model(vector_batch(*micro_batch))
+        assert not any(each() is not None for each in alive)
+        alive.append(weakref.ref(logits))
+        loss: Tensor = logits.float().exp().sum()
+        return loss
+
+    model.accumulate([(1, number) for number in range(4)], loss_of)
+    assert len(alive) == 4
+
+
+@on_ranks(1)
+def test_each_micro_batch_has_random_numbers_of_its_own(context: RankContext) -> None:
+    """The first one has those of the loop's first one, and the next step others."""
+    inputs = torch.ones(2, DIM)
+
+    def loss_of(model: Any, number: int) -> Tensor:
+        loss: Tensor = model(inputs).float().sum()
+        return loss
+
+    losses = []
+    for run_step in (_loop, lambda model, numbers, loss_of: model.accumulate(numbers, loss_of)):
+        model = _model_after(make=_Noisy)
+        torch.manual_seed(5)
+        losses.append([loss.item() for _ in range(2) for loss in run_step(model, [0, 1, 2], loss_of)])
+        model.zero_grad()
+    assert losses[0][0] == losses[1][0]
+    assert len(set(losses[1])) == 6
+
+
+class _Keeping(Stack):
+    """Layers' outputs are added up in an attribute of the model, which all forwards share."""
+
+    kept: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = []
+        for layer in self.layers:
+            x = layer(x)
+            self.kept.append(x.float().square().mean())
+        out: Tensor = self.head(x) + sum(self.kept).to(x.dtype)  # type: ignore[union-attr]
+        return out
+
+
+class _TakingLayer(Layer):
+    def forward(self, x: Tensor, taken: list[Tensor]) -> Tensor:  # type: ignore[override]
+        """Puts what it returns into `taken` too."""
+        taken.append(super().forward(x))
+        return taken[-1]
+
+
+class _Recording(Stack):
+    """The output depends on what layers have put into a list, beside what they have returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_TakingLayer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken: list[Tensor] = []
+        returned: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, taken)
+            returned.append(x)
+        out: Tensor = self.head(x) + sum(each.square().mean() for each in (*taken, *returned))
+        return out
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_Keeping, "depends on the forward of another one.*return them from the layers"),
+        (_Recording, "a tensor that the layer has computed and not returned.*return it from the layer"),
+    ],
+)
+def test_tensors_that_layers_do_not_return_are_refused(context: RankContext, make: Any, said: str) -> None:
+    """The loop, which the message names, trains."""
+    model = _model_after(make=make)
+    with pytest.raises(ShardingError, match=said):
+        _accumulate(model, [(1, 0), (1, 1)])
+    _loop(model, [(1, 0), (1, 1)])
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_different_numbers_of_micro_batches_are_refused(context: RankContext) -> None:
+    model = _model_after()
+    with pytest.raises(RankMismatchError, match="got 3 micro-batches on one rank and 2 on another"):
+        _accumulate(model, [(1, number) for number in range(2 + context.rank)])
+    model.zero_grad()
+    _assert_next_step_is_that_of_a_loop(context, model)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("loss", "said"), [(torch.zeros(2), r"returned \(2,\): wanted a loss"), (3.0, "returned float")]
+)
+def test_a_loss_that_is_none_is_named(context: RankContext, loss: Any, said: str) -> None:
+    model = _model_after()
+    with pytest.raises(ConfigError, match=said):
+        model.accumulate([0, 1], lambda model, number: loss)
+
+
+@on_ranks(1)
+def test_without_greenlet_the_package_and_the_loop_are_named(context: RankContext) -> None:
+    model = _model_after()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "greenlet", None)
+        with pytest.raises(ConfigError, match="pip install .*accumulate.*, or loop"):
+            _accumulate(model, [(1, 0), (1, 1)])
+    _assert_next_step_is_that_of_a_loop(context, model)
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", [{}, {"weight_slots": "all"}, {"offload": "state"}], ids=str)
+def test_late_collectives_and_copies_change_nothing(context: RankContext, settings: dict[str, Any]) -> None:
+    """What is read too early is NaN, or old."""
+    wanted, _, _ = _trained(context, Stack, _loop, contextlib.nullcontext, {})
+    torch.manual_seed(0)
+    with simulated_device():
+        model: Any = StreamShard(Stack(), **settings)
+        optimizer, found = sgd(model), []
+        with late(model):
+            for step in range(4):
+                mine = [(step, context.world_size * number + context.rank) for number in range(4)]
+                found.append([loss.item() for loss in model.accumulate(mine, _loss)])
+                optimizer.step()
+                optimizer.zero_grad()
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "grad_slots": "all"}, {"offload": "state"}], ids=str)
+def test_events_order_everything(context: RankContext, settings: dict[str, Any]) -> None:
+    with simulated_device() as device, checking_streams(device) as checker:
+        model: Any = StreamShard(Stack(), keep_main_grads=not settings, **settings)
+        optimizer = sgd(model)
+        with checker.of(model):
+            for step in range(4):
+                model.accumulate([(step, 2 * number + context.rank) for number in range(3)], _loss)
+                optimizer.step()
+                optimizer.zero_grad()
