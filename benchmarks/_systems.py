@@ -67,12 +67,13 @@ class System(NamedTuple):
     """A model ready to train.
 
     `forward` maps tokens to logits; `update` steps the optimizer and clears gradients; all micro-batches but the last
-    run under `no_sync`.
+    run under `no_sync`. Or `accumulate` runs forward and backward of all of them, given the function of their losses.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     update: Callable[[], None]
     no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    accumulate: Callable[..., list[torch.Tensor]] | None = None
 
 
 def _with_optimizer(model: nn.Module, options: dict[str, Any]) -> System:
@@ -93,11 +94,20 @@ def _with_main_weights(model: nn.Module, main: MainWeights) -> System:
     return System(model, update, getattr(model, "no_sync", contextlib.nullcontext))
 
 
+def _in_fp32(model: nn.Module) -> bool:
+    """Whether the model's preset computes in fp32, which CPUs without bf16 instructions do a hundred times faster."""
+    return bool(getattr(model, "computes_in_fp32", False))
+
+
 def _local(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    if _in_fp32(model):
+        return _with_optimizer(model, options)
     return _with_main_weights(model, MainWeights(model.parameters(), options))
 
 
 def _ddp(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], *, shards: bool = False) -> System:
+    if _in_fp32(model):
+        return _with_optimizer(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), options)
     main = MainWeights(model.parameters(), options, shards=shards)  # first, so that DDP sees and reduces bf16
     return _with_main_weights(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), main)
 
@@ -125,7 +135,8 @@ def _fsdp1(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -
 def _fsdp2(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], *, keep: bool = False) -> System:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    dtype = None if _in_fp32(model) else torch.bfloat16
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for block in blocks:
         fully_shard(block, mp_policy=precision, reshard_after_forward=not keep)
     fully_shard(model, mp_policy=precision)
@@ -149,11 +160,23 @@ def _fsdp2_zero2(model: nn.Module, blocks: list[nn.Module], options: dict[str, A
     return _fsdp2(model, blocks, options, keep=True)._replace(no_sync=contextlib.nullcontext)
 
 
+def _fsdp2_each(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    """Sharded weights and gradients: every micro-batch is gathered and reduced, as in ZeRO-3."""
+    return _fsdp2(model, blocks, options)._replace(no_sync=contextlib.nullcontext)
+
+
 def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], **settings: Any) -> System:
     from streamshard import Precision, StreamShard
 
-    precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    dtype = torch.float32 if _in_fp32(model) else torch.bfloat16
+    precision = Precision(param_dtype=dtype, reduce_dtype=dtype)
     return _with_optimizer(StreamShard(model, precision=precision, **settings), options)
+
+
+def _layer_major(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    system = _streamshard(model, blocks, options)
+    sharded: Any = system.forward
+    return system._replace(accumulate=sharded.accumulate)
 
 
 def _one_edge(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
@@ -196,9 +219,11 @@ SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,
     "fsdp2-keep": _fsdp2_keep,  # reshard_after_forward=False
+    "fsdp2-each": _fsdp2_each,  # every micro-batch gathered and reduced: no whole weights and gradients are held
     "fsdp2-zero2": _fsdp2_zero2,  # and every micro-batch reduced: no whole gradients are held
     "deepspeed": _deepspeed,  # ZeRO-3; needs the package
     "streamshard": _streamshard,  # two slots of each kind: ZeRO-3
+    "layer-major": _layer_major,  # StreamShard's model.accumulate
     "one-edge": _one_edge,  # StreamShard with embedding and head in one unit with all that is no block
     "coalesced": _coalesced,  # StreamShard with units of at least 512 KiB
     "zero2": _zero2,  # StreamShard with all weight slots

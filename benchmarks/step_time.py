@@ -106,6 +106,7 @@ def _tokens(preset: Preset, round_index: int, device: torch.device, micro_batche
 def _build(name: str, preset: Preset, device: torch.device, optimizer: str) -> System:
     torch.manual_seed(0)
     model = Transformer(preset).to(device)
+    model.computes_in_fp32 = preset.fp32
     return build(name, model, list(model.blocks), optimizer)
 
 
@@ -119,7 +120,8 @@ def _step(system: System, batches: list[torch.Tensor]) -> Step:
     cpu_s = time.process_time()
     clock.lap()
     total = torch.zeros((), device=device)
-    *first, last = batches
+    first: list[torch.Tensor] = batches[:-1]
+    last: torch.Tensor | None = batches[-1]
 
     def micro_batch(tokens: torch.Tensor) -> None:
         loss = next_token_loss(system.forward(tokens), tokens) / len(batches)
@@ -128,11 +130,18 @@ def _step(system: System, batches: list[torch.Tensor]) -> Step:
         clock.lap()
         total.add_(loss.detach())
 
+    if system.accumulate is not None:
+        losses = system.accumulate(batches, lambda model, tokens: next_token_loss(model(tokens), tokens) / len(batches))
+        clock.lap()
+        clock.lap()  # forward and backward of all micro-batches take turns: both count as forward
+        total.add_(torch.stack(losses).sum())
+        first, last = [], None
     if first:
         with system.no_sync():  # one context around them, as the documentation of DDP and of StreamShard has it
             for tokens in first:
                 micro_batch(tokens)
-    micro_batch(last)
+    if last is not None:
+        micro_batch(last)
     system.update()
     clock.lap()
     *laps_ms, update_ms = clock.laps_ms()
@@ -225,6 +234,7 @@ def _result(
 ) -> dict[str, Any]:
     """Everything a reader needs to judge the result, raw step times included."""
     preset = PRESETS[arguments.preset]
+    dtype = "float32" if preset.fp32 else "bfloat16"
     quiet = [index for index, load in enumerate(foreign_cores) if load <= QUIET_CORES]
     systems: dict[str, Any] = {}
     for name, values in measured.items():
@@ -252,8 +262,8 @@ def _result(
             "ranks": dist.get_world_size(),
             "backend": dist.get_backend(),
             "ranks_share_a_gpu": device.type == "cuda" and "NCCL_HOSTID" in os.environ,
-            "param_dtype": "bfloat16",
-            "reduce_dtype": "bfloat16",
+            "param_dtype": dtype,
+            "reduce_dtype": dtype,
             "optimizer": f"AdamW ({arguments.optimizer}), fp32 main weights",
             "warmup_steps": arguments.warmup + PREPARATION_STEPS,
             "rounds": arguments.rounds,

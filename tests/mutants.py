@@ -112,6 +112,7 @@ def _text(source: str, node: ast.AST) -> str:
 
 
 _OPTIONS = "offload_events:options_in_place"
+_LAYER_MAJOR = "accumulate:gradients_are"
 _STREAMS = "simulated_device:precision or averages or stream"
 _NO_STREAM = Swap("self.streams.on(self.stream)", "torch.no_grad()")
 # One line that stands before a statement of a test's simulated device.
@@ -312,6 +313,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_on_cpu", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
     "core/reductions": [
+        ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
         ("UsedParams._fetch_steps", Swap("non_blocking=True", "non_blocking=False"), "gpu:pinned"),
@@ -414,6 +416,27 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "full": [
         ("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process"),
         ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
+    ],
+    "layer_major/step": [
+        ("LayerMajorStep._run_backward", Swap("first_of[visit.unit] == place", "True"), _LAYER_MAJOR),
+        ("LayerMajorStep._run_backward", Drop("backward.reduce_last()"), _LAYER_MAJOR),
+        ("LayerMajorStep._run_backward", Drop("if visit is turn and not self._last"), _LAYER_MAJOR),
+        ("LayerMajorStep._run_backward", Drop("engine.recover()"), "accumulate:exception"),
+        ("_Backward._recompute", Swap("self._unshard(unit, binds=True)", "super()._recompute(unit)"), _LAYER_MAJOR),
+    ],
+    "layer_major/micro_batch": [
+        ("MicroBatch.begin_segment", Drop("self._leaves.clear()"), _LAYER_MAJOR),
+        ("MicroBatch.cut_inputs", Drop("self._segments[-1].append("), "accumulate:contexts"),
+        ("MicroBatch._run_part_backward", Drop("roots.update("), _LAYER_MAJOR),
+        ("MicroBatch._keep", Swap("dense[place] + grad if place in dense else grad", "grad"), _LAYER_MAJOR),
+        ("MicroBatch._inputs_of", Drop("self._refuse_beneath(inputs)"), "accumulate:not_return"),
+    ],
+    "layer_major/thread_state": [
+        ("ThreadState.put", Drop("torch.set_grad_enabled("), _LAYER_MAJOR),
+        ("with_other_numbers", Swap("manual_seed(seed)", "manual_seed(0)"), "accumulate:random"),
+    ],
+    "layer_major/sums": [
+        ("Sums.swap", Drop("setattr("), _LAYER_MAJOR),
     ],
     "integrations/join": [
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),

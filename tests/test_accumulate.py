@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +29,7 @@ from tests.reference import (
     engine_inside,
     full_grads,
     heard_collectives,
+    let_dynamo_look,
     sgd,
 )
 from tests.simulated import checking_streams, late, simulated_device
@@ -92,6 +94,17 @@ class _Scaled(Stack):
         return x
 
 
+class _Around(_Scaled):
+    """Code behind the layers uses a weight and what it has computed with it before them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x * self.scale) + (kept * kept).mean()
+        return out
+
+
 class _Routed(Stack):
     """The input chooses the layer to leave out, and whether to stop early."""
 
@@ -154,6 +167,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "twice": (_Twice, {}),
     "repeated": (_Repeated, {}),
     "scaled": (_Scaled, {}),
+    "scaled before and behind": (_Around, {}),
     "routed": (_Routed, {}),
     "a tower without gradients": (_Tower, {}),
     "a checkpoint around two layers": (_Pairs, {}),
@@ -234,7 +248,8 @@ def test_gradients_are_those_of_a_loop(context: RankContext, name: str) -> None:
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", AROUND)
 def test_contexts_around_the_step_are_those_of_each_forward(context: RankContext, name: str) -> None:
-    _check(context, Stack, AROUND[name], {"precision": FP32})
+    widths = (DIM, DIM + 2) * 3  # layers return bf16 in autocast, which the next layer casts to fp32
+    _check(context, lambda: Stack(widths), AROUND[name], {"precision": FP32})
 
 
 @on_ranks(2)
@@ -411,7 +426,7 @@ class _Recording(Stack):
     ("make", "said"),
     [
         (_Keeping, "depends on the forward of another one.*return them from the layers"),
-        (_Recording, "a tensor that the layer has computed and not returned.*return it from the layer"),
+        (_Recording, "of which one was computed from the other.*Return them from layers"),
     ],
 )
 def test_tensors_that_layers_do_not_return_are_refused(context: RankContext, make: Any, said: str) -> None:
@@ -452,6 +467,47 @@ def test_without_greenlet_the_package_and_the_loop_are_named(context: RankContex
     _assert_next_step_is_that_of_a_loop(context, model)
 
 
+class _Reentrant(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        x = first(x)
+        for layer in others:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@on_ranks(1, 2)
+def test_reentrant_checkpoints_are_refused(context: RankContext) -> None:
+    """By torch, which names the other kind."""
+    model = _model_after(make=_Reentrant)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        _accumulate(model, [(1, 0), (1, 1)])
+    _loop(model, [(1, 0), (1, 1)])
+    assert all(param.grad is not None for name, param in model.named_parameters() if "layers" in name)
+
+
+@on_ranks(4)
+def test_replicas_average_once(context: RankContext) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _check(context, Stack, contextlib.nullcontext, {"mesh": mesh})
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("what", ["layers", "the model"])
+def test_compiled_layers_and_models_accumulate(context: RankContext, what: str) -> None:
+    found = []
+    let_dynamo_look()
+    for run_step in (_loop, _accumulate):
+        model = _model_after()
+        for module in model.layers if what == "layers" else (model,):
+            module.compile(backend="eager")
+        for step in range(2):
+            model.zero_grad()
+            run_step(model, [(step, context.rank), (step, 2 + context.rank)])
+        found.append(full_grads(model))
+    assert_same(found[1], found[0], "gradients", EXACT if context.world_size == 1 else NEAR)
+
+
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
@@ -484,3 +540,27 @@ def test_events_order_everything(context: RankContext, settings: dict[str, Any])
                 model.accumulate([(step, 2 * number + context.rank) for number in range(3)], _loss)
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@pytest.mark.gpu
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("settings", [{}, {"weight_slots": 2}, {"offload": "state"}], ids=str)
+def test_a_gpu_has_the_gradients_of_a_loop(context: RankContext, settings: dict[str, Any]) -> None:
+    """One rank has slots for all units by default."""
+
+    def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+        x = vector_batch(*micro_batch).to(context.device)
+        loss: Tensor = (model(x).float() - x.cumsum(0)).square().mean() / 4
+        return loss
+
+    found = []
+    for accumulates in (False, True):
+        torch.manual_seed(0)
+        model: Any = StreamShard(Stack().to(context.device), **settings)
+        for step in range(3):
+            mine = [(step, 2 * number + context.rank) for number in range(3)]
+            model.zero_grad()
+            losses = model.accumulate(mine, loss_of) if accumulates else _loop(model, mine, loss_of)
+        found.append((full_grads(model), losses))
+    assert_same(found[1][0], found[0][0], "gradients", EXACT if context.world_size == 1 else NEAR)
+    torch.testing.assert_close(found[1][1], [loss.detach() for loss in found[0][1]])

@@ -52,6 +52,12 @@ _PAGES = [page for page in _TEXTS if _blocks(page)]
 
 # What pages leave out. All have `model`, not sharded yet, its `optimizer`, `batch`, and `config`.
 _SET_UP = {
+    "docs/guide/accumulation.md": """
+        from torch.nn.functional import cross_entropy
+        from streamshard import StreamShard
+        model = StreamShard(model)
+        micro_batches, tokens_of_a_step = [batch["input_ids"]] * 3, 2 * 3 * batch["input_ids"][:, 1:].numel()
+    """,
     "docs/guide/accelerate.md": """
         from torch.nn.functional import cross_entropy
         from torch.utils.data import DataLoader

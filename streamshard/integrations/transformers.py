@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import ParallelismConfig
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, trainer_utils
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
+from streamshard.api import StreamShard
 from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.stop_on_signal import StopOnSignal
 from streamshard.comm.ranks import run_on_all_ranks, run_on_first
@@ -58,7 +59,9 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     Args:
         *args: Trainer's arguments.
-        streamshard: options of `StreamShard` for `StreamShardAccelerator`, such as ``{"weight_slots": 4}``.
+        streamshard: options of `StreamShard` for `StreamShardAccelerator`, such as ``{"weight_slots": 4}``. One more,
+            ``{"accumulate": True}``, runs the micro-batches of ``gradient_accumulation_steps`` by
+            `StreamShard.accumulate`.
         **kwargs: Trainer's keyword arguments.
 
     Raises:
@@ -74,6 +77,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._sharding_options = dict(streamshard or {})
+        self._accumulates = self._sharding_options.pop("accumulate", False)
+        self._waiting: list[Any] = []  # inputs of the step's earlier micro-batches
         self._staging: Path | None = None  # while Trainer saves a checkpoint: the directory in the place of the run's
         super().__init__(*args, **kwargs)
         if self.optimizer_cls_and_kwargs is not None:
@@ -94,6 +99,30 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         """
         with self._saving_at_signal:
             return super().train(*args, **kwargs)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in Trainer. With ``accumulate`` the last micro-batch of a step runs all, and returns the sum of losses."""
+        if not self._accumulates:
+            return cast(torch.Tensor, super().training_step(model, inputs, *args, **kwargs))
+        self._waiting.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        waiting, self._waiting = self._waiting, []
+        scaled: list[torch.Tensor] = []
+        losses: list[torch.Tensor] = []
+        run_one, scaler = super().training_step, self.accelerator.scaler
+        steps = self.accelerator.gradient_accumulation_steps
+
+        def loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
+            losses.append(run_one(model, inputs, *args, **kwargs))
+            loss = scaled.pop() / steps  # as accelerate's ``backward``
+            return loss if scaler is None else cast(torch.Tensor, scaler.scale(loss))
+
+        with replacing((self.accelerator.__dict__, "backward", lambda loss, **_: scaled.append(loss))):
+            StreamShard.accumulate(cast(StreamShard, model), waiting, loss_of)
+        return torch.stack(losses).sum()
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import contextlib
 import contextvars
 import importlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge
 from streamshard.core.lookups import Lookup
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.guards.weights import weight_at
+from streamshard.guards.weights import WeightGuard, weight_at
 from streamshard.layer_major.thread_state import ThreadState, take_state
 from streamshard.nested import map_tensors
 from streamshard.torch_private import sequence_number
@@ -84,7 +84,7 @@ class MicroBatch:
 
     Args:
         forward: computes the loss.
-        units: all units.
+        units: by their guards.
         state: torch's state of the thread, in which the forward begins.
         new: makes a greenlet.
         last: the unit that passes use last. A forward waits there too if it is resident.
@@ -98,7 +98,7 @@ class MicroBatch:
     def __init__(
         self,
         forward: Callable[[], torch.Tensor],
-        units: Sequence[Unit],
+        units: Mapping[WeightGuard, Unit],
         state: ThreadState,
         new: Callable[..., Any],
         last: Unit,
@@ -108,7 +108,7 @@ class MicroBatch:
         self.grads = Grads({}, {})
         self.state = state
         self._forward, self._units, self._last = forward, units, last
-        self._device = units[0].ranks.streams.device
+        self._device = last.ranks.streams.device
         self._greenlet = new(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
         self._segments: list[list[int]] = []  # the sequence numbers at which their parts begin, and the last one ends
@@ -183,10 +183,13 @@ class MicroBatch:
     def cut_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The tensors among the arguments of a layer, cut from the graph before it. See [Note: segments]."""
         self._segments[-1].append(sequence_number())  # they may have been cast since the pause
-        values = [
-            self._cut_tensor(each) if isinstance(each, torch.Tensor) else each for each in (*args, *kwargs.values())
-        ]
-        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        return tuple(map(self._cut_input, args)), {name: self._cut_input(value) for name, value in kwargs.items()}
+
+    def _cut_input(self, value: Any) -> Any:
+        """`value` with cut tensors. A list or dict stays the caller's own, into which a layer may write."""
+        if type(value) is tuple:
+            return tuple(map(self._cut_input, value))
+        return self._cut_tensor(value) if isinstance(value, torch.Tensor) else value
 
     def cut_output(self, output: Any) -> Any:
         """`output` of a layer, cut from the graph that has made it."""
@@ -275,9 +278,11 @@ class MicroBatch:
             for edge in node.next_functions:
                 if edge in inputs:
                     raise ShardingError(
-                        "accumulate: code behind a layer uses a tensor that the layer has computed and not returned, "
-                        "such as hidden states that a hook took, beside what it has returned: return it from the "
-                        "layer, or loop over micro-batches with loss.backward()"
+                        "accumulate: the model uses tensors behind later layers of which one was computed from the "
+                        "other, and neither was returned by a layer or given to one: hidden states that a hook took "
+                        "in a layer, or skips between layers (a U-Net). Return them from layers, name modules that "
+                        "contain them as units, StreamShard(model, units=[...]), or loop over micro-batches with "
+                        "loss.backward()"
                     )
                 if edge[0] is not None and edge[0] not in seen and edge[0] not in self._cuts:
                     seen.add(edge[0])
@@ -290,14 +295,14 @@ class MicroBatch:
             if grad is not None:
                 torch.autograd.backward([GradientEdge(node, 0)], [grad])
             return
-        unit = next(unit for unit in self._units if unit.guard is guard)
+        unit = self._units[guard]
         place = Place(unit.index, number)
         if lookups := unit.params[number].lookups:
             self.grads.lookups.setdefault(place, []).extend(lookups)
             lookups.clear()
         if grad is not None:
             dense = self.grads.dense
-            dense[place] = dense[place].add_(grad) if place in dense else grad
+            dense[place] = dense[place] + grad if place in dense else grad  # not in place: others may hold it
 
     def take(self, unit: Unit, at_least: int = 0) -> Grads:
         """The gradients that wait for parameters of `unit` with so many elements; they wait no more."""

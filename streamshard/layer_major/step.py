@@ -91,9 +91,9 @@ class LayerMajorStep:
         outer = take_state(device)
         outer.put()
         states = with_other_numbers(outer, len(self._losses))
+        units = {unit.guard: unit for unit in self._engine.units}
         self._micro_batches = [
-            MicroBatch(loss, self._engine.units, state, new, self._last)
-            for loss, state in zip(self._losses, states, strict=True)
+            MicroBatch(loss, units, state, new, self._last) for loss, state in zip(self._losses, states, strict=True)
         ]
         self._sums.swap()
         try:

@@ -1,7 +1,9 @@
 """Slots in which the gradients of all micro-batches of a step are added, in fp32, before they are reduced.
 
-A slot that holds weights and then gradients cannot take them: the next micro-batch needs the weights. So units share a
-slot for sums, one after the other. The root unit, which any layer may use, has one of its own.
+A slot that holds weights and then gradients cannot take them: the next micro-batch needs the weights. So units take
+turns in two slots for sums: one is reduced while micro-batches of the next layer add to the other one. Embedding, head
+and all large units share the first slot, so that the second is as large as a layer. The root unit, which any layer may
+use, has one of its own.
 """
 
 from __future__ import annotations
@@ -28,17 +30,22 @@ class Sums:
         self._swaps: list[tuple[Any, str, Any]] = []  # objects, attributes, and their values at other times
         if engine.plan.keeps_grads:
             return  # each unit has a gradient slot of its own
-        trained = [unit for unit in engine.units if unit.trained]
-        for units in ([unit for unit in trained if unit.index == ROOT_UNIT], trained[trained[0].index == ROOT_UNIT :]):
-            if units:
-                self._give_slot(engine, units)
+        layers = [unit for unit in engine.units if unit.is_streamed and unit.index not in engine.plan.ends]
+        most = max(map(_numel, layers), default=0)
+        groups: dict[str, list[Unit]] = {}
+        for unit in engine.units:
+            is_second = unit.index % 2 == 1 and _numel(unit) <= most
+            name = "the root unit's sums" if unit.index == ROOT_UNIT else f"sum slot {int(is_second)}"
+            if unit.trained:
+                groups.setdefault(name, []).append(unit)
+        for name, units in groups.items():
+            self._give_slot(engine, units, name)
 
-    def _give_slot(self, engine: Engine, units: Sequence[Unit]) -> None:
+    def _give_slot(self, engine: Engine, units: Sequence[Unit], name: str) -> None:
         ledger, scratches = engine.ledger, [_scratch_numels(unit) for unit in units]
         scratch = Scratch(4 * max(map(sum, scratches)), ledger)
-        n_bytes = 4 * max(sum(flat.layout.padded_numel for flat in unit.trained) for unit in units)
-        buffer = ledger.allocate(Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True)
-        slot = GradSlot(buffer, None, engine.streams, scratch, "the sums of micro-batches")
+        buffer = ledger.allocate(Category.GRAD_SLOTS, 4 * max(map(_numel, units)), torch.uint8, is_visible=True)
+        slot = GradSlot(buffer, None, engine.streams, scratch, name)
         whole, room = buffer.view(torch.float32), scratch.buffer.view(torch.float32)
         for unit, numels in zip(units, scratches, strict=True):
             sizes = [flat.layout.padded_numel for flat in unit.trained]
@@ -55,6 +62,11 @@ class Sums:
         for thing, name, value in swaps:
             self._swaps.append((thing, name, getattr(thing, name)))
             setattr(thing, name, value)
+
+
+def _numel(unit: Unit) -> int:
+    """Elements of the flat parameters that train, with padding."""
+    return sum(flat.layout.padded_numel for flat in unit.trained)
 
 
 def _scratch_numels(unit: Unit) -> list[int]:

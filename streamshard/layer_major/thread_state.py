@@ -40,7 +40,7 @@ class ThreadState(NamedTuple):
         for kind, (is_enabled, dtype) in self.autocast.items():
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)
-        torch.clear_autocast_cache()  # of graph nodes that another forward has made
+        torch.clear_autocast_cache()  # of casts of weights that only the segment before has used
         for stack, entries in zip(THREAD_STACKS, self.stacks, strict=True):
             for entry in entries:
                 stack.push(entry)

@@ -135,13 +135,16 @@ def test_runs_go_on_at_another_number_of_processes(ranks: RankPool, before: int,
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-6)
 
 
-def _global_batches(context: RankContext, out: Path, resume: Path | None = None, **arguments: Any) -> Any:
+def _global_batches(
+    context: RankContext, out: Path, resume: Path | None = None, accumulate: bool = False, **arguments: Any
+) -> Any:
     """Eight examples in each step, in micro-batches of two: what was logged, and the weights."""
     accumulated = 4 // context.world_size
     with launched(context):
         run = train(
             _trainers()[1], make_model("llama"), out, make_rows("llama", 64), resume=resume, max_steps=4,
-            gradient_accumulation_steps=accumulated, max_grad_norm=_MAX_NORM, **arguments,
+            gradient_accumulation_steps=accumulated, max_grad_norm=_MAX_NORM,
+            given={"streamshard": {"accumulate": accumulate}}, **arguments,
         )  # fmt: skip
     return run.history, run.weights
 
@@ -164,6 +167,22 @@ def test_runs_go_on_with_the_same_bits_at_other_numbers_of_processes(ranks: Rank
     for count in (4, 1):
         _, found = ranks(count).run(_global_batches, tmp_path / str(count), tmp_path / "whole" / "checkpoint-2")[0]
         assert [name for name, weight in weights.items() if not torch.equal(weight, found[name])] == []
+
+
+def test_accumulation_layer_by_layer_logs_and_trains_as_trainers_own(ranks: RankPool, tmp_path: Path) -> None:
+    for count in (1, 2):
+        (history, weights), (wanted, expected) = (
+            ranks(count).run(_global_batches, tmp_path / f"{count} {each}", accumulate=each)[0]
+            for each in (True, False)
+        )
+        for found, own in zip(history, wanted, strict=True):
+            numbers = [key for key in ("loss", "grad_norm", "learning_rate") if key in own]
+            assert [found[key] for key in numbers] == pytest.approx([own[key] for key in numbers], rel=1e-5)
+        assert "loss" in wanted[0]
+        for name, weight in expected.items():
+            torch.testing.assert_close(
+                weights[name], weight, rtol=0 if count == 1 else 1e-5, atol=0 if count == 1 else 1e-6
+            )
 
 
 @on_ranks(2)

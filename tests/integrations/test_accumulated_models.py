@@ -1,0 +1,206 @@
+"""Unedited models of transformers and diffusers train by `StreamShard.accumulate` to the gradients of a loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamshard import ShardingError, StreamShard
+from streamshard.comm.streams import Collective
+from tests import families
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, Tolerance, assert_same, engine_inside, full_grads, heard_collectives, sgd
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+NEAR = Tolerance(1e-4, 1e-5)  # sums in another order
+NEEDS_DIFFUSERS = pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers")
+
+_DECODER: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 24, "vocab_size": 61, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+_MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 8}
+_SEQ2SEQ: dict[str, Any] = {
+    "vocab_size": 61, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "dropout": 0.1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+def _causal(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**_DECODER, **sizes}))
+        return model
+
+    return make
+
+
+def _seq2seq(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    return lambda: families._make(f"{name}ForConditionalGeneration", {**_SEQ2SEQ, **sizes})
+
+
+def _checkpointed() -> nn.Module:
+    model = families.llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+def _unet() -> nn.Module:
+    import diffusers
+
+    model: nn.Module = diffusers.UNet2DModel(
+        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    return model
+
+
+def _dit() -> nn.Module:
+    import diffusers
+
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 3, "sample_size": 8, "patch_size": 2}
+    model: nn.Module = diffusers.DiTTransformer2DModel(**sizes, in_channels=3, num_embeds_ada_norm=10)
+    return model
+
+
+def _ids(numbers: torch.Generator, length: int) -> Tensor:
+    return torch.randint(3, 60, (2, length), generator=numbers)
+
+
+def _text(model: Any, numbers: torch.Generator, length: int) -> Tensor:
+    ids = _ids(numbers, length)
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def _router(model: Any, numbers: torch.Generator, length: int) -> Tensor:
+    """With the auxiliary loss of the experts' router."""
+    ids = _ids(numbers, length)
+    loss: Tensor = model(input_ids=ids, labels=ids, output_router_logits=True).loss
+    return loss
+
+
+def _hidden(model: Any, numbers: torch.Generator, length: int) -> Tensor:
+    """With a penalty on all hidden states, which transformers takes by hooks inside the layers."""
+    output = model(input_ids=_ids(numbers, length), output_hidden_states=True)
+    total: Tensor = sum(each.float().square().mean() for each in output.hidden_states) + output.logits.float().mean()
+    return total
+
+
+def _speech(model: Any, numbers: torch.Generator, length: int) -> Tensor:
+    loss: Tensor = model(input_features=torch.randn(2, 4, 12, generator=numbers), labels=_ids(numbers, length)).loss
+    return loss
+
+
+def _image(model: Any, numbers: torch.Generator, length: int) -> Tensor:
+    loss: Tensor = model(pixel_values=torch.randn(2, 3, 8, 8, generator=numbers), labels=torch.tensor([0, 1])).loss
+    return loss
+
+
+def _features(model: Any, numbers: torch.Generator, length: int) -> Tensor:
+    output: Tensor = model(pixel_values=torch.randn(2, 3, 8, 8, generator=numbers)).last_hidden_state
+    return output.float().square().mean()
+
+
+def _noise(model: Any, numbers: torch.Generator, length: int) -> Tensor:
+    """Diffusion: the model finds the noise."""
+    x, noise = torch.randn(2, 2, 3, 8, 8, generator=numbers)
+    steps = torch.randint(0, 1000, (2,), generator=numbers)
+    labels = {"class_labels": torch.tensor([1, 2])} if hasattr(model, "transformer_blocks") else {}
+    found: Tensor = model(x + noise, steps, **labels).sample
+    return (found[:, :3].float() - noise).square().mean()
+
+
+class _Model(NamedTuple):
+    make: Callable[[], nn.Module]
+    loss_of: Callable[[Any, torch.Generator, int], Tensor]
+    settings: dict[str, Any] = {}  # noqa: RUF012  # never changed
+
+
+MODELS = {
+    "llama": _Model(families.llama, _text),
+    "llama, checkpointed": _Model(_checkpointed, _text),
+    "gpt2": _Model(families.gpt2, _text),
+    "bert": _Model(families.bert, _text),
+    "t5": _Model(families.t5, _text),
+    "bart": _Model(_seq2seq("Bart", max_position_embeddings=32), _text),
+    "whisper": _Model(_seq2seq("Whisper", num_mel_bins=4, max_source_positions=6, max_target_positions=16), _speech),
+    "mixtral with its router's loss": _Model(families.mixtral, _router),
+    "deepseek v3": _Model(_causal("deepseek_v3", num_key_value_heads=4, **_MLA, **_EXPERTS), _text),
+    "gemma 2": _Model(_causal("gemma2", head_dim=4), _text),
+    "qwen 2": _Model(_causal("qwen2"), _text),
+    "mamba": _Model(_causal("mamba", state_size=4), _text),
+    "vit": _Model(families.vit, _image),
+    "dinov2": _Model(families.dinov2, _features),
+    # Its last step computes with an embedding inside the first layer.
+    "a diffusion transformer": _Model(_dit, _noise, {"resident": ["transformer_blocks.0.norm1.emb"]}),
+}
+
+
+def _trained(context: RankContext, kind: _Model, *, accumulates: bool) -> tuple[dict[str, Tensor], list[float], int]:
+    """The gradients of each of three steps, the losses, and the all-gathers of the last step."""
+    torch.manual_seed(0)
+    model: Any = StreamShard(kind.make(), **kind.settings)
+    optimizer, grads, losses, gathers = sgd(model), {}, [], 0
+
+    def loss_of(model: Any, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return kind.loss_of(model, torch.Generator().manual_seed(seed), 6 + seed % 3) / 4
+
+    for step in range(3):
+        seeds = [100 * step + context.world_size * number + context.rank for number in range(4)]
+        with heard_collectives(engine_inside(model)) as heard:
+            if accumulates:
+                made = model.accumulate(seeds, loss_of)
+            else:
+                made = []
+                for seed in seeds:
+                    made.append(loss_of(model, seed))
+                    made[-1].backward()
+        gathers = len(heard[Collective.ALL_GATHER])
+        losses += [loss.item() for loss in made]
+        found = {name: grad for name, grad in full_grads(model).items() if grad is not None}
+        grads.update({f"{name} of step {step}": grad.clone() for name, grad in found.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads, losses, gathers
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NEEDS_DIFFUSERS) if "diffusion" in name else name for name in MODELS]
+)
+def test_unedited_models_have_the_gradients_of_a_loop(context: RankContext, name: str) -> None:
+    """On one rank to the bit, with half of the all-gathers at most."""
+    with warnings.catch_warnings():  # some compute their loss in bf16
+        warnings.simplefilter("ignore", UserWarning)
+        loop, accumulated = (_trained(context, MODELS[name], accumulates=each) for each in (False, True))
+    assert_same(accumulated[0], loop[0], "gradients", EXACT if context.world_size == 1 else NEAR)
+    assert 2 * accumulated[2] <= loop[2]
+    if context.world_size == 1:
+        assert accumulated[1] == loop[1]
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(_Model(families.llama, _hidden), id="hidden states that hooks have taken"),
+        pytest.param(_Model(_unet, _noise), id="skips of a U-Net", marks=NEEDS_DIFFUSERS),
+    ],
+)
+def test_models_that_need_a_loop_are_refused(context: RankContext, kind: _Model) -> None:
+    with pytest.raises(ShardingError, match="of which one was computed from the other.*or loop"):
+        _trained(context, kind, accumulates=True)
+    _trained(context, kind, accumulates=False)
