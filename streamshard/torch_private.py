@@ -128,6 +128,11 @@ THREAD_STACKS = (
     ThreadStack(_pop_dispatch_mode, torch.utils._python_dispatch._push_mode),
 )
 
+# Where torch.autograd.grad and backward() find the function that runs them, and this function. torch tells nobody of a
+# backward that begins.
+RUN_AUTOGRAD: tuple[dict[str, Any], str] = vars(torch.autograd), "_engine_run_backward"
+run_autograd: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
 # Where to replace the hooks around the steps of all optimizers by none: see `streamshard.planning.structure.replacing`.
 # torch can only add hooks, and remove each by its handle.
 NO_STEP_HOOKS: Any = [

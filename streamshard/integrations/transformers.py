@@ -97,6 +97,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         Raises:
             SystemExit: the checkpoint is complete; the code is 128 + the signal's number.
         """
+        self._waiting.clear()  # of a step that an exception has ended
         with self._saving_at_signal:
             return super().train(*args, **kwargs)
 

@@ -14,6 +14,7 @@ import torch
 
 from streamshard.core.engine import Engine
 from streamshard.errors import ConfigError
+from streamshard.layer_major.attributes import Attributes
 from streamshard.layer_major.step import LayerMajorStep, can_run
 from streamshard.layer_major.sums import Sums
 
@@ -31,7 +32,7 @@ def accumulate(
     if len(losses) > 1 and can_run(engine):
         if engine.sums is None:
             engine.sums = Sums(engine)
-        return LayerMajorStep(engine, engine.sums, losses).run()
+        return LayerMajorStep(engine, engine.sums, Attributes(model), losses).run()
     made = []
     for loss_of_one in losses:
         loss = loss_of_one()

@@ -21,7 +21,9 @@ import contextlib
 import contextvars
 import importlib
 import itertools
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -29,11 +31,13 @@ from torch.autograd.graph import GradientEdge
 
 from streamshard.core.lookups import Lookup
 from streamshard.core.unit import Unit
-from streamshard.errors import ConfigError, ShardingError
+from streamshard.errors import ConfigError, ShardingError, StateError
 from streamshard.guards.weights import WeightGuard, weight_at
+from streamshard.layer_major.attributes import Attributes, Values
 from streamshard.layer_major.thread_state import ThreadState, take_state
-from streamshard.nested import map_tensors
-from streamshard.torch_private import sequence_number
+from streamshard.nested import map_tensors, tensors_in
+from streamshard.planning.structure import replacing
+from streamshard.torch_private import RUN_AUTOGRAD, run_autograd, sequence_number
 
 _CUT = "_streamshard_cut"  # the entry of a tensor's ``__dict__``: its cut
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -88,6 +92,7 @@ class MicroBatch:
         state: torch's state of the thread, in which the forward begins.
         new: makes a greenlet.
         last: the unit that passes use last. A forward waits there too if it is resident.
+        attributes: see `Attributes`.
 
     Attributes:
         unit: the unit before whose layer the forward waits, or whose segment runs; None before the first one.
@@ -102,6 +107,7 @@ class MicroBatch:
         state: ThreadState,
         new: Callable[..., Any],
         last: Unit,
+        attributes: Attributes,
     ) -> None:
         self.unit: Unit | None = None
         self.is_inside = False
@@ -109,10 +115,13 @@ class MicroBatch:
         self.state = state
         self._forward, self._units, self._last = forward, units, last
         self._device = last.ranks.streams.device
+        self._attributes = attributes
+        self._set: Values = {}
         self._greenlet = new(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
         self._segments: list[list[int]] = []  # the sequence numbers at which their parts begin, and the last one ends
         self._cuts: dict[Any, Edge] = {}  # by the node of a cut, the edge to the node that it stands for
+        self._given: list[tuple[torch.Tensor, Any]] = []  # cuts that the layer has got, and their nodes
         self._left: dict[Edge, torch.Tensor] = {}  # gradients for edges into segments that backward has not run
         self._leaves: dict[int, list[Any]] = {}  # by unit, of the segment that runs
 
@@ -140,14 +149,33 @@ class MicroBatch:
 
     def resume(self) -> None:
         """Run the forward until it waits again, or returns."""
-        self._switch(self._greenlet.switch)
+        with replacing((*RUN_AUTOGRAD, self._run_autograd)):
+            self._switch(self._greenlet.switch)
+
+    def _run_autograd(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """A backward inside the forward. It may go through one layer, and must not end at a cut."""
+        nodes = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
+        seen = set(nodes)
+        for node in nodes:
+            if node in self._cuts:
+                raise ShardingError(
+                    "accumulate: torch.autograd.grad or backward() inside loss_of goes through several layers, whose "
+                    "graphs are apart: loop over micro-batches with loss.backward()"
+                )
+            for following, _ in () if node is None else node.next_functions:
+                if following not in seen:
+                    seen.add(following)
+                    nodes.append(following)
+        return run_autograd(outputs, *args, **kwargs)
 
     def _switch(self, switch: Callable[[], Any]) -> None:
         outer = take_state(self._device)
         self.state.put()
+        self._attributes.enter(self._set)
         try:
             switch()
         finally:
+            self._set = self._attributes.leave()
             self._segments[-1].append(sequence_number())
             self.state = take_state(self._device)
             outer.put()
@@ -156,6 +184,7 @@ class MicroBatch:
         """The forward is about to call a layer of `unit`: wait there, if another unit's segment runs."""
         if unit is self.unit or not (unit.is_streamed or unit is self._last):
             return
+        _refuse_inside_function(unit)
         self.unit = unit
         self._greenlet.parent.switch()
 
@@ -182,27 +211,46 @@ class MicroBatch:
 
     def cut_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The tensors among the arguments of a layer, cut from the graph before it. See [Note: segments]."""
+        for tensor in tensors_in((args, kwargs)):
+            assert tensor.grad_fn is None or tensor.grad_fn  # of a view whose base has changed, made when it is read
         self._segments[-1].append(sequence_number())  # they may have been cast since the pause
+        self._given.clear()
         return tuple(map(self._cut_input, args)), {name: self._cut_input(value) for name, value in kwargs.items()}
 
     def _cut_input(self, value: Any) -> Any:
         """`value` with cut tensors. A list or dict stays the caller's own, into which a layer may write."""
         if type(value) is tuple:
             return tuple(map(self._cut_input, value))
-        return self._cut_tensor(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        cut = self._cut_tensor(value)
+        self._given.append((cut, cut.grad_fn))
+        return cut
 
     def cut_output(self, output: Any) -> Any:
-        """`output` of a layer, cut from the graph that has made it."""
+        """`output` of a layer, cut from the graph that has made it.
+
+        Raises:
+            ShardingError: the layer has changed an input in place, which its caller has too.
+        """
+        is_changed = any(cut.grad_fn is not node for cut, node in self._given)
+        self._given.clear()
+        if is_changed:
+            raise ShardingError(
+                f"accumulate: {self.unit.name if self.unit else ''!r} changes its input in place, which its caller "
+                "has too: let it compute a new tensor, or loop over micro-batches with loss.backward()"
+            )
         self._segments[-1].append(sequence_number())
         return map_tensors(output, self._cut_tensor)
 
     def _cut_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.grad_fn is None or tensor.grad_fn in self._cuts:
+        if tensor.grad_fn is None or tensor.grad_fn in self._cuts or not torch.is_grad_enabled():
             return tensor
         # One cut for all layers that get the tensor, so that autograd adds their gradients one after the other.
         cut, edge = tensor.__dict__.get(_CUT), (tensor.grad_fn, tensor.output_nr)
         if cut is None or self._cuts.get(cut.grad_fn) != edge:  # changed in place since
             cut = tensor.__dict__[_CUT] = _cut(tensor.detach(), _anchor)
+            cut.__dict__.update(register_hook=_refuse_hook, retain_grad=_refuse_hook)
             self._cuts[cut.grad_fn] = edge
         return cast(torch.Tensor, cut)
 
@@ -267,21 +315,22 @@ class MicroBatch:
                     nodes.append(following)
                 else:
                     refuse_shared()
-        self._refuse_beneath(inputs)
+        self._refuse_beneath(inputs, {*inputs, *leaves})
         return list(inputs), list(leaves)
 
-    def _refuse_beneath(self, inputs: Collection[Edge]) -> None:
-        """Raise if autograd would reach one of `inputs` through another one, and run the nodes between twice."""
+    def _refuse_beneath(self, inputs: Collection[Edge], wanted: Collection[Edge]) -> None:
+        """Raise if autograd would reach an edge of `wanted` through `inputs`, and run the nodes between twice."""
         nodes = [node for node, _ in inputs if node not in self._cuts]
         seen = set(nodes)
         for node in nodes:
             for edge in node.next_functions:
-                if edge in inputs:
+                if edge in wanted:
                     raise ShardingError(
-                        "accumulate: the model uses tensors behind later layers of which one was computed from the "
-                        "other, and neither was returned by a layer or given to one: hidden states that a hook took "
-                        "in a layer, or skips between layers (a U-Net). Return them from layers, name modules that "
-                        "contain them as units, StreamShard(model, units=[...]), or loop over micro-batches with "
+                        "accumulate: behind later layers the model uses tensors of which one was computed from the "
+                        "other, and the first is no input or output of a layer: hidden states that a hook took in a "
+                        "layer, skips between layers (a U-Net), a weight that code keeps in a variable. Return such "
+                        "tensors from layers, read the weight from its module each time, name modules that contain "
+                        "them as units, StreamShard(model, units=[...]), or loop over micro-batches with "
                         "loss.backward()"
                     )
                 if edge[0] is not None and edge[0] not in seen and edge[0] not in self._cuts:
@@ -293,7 +342,7 @@ class MicroBatch:
         guard, number = weight_at(node)
         if guard is None:
             if grad is not None:
-                torch.autograd.backward([GradientEdge(node, 0)], [grad])
+                _add_to_own(node.variable, grad)
             return
         unit = self._units[guard]
         place = Place(unit.index, number)
@@ -304,6 +353,11 @@ class MicroBatch:
             dense = self.grads.dense
             dense[place] = dense[place] + grad if place in dense else grad  # not in place: others may hold it
 
+    def refuse_left(self) -> None:
+        """Raise if gradients wait that no unit has taken."""
+        for place in (*self.grads.dense, *self.grads.lookups):
+            raise StateError(f"the gradient of parameter {place.param} of unit {place.unit}", "left", "a taken one")
+
     def take(self, unit: Unit, at_least: int = 0) -> Grads:
         """The gradients that wait for parameters of `unit` with so many elements; they wait no more."""
         dense, lookups = self.grads
@@ -313,6 +367,37 @@ class MicroBatch:
             {place: dense.pop(place) for place in own if place in dense},
             {place: lookups.pop(place) for place in own if place in lookups},
         )
+
+
+def _refuse_hook(*args: Any) -> NoReturn:
+    """Takes the place of ``register_hook`` and ``retain_grad`` of a cut, whose gradient comes in several parts."""
+    raise ShardingError(
+        "accumulate: register_hook or retain_grad of a tensor between layers, whose gradient comes in several parts: "
+        "call it on a tensor inside a layer, or loop over micro-batches with loss.backward()"
+    )
+
+
+def _refuse_inside_function(unit: Unit) -> None:
+    """Raise if a layer of `unit` is called inside ``forward`` of an autograd Function, such as a reentrant checkpoint.
+
+    torch's C++ code is on the stack there, whose state of the thread a pause would mix up.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            raise ShardingError(
+                f"accumulate: {unit.name!r} is called inside a reentrant checkpoint, or another autograd Function: "
+                "take use_reentrant=False, or loop over micro-batches with loss.backward()"
+            )
+        frame = frame.f_back
+
+
+def _add_to_own(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+    """Accumulate the gradient of a tensor of the user's, whose hooks autograd has called."""
+    leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+    for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+        hook(leaf)
 
 
 def new_greenlets() -> Callable[..., Any]:

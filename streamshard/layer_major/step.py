@@ -23,6 +23,7 @@ from streamshard.core.edge import refuse_without_room
 from streamshard.core.engine import Engine, Graph
 from streamshard.core.forward import begin_forward
 from streamshard.core.unit import Unit
+from streamshard.layer_major.attributes import Attributes
 from streamshard.layer_major.micro_batch import MicroBatch, new_greenlets, refuse_pause
 from streamshard.layer_major.sums import Sums
 from streamshard.layer_major.thread_state import take_state, with_other_numbers
@@ -46,9 +47,26 @@ class Visit(NamedTuple):
 
 
 class _Backward(Backward):
-    """A backward of several calls of autograd, with the forwards of the turn."""
+    """A backward of several calls of autograd, with the forwards of the turn.
+
+    Segments of any streamed unit may make gradients of resident units. So these are reduced at the end, but for the
+    last unit, which is reduced behind the turn. A backward that fails reduces them in the same order, on all ranks.
+
+    Args:
+        engine: the model's.
+        last: the unit that passes use last.
+
+    Attributes:
+        resident: units that are still to be reduced, in order.
+    """
 
     is_over = False
+
+    def __init__(self, engine: Engine, last: Unit) -> None:
+        super().__init__(engine)
+        self.resident = [unit for unit in engine.resident if unit is last]
+        self.resident += (unit for unit in engine.resident if unit is not last)
+        self._last = last
 
     @property
     def is_current(self) -> bool:
@@ -59,9 +77,21 @@ class _Backward(Backward):
         """See `Backward`. Nothing of autograd's outlives its calls."""
         return None if self.is_over else self
 
-    def reduce_last(self) -> None:
+    def end_turn(self) -> None:
+        """All micro-batches are through the last unit: reduce it, if it is resident."""
+        if self.resident[:1] == [self._last]:
+            self._engine.reductions.start(self.resident.pop(0))
+
+    def reduce_streamed(self) -> None:
         """All visits are over: reduce the streamed units that are left."""
         self._engine.issue(self._schedule.finish())
+
+    def _close_pass(self) -> None:
+        """See `Backward`. Also reduces the resident units that are left, after an exception."""
+        self.end_turn()
+        super()._close_pass()
+        while self.resident:
+            self._engine.reductions.start(self.resident.pop(0))
 
     def _recompute(self, unit: Unit) -> None:
         """See `Backward`. No visit ends: other micro-batches may still come to the unit of the visit under way."""
@@ -74,11 +104,14 @@ class LayerMajorStep:
     Args:
         engine: the model's, whose order of units is settled.
         sums: see `Sums`.
+        attributes: see `Attributes`.
         losses: each computes the loss of a micro-batch.
     """
 
-    def __init__(self, engine: Engine, sums: Sums, losses: Sequence[Callable[[], torch.Tensor]]) -> None:
-        self._engine, self._sums = engine, sums
+    def __init__(
+        self, engine: Engine, sums: Sums, attributes: Attributes, losses: Sequence[Callable[[], torch.Tensor]]
+    ) -> None:
+        self._engine, self._sums, self._attributes = engine, sums, attributes
         self._losses = losses
         self._micro_batches: list[MicroBatch] = []
         self._visits: list[Visit] = []
@@ -93,7 +126,8 @@ class LayerMajorStep:
         states = with_other_numbers(outer, len(self._losses))
         units = {unit.guard: unit for unit in self._engine.units}
         self._micro_batches = [
-            MicroBatch(loss, units, state, new, self._last) for loss, state in zip(self._losses, states, strict=True)
+            MicroBatch(loss, units, state, new, self._last, self._attributes)
+            for loss, state in zip(self._losses, states, strict=True)
         ]
         self._sums.swap()
         try:
@@ -163,7 +197,7 @@ class LayerMajorStep:
 
     def _run_backward(self, graph: Graph) -> None:
         engine = self._engine
-        engine.phase = backward = _Backward(engine)
+        engine.phase = backward = _Backward(engine, self._last)
         engine.reductions.used.micro_batches = len(self._micro_batches)
         try:
             backward.begin()
@@ -183,14 +217,19 @@ class LayerMajorStep:
                         self._collect(visit.unit, micro_batch)
                     if visit is turn or visit.unit is None:
                         self._collect(self._root_unit, micro_batch, at_least=_LARGE if visit is turn else 0)
-                if visit is turn and not self._last.is_streamed:
-                    engine.reductions.start(self._last)
-            backward.reduce_last()
-            for unit in engine.resident:
-                if unit is not self._last:
-                    for micro_batch in self._micro_batches:
-                        self._collect(unit, micro_batch)
-                    engine.reductions.start(unit)
+                if visit.unit is not None and first_of[visit.unit] == place:
+                    for micro_batch in self._micro_batches:  # that have come to the unit only later
+                        self._collect(visit.unit, micro_batch)
+                if visit is turn:
+                    backward.end_turn()
+            backward.reduce_streamed()
+            while backward.resident:
+                unit = backward.resident.pop(0)
+                for micro_batch in self._micro_batches:
+                    self._collect(unit, micro_batch)
+                engine.reductions.start(unit)
+            for micro_batch in self._micro_batches:
+                micro_batch.refuse_left()
             backward.finish()
         except BaseException:
             self._end_forwards()

@@ -6,6 +6,7 @@ several layers), or seeded the random numbers. It leaves these contexts when its
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -62,8 +63,8 @@ def take_state(device: torch.device) -> ThreadState:
 
 def with_other_numbers(state: ThreadState, count: int) -> Sequence[ThreadState]:
     """`count` states with different random numbers. The first is `state` itself."""
-    seeds = torch.Generator()
-    seeds.set_state(state.random[0])
+    told = b"".join(each.numpy().tobytes() for each in state.random)  # a forward advances one of them, or none
+    seeds = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big"))
     states = [state]
     for seed in torch.randint(2**62, (count - 1,), generator=seeds).tolist():
         fresh = [torch.Generator(generator.device).manual_seed(seed) for generator in generators_of(state.device)]

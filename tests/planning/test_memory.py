@@ -54,7 +54,7 @@ def _formula(
     # Over sockets, gradients have two slots, and the other ranks' chunks two scratches. Through shared memory gradients
     # take the slots of their weights, where the other ranks read them. The root unit and every other block share one.
     scratch = [slot * (world_size - 1) // world_size for slot in (max(slots[:2]), slots[2])]
-    flags = (world_size + 1) * (2 + sum(len(numels) for numels in (edge, *blocks)))  # two say who has stepped
+    flags = (world_size + 1) * (4 + sum(map(len, (edge, *blocks))))  # four say who has stepped, and how often
     held = {
         "main weights": 4 * shards,
         "main grads": 4 * shards,
