@@ -112,6 +112,7 @@ def _text(source: str, node: ast.AST) -> str:
 
 
 _OPTIONS = "offload_events:options_in_place"
+_VISITS = "in enumerate(self._visits)}"
 _LAYER_MAJOR = "accumulate:gradients_are"
 _STREAMS = "simulated_device:precision or averages or stream"
 _NO_STREAM = Swap("self.streams.on(self.stream)", "torch.no_grad()")
@@ -418,7 +419,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
     ],
     "layer_major/step": [
-        ("LayerMajorStep._run_backward", Swap("first_of[visit.unit] == place", "True"), _LAYER_MAJOR),
+        ("LayerMajorStep._run_backward", Swap("in reversed(list(enumerate(self._visits)))}", _VISITS), _LAYER_MAJOR),
+        ("LayerMajorStep._run_backward", Swap("self._micro_batches:  # that", "visit.micro_batches:  #"), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Drop("backward.reduce_streamed()"), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Drop("backward.end_turn()"), _LAYER_MAJOR),
         ("_Backward._close_pass", Drop("while self.resident:"), "accumulate:different_places"),
@@ -430,7 +432,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("MicroBatch.cut_inputs", Drop("self._segments[-1].append("), "accumulate:contexts"),
         ("MicroBatch._run_part_backward", Drop("roots.update("), _LAYER_MAJOR),
         ("MicroBatch._keep", Swap("dense[place] + grad if place in dense else grad", "grad"), _LAYER_MAJOR),
-        ("MicroBatch._inputs_of", Drop("self._refuse_beneath(inputs)"), "accumulate:not_return"),
+        ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:not_return"),
     ],
     "layer_major/thread_state": [
         ("ThreadState.put", Drop("torch.set_grad_enabled("), _LAYER_MAJOR),
