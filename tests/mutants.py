@@ -423,7 +423,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("LayerMajorStep._run_backward", Swap("self._micro_batches:  # that", "visit.micro_batches:  #"), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Drop("backward.reduce_streamed()"), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Drop("backward.end_turn()"), _LAYER_MAJOR),
-        ("_Backward._close_pass", Drop("while self.resident:"), "accumulate:different_places"),
         ("LayerMajorStep._run_backward", Drop("engine.recover()"), "accumulate:exception"),
         ("_Backward._recompute", Swap("self._unshard(unit, binds=True)", "super()._recompute(unit)"), _LAYER_MAJOR),
     ],
