@@ -136,8 +136,9 @@ class StreamShard(WatchedRoot):
     def accumulate(
         self, micro_batches: Iterable[_T], loss_of: Callable[[StreamShard, _T], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run forward and backward of all micro-batches of a step, layer by layer: each is all-gathered once in each.
+        """Run forward and backward of a step: all micro-batches run through a layer before the next layer.
 
+        So a layer is all-gathered once in forward and once in backward, and reduced once.
         Replaces ``for micro_batch in micro_batches: loss_of(model, micro_batch).backward()``. It computes the same
         gradients, also added to those that parameters have. Layers' inputs of all micro-batches exist at a time, logits
         of one. The first steps, which learn the order of layers, run one micro-batch after the other.
@@ -151,7 +152,10 @@ class StreamShard(WatchedRoot):
             The losses, detached, in order.
 
         Raises:
-            ConfigError: the package greenlet is not installed, or `loss_of` has returned something else.
+            ConfigError: the package greenlet is not installed, the model has DTensors or runs inside ``Join``, or
+                `loss_of` has returned something else.
+            ShardingError: the model does something that needs a loop, see the guide's page on accumulation.
+            RankMismatchError: ranks have different numbers of micro-batches.
         """
         from streamshard.layer_major import accumulate
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -660,6 +663,69 @@ def test_compiled_layers_and_models_accumulate(context: RankContext, what: str) 
             run_step(model, [(step, context.rank), (step, 2 + context.rank)])
         found.append(full_grads(model))
     assert_same(found[1], found[0], "gradients", EXACT if context.world_size == 1 else NEAR)
+
+
+@on_ranks(2)
+def test_join_and_dtensors_are_refused(context: RankContext) -> None:
+    """The loop, which the messages name, trains."""
+    model = _model_after()
+    with Join([model], repeat=model.zero_grad):
+        with pytest.raises(ConfigError, match="runs inside Join.*loop with loss.backward"):
+            _accumulate(model, [(1, 0), (1, 1)])
+        _loop(model, [(1, 0), (1, 1)])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    cut = Stack()
+    parallelize_module(cut, mesh["tp"], {"layers.*.linear": ColwiseParallel(output_layouts=Replicate())})
+    model = StreamShard(cut, mesh=mesh["dp"])
+    with pytest.raises(ConfigError, match="has DTensors.*loop with loss.backward"):
+        _accumulate(model, [(1, 0), (1, 1)])
+    _loop(model, [(1, 0), (1, 1)])
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(1, 2)
+def test_two_calls_of_the_model_in_one_loss_are_refused(context: RankContext) -> None:
+    model = _model_after()
+
+    def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+        return _loss(model, micro_batch) + _loss(model, (7, 7))
+
+    with pytest.raises(ShardingError, match="calls 'layers.0' behind the layer that was the last one.*loop over"):
+        model.accumulate([(1, 0), (1, 1)], loss_of)
+    _loop(model, [(1, 0), (1, 1)], loss_of)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(1)
+def test_a_parameter_without_room_for_its_gradient_is_refused(context: RankContext) -> None:
+    """The message says to freeze after sharding, which trains."""
+    frozen = Stack()
+    frozen.layers[1].requires_grad_(False)
+    model: Any = StreamShard(frozen)
+    _loop(model, [(0, 0), (0, 1)])
+    model.layers[1].requires_grad_(True)
+    with pytest.raises(ShardingError, match="'layers.1.linear.weight' was frozen when .* Freeze it after StreamShard"):
+        _accumulate(model, [(1, 0), (1, 1)])
+    model = _model_after()
+    model.layers[1].requires_grad_(False)
+    _accumulate(model, [(1, 0), (1, 1)])
+    model.zero_grad()
+    model.layers[1].requires_grad_(True)
+    _assert_next_step_is_that_of_a_loop(context, model)
+
+
+@on_ranks(2)  # one rank has a slot for each unit's gradients
+def test_sums_take_the_bytes_that_the_guide_says(context: RankContext) -> None:
+    """4 for each element of the largest unit, of one layer, and of the root unit; allocated once."""
+    model = _model_after()
+    numels = [sum(flat.layout.padded_numel for flat in unit.trained) for unit in engine_inside(model).units]
+    held = [model.memory_report().held_bytes["grad slots"]]
+    for step in range(2):
+        _accumulate(model, [(step, 0), (step, 1)])
+        held.append(model.memory_report().held_bytes["grad slots"])
+        model.zero_grad()
+    assert held[1] - held[0] == 4 * (max(numels[1:]) + numels[1] + numels[0])
+    assert held[2] == held[1]
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------

@@ -184,6 +184,7 @@ class Engine:
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         is_loss_unseen: no pass with gradients has returned so far.
         micro_batch: whose forward runs, while forwards of several take turns (`streamshard.layer_major`).
+        sums: slots for the gradients of several micro-batches, see `streamshard.layer_major.sums`; None: not made yet.
         empty: names of the parameters and buffers that still have no values: they were on the meta device.
         weights_written: fence of rule 5, recorded when a pass begins: the user has written the main weights before.
     """

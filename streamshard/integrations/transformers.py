@@ -121,8 +121,11 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             loss = scaled.pop() / steps  # as accelerate's ``backward``
             return loss if scaler is None else cast(torch.Tensor, scaler.scale(loss))
 
-        with replacing((self.accelerator.__dict__, "backward", lambda loss, **_: scaled.append(loss))):
+        self.accelerator.backward = lambda loss, **_: scaled.append(loss)
+        try:
             StreamShard.accumulate(cast(StreamShard, model), waiting, loss_of)
+        finally:
+            del self.accelerator.backward  # the class has its own
         return torch.stack(losses).sum()
 
     # -- preparing ----------------------------------------------------------------------------------------------------

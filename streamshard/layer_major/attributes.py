@@ -50,13 +50,10 @@ class Attributes:
 
     def enter(self, own: Values) -> None:
         """Set the attributes that a forward has set before, `own`; the others are as they were at the beginning."""
-        for (number, key), value in {**self._changed(), **own}.items():
-            self._mappings[number][key] = own.get((number, key), value)
+        changed = {place: self._before[place] for place in self.leave() if place in self._before}
+        for (number, key), value in {**changed, **own}.items():
+            self._mappings[number][key] = value
 
     def leave(self) -> Values:
         """The attributes that the forward has set so far."""
         return {place: value for place, value in self._values().items() if self._before.get(place, self) is not value}
-
-    def _changed(self) -> Values:
-        """The attributes that another forward has set, with their values at the beginning."""
-        return {place: self._before[place] for place in self.leave() if place in self._before}

@@ -212,7 +212,7 @@ class MicroBatch:
     def cut_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The tensors among the arguments of a layer, cut from the graph before it. See [Note: segments]."""
         for tensor in tensors_in((args, kwargs)):
-            assert tensor.grad_fn is None or tensor.grad_fn  # of a view whose base has changed, made when it is read
+            getattr(tensor, "grad_fn")  # noqa: B009  # makes that of a view whose base was changed in place
         self._segments[-1].append(sequence_number())  # they may have been cast since the pause
         self._given.clear()
         return tuple(map(self._cut_input, args)), {name: self._cut_input(value) for name, value in kwargs.items()}

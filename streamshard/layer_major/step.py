@@ -64,8 +64,7 @@ class _Backward(Backward):
 
     def __init__(self, engine: Engine, last: Unit) -> None:
         super().__init__(engine)
-        self.resident = [unit for unit in engine.resident if unit is last]
-        self.resident += (unit for unit in engine.resident if unit is not last)
+        self.resident = sorted(engine.resident, key=lambda unit: unit is not last)
         self._last = last
 
     @property
@@ -207,19 +206,20 @@ class LayerMajorStep:
             self._visits.append(turn)
             first_of = {visit.unit: place for place, visit in reversed(list(enumerate(self._visits)))}
             for place, visit in reversed(list(enumerate(self._visits))):
+                closing = visit.unit if first_of[visit.unit] == place else None  # no micro-batch comes to it again
                 for micro_batch in visit.micro_batches:
                     if visit is turn:
                         self._resume(micro_batch)
                         if not micro_batch.is_done and micro_batch.unit is not None:
                             refuse_pause(micro_batch.unit)
                     micro_batch.run_segment_backward()
-                    if visit.unit is not None and first_of[visit.unit] == place:
-                        self._collect(visit.unit, micro_batch)
+                    if closing is not None:
+                        self._collect(closing, micro_batch)
                     if visit is turn or visit.unit is None:
                         self._collect(self._root_unit, micro_batch, at_least=_LARGE if visit is turn else 0)
-                if visit.unit is not None and first_of[visit.unit] == place:
+                if closing is not None:
                     for micro_batch in self._micro_batches:  # that have come to the unit only later
-                        self._collect(visit.unit, micro_batch)
+                        self._collect(closing, micro_batch)
                 if visit is turn:
                     backward.end_turn()
             backward.reduce_streamed()

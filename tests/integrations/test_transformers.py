@@ -146,6 +146,7 @@ def _global_batches(
             gradient_accumulation_steps=accumulated, max_grad_norm=_MAX_NORM,
             given={"streamshard": {"accumulate": accumulate}}, **arguments,
         )  # fmt: skip
+        assert callable(run.trainer.accelerator.backward)
     return run.history, run.weights
 
 
