@@ -119,9 +119,9 @@ class StreamShard(WatchedRoot):
         One context around several micro-batches is faster than one context around each.
 
         With ``grad_slots="all"`` gradients wait in their slots, and the next backward outside reduces them. With fewer
-        slots every backward reduces over the shard group, and the next backward outside averages over replicas. While
-        gradients wait to be reduced or averaged, stepping, clipping and reading them raise. The sum is the same in both
-        cases.
+        slots every backward reduces over the shard group, and the next backward outside averages over replicas; with
+        ``sums_in_rank_order`` every backward reduces over replicas too. While gradients wait to be reduced or averaged,
+        stepping, clipping and reading them raise. The sum is the same in all cases.
         """
         self.set_requires_gradient_sync(False)
         try:

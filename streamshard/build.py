@@ -112,7 +112,7 @@ def accept_model(
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
-    return Accepted(module, checked, *_connect(who, device, has_host=checked.settings.offload is not None))
+    return Accepted(module, checked, *_connect(who, device, checked.settings))
 
 
 def shard_model(base: type, accepted: Accepted) -> Engine:
@@ -200,7 +200,8 @@ def make_engine(
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
     hosts = [host if each else None for each in on_host]
     given = layouts, plan, ranks, experts or ranks, ledger, take, hosts
-    units = allocate_units(*given, keeps_main_grads=settings.keep_main_grads)
+    in_order = replicas is not None and replicas.in_order  # the gradients of other replicas come into main grads
+    units = allocate_units(*given, keeps_main_grads=settings.keep_main_grads, has_main_in_slots=not in_order)
     reductions = Reductions(units, ranks, ledger, replicas)
     engine = Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
     ends = {index: unit.modules[0] for index, unit in enumerate(found) if unit.may_join}
@@ -310,13 +311,14 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _connect(
-    who: Groups | None, device: torch.device, *, has_host: bool
+    who: Groups | None, device: torch.device, settings: Settings
 ) -> tuple[Communicator, Replicas | None, Communicator | None]:
     """Connect to the other ranks. All have accepted their models."""
     if device.type not in ("cpu", "meta"):  # also if the model is there: else NCCL and capture use another device
         module_of(device).set_device(device)
     if who is None:
         who = groups_of(resolve_group(device))
+    has_host = settings.offload is not None
     problem = _problem_of_host(who, device) if has_host else None
     refuse_together(who.all_ranks, problem)
     raise_if(problem)
@@ -324,10 +326,14 @@ def _connect(
     ranks = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica, who.tensor_parallel)
     experts = replicas = None
     if who.replicate is not None:
-        replicas = Replicas(Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
+        holders = Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks)
+        replicas = Replicas(holders, in_order=settings.precision.sums_in_rank_order)
     if who.experts is not None:
         group, parts = who.experts
         experts = Communicator(group, streams, StreamName.COMM, who.all_ranks, who.replica, parts)
+    if replicas is not None and replicas.in_order:  # then sums are over all ranks
+        for each in filter(None, (ranks, experts)):
+            each.grad_divisor *= replicas.ranks.world_size
     return ranks, replicas, experts
 
 

@@ -76,7 +76,8 @@ class Precision:
         grad_dtype: dtype of the gradients that are sent, and with ``grad_slots="all"`` of the sum over backwards inside
             ``no_sync()``; None means `reduce_dtype`.
         sums_in_rank_order: add gradients over ranks in rank order, beginning at main grads, so that sums have the same
-            bits on any number of ranks. CPU ranks always do. Parameters that compute in fp32 are included.
+            bits on any number of ranks, replicas of a 2-D mesh included. Within a shard group CPU ranks always do.
+            Parameters that compute in fp32 are included.
         output_dtype: dtype of the model's floating-point outputs, so that a loss outside is in fp32; None: outputs are
             not cast. float64, ``cache`` and ``past_key_values`` are not cast either. If an output has a ``loss``
             (transformers, with labels), only the loss and other scalars are cast: no second copy of the logits is made.

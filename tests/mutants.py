@@ -194,6 +194,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("NcclTransport.meet", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_all_to_all", _NO_STREAM, "whole_parameters:wait"),
         ("NcclTransport.start_average", _NO_STREAM, _STREAMS),
+        ("NcclTransport.start_hop", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_gather", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_reduce", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_reduce", Swap("  out.mul_(", f"  {_ON_COMPUTE} out.mul_("), _STREAMS),
@@ -326,6 +327,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "core/replicas": [
         ("Replicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
+        ("Replicas.begin", Swap(" or self.in_order", ""), "replicas"),
+        ("Replicas.receive", Swap("return True", "return False"), "replicas"),
         ("Replicas.finish", Swap("averaged in", "_ in"), "replicas"),
         ("Replicas.add", Swap("not self._is_synced", "False"), "replicas"),
         ("Replicas.finish", Swap("sorted(self._unaveraged)", "()"), "replicas"),

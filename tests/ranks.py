@@ -436,6 +436,13 @@ class _Body:
         getattr(importlib.import_module(self.module), self.name).rank_body(context, **arguments)
 
 
+def everywhere(value: Any) -> list[Any]:
+    """What all ranks gave, in rank order. Collective."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
+
+
 def on_ranks(*world_sizes: int, backend: str = "gloo") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test whose body runs on every rank, once for each of `world_sizes`.
 

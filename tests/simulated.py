@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import device as devices
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Observer, StreamName, Work
+from streamshard.comm.transport import Hop
 from streamshard.core import edge
 from streamshard.core.backward import Backward
 from streamshard.core.engine import Engine
@@ -463,6 +464,11 @@ class LateTransport(AdversarialTransport):
 
         self.held.put(do)
         return None
+
+    def start_hop(self, hop: Hop, tensor: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_hop`."""
+        self._issue_hop(hop, tensor, tag)
+        return self._start(lambda: self.inner.start_hop(hop, tensor, tag))
 
     def _spoil(self, slot: torch.Tensor, keep: torch.Tensor | None) -> None:
         """Behind what is held back: a reduction may still read the slot."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from streamshard import ConfigError, Precision, ShardingError, StreamShard
 from streamshard.core.engine import Inputs
 from tests.models import DIM, NormStack, Stack, TinyLM
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     EXACT,
     Call,
@@ -97,8 +96,7 @@ def _ddp(build: Callable[[], nn.Module]) -> DistributedDataParallel:
 
 def _assert_equal(context: RankContext, found: nn.Module, wanted: DistributedDataParallel) -> None:
     assert_same(full_weights(found), dict(wanted.module.state_dict()), "weights", NEAR)
-    everyone: list[Any] = [None] * context.world_size
-    dist.all_gather_object(everyone, full_weights(found))
+    everyone = everywhere(full_weights(found))
     for other in everyone:
         assert_same(other, everyone[0], "weights on another rank", EXACT)
 

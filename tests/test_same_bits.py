@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -50,6 +51,7 @@ class Case(NamedTuple):
         divides_at_the_end: by `set_gradient_divide_factor`, instead of each loss.
         micro_batches: in a step, on all ranks together.
         accumulates: by `StreamShard.accumulate`, instead of one backward after the other.
+        has_replicas: on a 2-D mesh, of as few replicas as the number of ranks allows.
     """
 
     build: Callable[[], nn.Module] = lambda: _model()
@@ -61,6 +63,7 @@ class Case(NamedTuple):
     divides_at_the_end: bool = False
     micro_batches: int = MICRO_BATCHES
     accumulates: bool = False
+    has_replicas: bool = False
 
     @property
     def tokens(self) -> int:
@@ -163,6 +166,15 @@ CASES = {
     "a device, state in host memory": Case(
         settings={"precision": IN_ORDER, "offload": "state"}, within=simulated_device, clip=_by_model
     ),
+    "replicas": Case(settings={"precision": IN_ORDER}, clip=_by_model, has_replicas=True),
+    "replicas, fp32, all slots": Case(settings={"precision": IN_ORDER_FP32, **ALL_SLOTS}, has_replicas=True),
+    "replicas, divided at the end": Case(
+        settings={"precision": IN_ORDER_FP32}, divides_at_the_end=True, has_replicas=True
+    ),
+    "replicas on a device": Case(settings={"precision": IN_ORDER}, within=simulated_device, has_replicas=True),
+    "replicas on a device, fp32": Case(
+        lambda: _model(dim=20, tied=True), {"precision": IN_ORDER_FP32}, within=simulated_device, has_replicas=True
+    ),
     "divided at the end": Case(divides_at_the_end=True),
     "rows cut": Case(lambda: _model(dim=20)),
     "dropout": Case(lambda: _model(dropout=0.1)),
@@ -231,9 +243,13 @@ def _train(context: RankContext, model: Any, optimizer: Any, case: Case, steps: 
         found.weights.append(_digest(model))
 
 
-def _made(case: Case) -> tuple[Any, Any]:
+def _made(case: Case, count: int) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = StreamShard(case.build(), **case.settings)
+    mesh = None
+    if case.has_replicas and count > 1:
+        replicas = next(each for each in range(2, count + 1) if count % each == 0)
+        mesh = init_device_mesh("cpu", (replicas, count // replicas), mesh_dim_names=("replicate", "shard"))
+    model = StreamShard(case.build(), mesh=mesh, **case.settings)
     model.set_gradient_divide_factor(float(case.tokens) if case.divides_at_the_end else 1.0)
     return model, case.optimizer(model)
 
@@ -242,7 +258,7 @@ def run(context: RankContext, name: str, **changes: Any) -> Digests:
     """Train in the way `name`, on this rank, with some fields of the `Case` changed."""
     case, found = CASES[name]._replace(**changes), Digests({}, [], [])
     with case.within():
-        model, optimizer = _made(case)
+        model, optimizer = _made(case, context.world_size)
         _train(context, model, optimizer, case, range(STEPS), found)
     return found
 
@@ -266,7 +282,7 @@ def test_any_number_of_ranks_trains_to_the_same_bits(ranks: Any, name: str) -> N
 def _part(context: RankContext, directory: str, steps: tuple[int, int]) -> Digests:
     """Steps of a run that was stopped, or begins, in `directory`."""
     case, found = CASES["clipped"]._replace(build=lambda: _model(dim=20, dropout=0.1)), Digests({}, [], [])
-    model, optimizer = _made(case)
+    model, optimizer = _made(case, context.world_size)
     if steps[0]:
         load_checkpoint(directory, model, optimizer)
     _train(context, model, optimizer, case, range(*steps), found)

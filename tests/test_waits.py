@@ -17,12 +17,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import streamshard
-from streamshard import LocalSGD, StreamShard
+from streamshard import LocalSGD, Precision, StreamShard
 from streamshard.comm.streams import Rule
 from streamshard.core import late_step
 from tests.models import vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import Call, adamw, stack_step
 from tests.scenarios import BF16, RoutedStack, dropping, sharded, train
 from tests.simulated import simulated_device
@@ -33,7 +33,7 @@ _ELSEWHERE = ("optim/rounds",)  # test_each_wait_of_a_round_is_needed
 # The detector does not see what these guard. Tests of events do: of averages of weights in test_simulated_device; of
 # chunks, factors, building and others' copies in host memory in test_offload.
 _UNSEEN = (
-    "core/replicas: self._written.wait() 1",
+    "core/replicas: self._written.wait() 2",
     "core/replicas: averaged.wait() 1",
     "core/host: self._written.wait() 1",
     "core/host: self._written.wait() 2",
@@ -103,6 +103,7 @@ def _local(model: Any, context: RankContext) -> None:
 
 
 Run = Callable[[Any, RankContext], None]
+IN_ORDER = Precision(sums_in_rank_order=True)
 _SLOTS: dict[str, Any] = {"weight_slots": "all"}
 _OFFLOAD: dict[str, Any] = {"offload": "state"}
 # By file: the ways and their settings, of which one has a race without the wait.
@@ -111,26 +112,26 @@ _RUNS: dict[str, tuple[tuple[Run, dict[str, Any]], ...]] = {
     "core/forward": ((_plain, {}),),
     "core/host": ((_plain, _OFFLOAD), (_skipping, _OFFLOAD)),
     "core/reductions": ((_plain, {}), (_accumulating, _SLOTS)),
-    "core/replicas": ((_adding, {}), (_local, {})),
+    "core/replicas": ((_adding, {}), (_adding, {"precision": IN_ORDER}), (_local, {})),
     "core/slots": ((_plain, {}), (_plain, _SLOTS), (_routed, {})),
     "core/unit": ((_plain, {}), (_plain, _OFFLOAD)),
 }
 
 
 def _broken(context: RankContext, run: Run, settings: dict[str, Any], file: str, line: int) -> set[Rule | None]:
-    """The rules that training breaks without the wait in this line."""
-    settings = dict(settings)
+    """The rules that training breaks without the wait in this line, on any rank."""
+    settings = {"precision": BF16, **settings}
     if file == "core/replicas":
         settings["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
         if run is _plain:
-            model: Any = sharded("plain", BF16, **settings)
+            model: Any = sharded("plain", **settings)
         else:
             depth = 5 if run in (_skipping, _adding, _routed) else 2
-            model = StreamShard(RoutedStack(depth), precision=BF16, **settings)
+            model = StreamShard(RoutedStack(depth), **settings)
         with dropping(model, (str(PACKAGE / f"{file}.py"), line)), detect_races(model, raise_at_exit=False) as races:
             run(model, context)
-    return {race.rule for race in races.found}
+    return set().union(*everywhere({race.rule for race in races.found}))
 
 
 _SEEN = [

@@ -31,6 +31,7 @@ def allocate_units(
     hosts: Sequence[HostState | None],
     *,
     keeps_main_grads: bool,
+    has_main_in_slots: bool,
 ) -> list[Unit]:
     """Allocate slots, and make the units.
 
@@ -43,6 +44,7 @@ def allocate_units(
         take: see `TakeWeights`.
         hosts: by unit, what copies its state; None: it lies on the device.
         keeps_main_grads: main grads always have memory.
+        has_main_in_slots: main grads may lie in gradient slots that no other unit uses.
     """
     weight_slots, wires = _weight_slots(layouts, plan, ranks, ledger)
     flat_params: list[list[FlatParam]] = []
@@ -51,13 +53,14 @@ def allocate_units(
         own = [(flat, *places, experts if flat.kind.is_expert else ranks, ledger) for flat in layout.flat_params]
         flat_params.append([FlatParam(*each, keeps_slot=keeps_slot, is_on_host=is_on_host) for each in own])
         take(layout, flat_params[-1])
+    keeps_slot = plan.keeps_grads and has_main_in_slots
     grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots)
     units = []
     for index, layout in enumerate(layouts):
         slots = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
         for flat, part in zip(flat_params[index], parts[index], strict=True):
             if flat.kind.trains:
-                flat.allocate_grads(slots[1], part, keeps_slot=plan.keeps_grads, keeps_memory=keeps_main_grads)
+                flat.allocate_grads(slots[1], part, keeps_slot=keeps_slot, keeps_memory=keeps_main_grads)
         given = layout, flat_params[index], *slots, ranks
         units.append(Unit(index, *given, is_streamed=plan.is_streamed[index], host=hosts[index]))
     return units

@@ -52,7 +52,7 @@ class Backward(Phase):
         is_local = not engine.is_synced and not engine.is_whole
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
         replicas = engine.reductions.replicas
-        averages = replicas is not None and replicas.averages_grads
+        averages = replicas is not None and replicas.averages_grads and not replicas.in_order
         self._leaves_unaveraged = is_local and averages and not engine.plan.keeps_grads
         self._schedule = Schedule([], engine.plan.weights, engine.plan.is_streamed, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through

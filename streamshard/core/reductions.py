@@ -50,6 +50,7 @@ class Reductions:
         self.replicas = replicas
         self.is_open = False
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
+        self._averaged = 1 if replicas is None or replicas.in_order else ranks.n_replicas  # replicas average quotients
         self._units = units
         self._scale = 1.0
         self._is_last = True
@@ -67,13 +68,13 @@ class Reductions:
             ConfigError: on all ranks: `factor` is no positive, finite number, or parameters have gradients.
             RankMismatchError: ranks have given different factors.
         """
-        ranks, n_replicas = self.ranks, self.ranks.n_replicas
+        ranks = self.ranks
 
         def check() -> float:
             if not isinstance(factor, int | float) or not 0.0 < factor < math.inf:
                 raise ConfigError(f"factor={factor!r}: wanted a positive, finite number, such as 1.0 for sums")
             held = [param.name for unit in self._units for param in unit.params if param.sharded.grad is not None]
-            if held and factor / n_replicas != ranks.grad_divisor:
+            if held and factor / self._averaged != ranks.grad_divisor:
                 raise ConfigError(
                     f"parameter {held[0]!r} has a gradient, which was divided by another factor: call it before "
                     "the first backward of a step, after zero_grad() with set_to_none=True"
@@ -86,7 +87,7 @@ class Reductions:
                 f"set_gradient_divide_factor: ranks have given {sorted(factors)}. Give one factor on all ranks, such "
                 "as the number of tokens of all ranks together"
             )
-        ranks.grad_divisor = factors.pop() / n_replicas  # replicas average the quotients
+        ranks.grad_divisor = factors.pop() / self._averaged
         for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not ranks):
             # Of experts: for sums in a loss.
             flat.ranks.grad_divisor = ranks.grad_divisor * ranks.n_parts / flat.ranks.n_parts
@@ -130,7 +131,8 @@ class Reductions:
         if not self._is_last:
             return
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            works = unit.start_reduce()
+            adds = self.replicas is not None and self.replicas.receive(unit)
+            works = unit.start_reduce(adds=adds)
         self._under_way += works
         if self.replicas is not None:
             self.replicas.add(unit, works)

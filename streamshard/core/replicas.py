@@ -10,6 +10,13 @@ nothing, so after each part all main grads of the unit are averaged: mean(mean(g
 reason a backward inside ``no_sync()`` averages nothing: the first backward outside averages the sums, also of units
 that it does not reach itself.
 
+[Note: sums along replicas]
+With ``Precision(sums_in_rank_order=True)`` a sum goes from replica to replica instead. Each replica receives the main
+grads of the replica before, lets its own reduction add to them, and sends them on. The last replica then has the sum
+over all ranks in rank order, with the bits of one shard group of all ranks. It sends the sum to all, a few units later:
+so no replica waits for the last one before it sends the next unit on. Each reduction of a unit begins at the sum of the
+earlier ones, also inside ``no_sync()``.
+
 On CPUs the host has to complete a reduction before its average can start. It does so when the next unit's reduction
 starts: by then the first reduction is usually over.
 """
@@ -22,6 +29,7 @@ import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
+from streamshard.comm.transport import Hop
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
 
@@ -31,30 +39,54 @@ class Replicas:
 
     Args:
         ranks: the replicate axis.
+        in_order: see [Note: sums along replicas].
 
     Attributes:
         averages_grads: False while replicas train on their own (local SGD).
     """
 
-    def __init__(self, ranks: Communicator) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Communicator, *, in_order: bool) -> None:
+        self.ranks, self.in_order = ranks, in_order
         self.averages_grads = True
         self._warmup_steps: int | None = None
         self._is_synced = True
         self._unaveraged: dict[int, Unit] = {}  # by index: reduced inside no_sync()
         self._last: Unit | None = None  # reduced, not averaged yet
+        # By index: sent on to the next replica. The sum over all comes later.
+        self._sent: dict[int, tuple[Unit, list[Work | None]]] = {}
         self._under_way: dict[int, Fence] = {}  # by unit
         what, target = "main grads to average", StreamName.REPLICA
         self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, target)
         self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, target)
+        what, target = "main grads of the replica before", StreamName.COMM
+        self._received = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, what, target)
 
     def begin(self, *, is_synced: bool) -> None:
         """A backward begins, outside of ``no_sync()`` (True) or inside."""
-        self._is_synced = is_synced
+        self._is_synced = is_synced or self.in_order
+
+    def receive(self, unit: Unit) -> bool:
+        """The reduction of `unit` comes next. Let it begin at the main grads of the replica before, if in order.
+
+        Returns:
+            Whether it adds to these.
+        """
+        if not self.in_order or self.ranks.rank == 0:
+            return False
+        unit.grads.make_memory()
+        self._written.record()
+        self._written.wait()  # rule 4
+        with self.ranks.waiting("the gradients of earlier replicas of", unit.name):
+            self._received.record(*self._start_hops(Hop.RECEIVE, unit))
+            self._received.wait()  # rule 7
+        return True
+
+    def _start_hops(self, hop: Hop, unit: Unit) -> list[Work | None]:
+        transport = self.ranks.transport
+        return [transport.start_hop(hop, flat.main_grads, flat.tag) for flat in unit.trained]
 
     def add(self, unit: Unit, reduction: Sequence[Work | None]) -> None:
         """The reduction of `unit` was started. The host need not complete None (CUDA, or a shard group of one)."""
-        self.flush()
         if not self.averages_grads:
             return
         if not self._is_synced:
@@ -73,8 +105,25 @@ class Replicas:
             return
         with self.ranks.waiting("the average over replicas of", unit.name):
             self._reduced.wait()  # rule 7
+            if self.in_order:
+                self._send(unit)
+                return
             main_grads = [(flat.main_grads, flat.tag) for flat in unit.flat_params if flat.kind.trains]
             self._under_way[unit.index] = self._start(main_grads)
+
+    def _send(self, unit: Unit) -> None:
+        """Send the unit's main grads on, and start the result of an earlier one."""
+        is_last = self.ranks.rank == self.ranks.world_size - 1
+        self._sent[unit.index] = unit, [] if is_last else self._start_hops(Hop.SEND, unit)
+        if len(self._sent) > self.ranks.world_size:
+            self._start_result(next(iter(self._sent)))
+
+    def _start_result(self, index: int) -> None:
+        unit, sends = self._sent.pop(index)
+        result = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "main grads of all replicas")
+        # The next replica had received what was sent before the last one had the result, which overwrites it.
+        result.record(*sends, *self._start_hops(Hop.RESULT, unit))
+        self._under_way[index] = result
 
     def _start(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
         """Start averages of (tensor, message tag) pairs. Returns the fence after them."""
@@ -83,11 +132,12 @@ class Replicas:
         return averaged
 
     def finish_average(self, unit: Unit) -> None:
-        """More gradients of `unit` are about to be written: wait for its average."""
-        if self._last is unit:
-            self.flush()
-        if unit.index in self._under_way:
-            with self.ranks.waiting("the average over replicas of", unit.name):
+        """More gradients of `unit` are about to be written: wait for its average. That of the unit before starts."""
+        self.flush()
+        with self.ranks.waiting("the average over replicas of", unit.name):
+            if unit.index in self._sent:
+                self._start_result(unit.index)
+            if unit.index in self._under_way:
                 self._under_way.pop(unit.index).wait()  # rule 7
 
     def average(self, parts: Iterable[list[torch.Tensor]]) -> None:
@@ -128,6 +178,8 @@ class Replicas:
         self.flush()
         for index in sorted(self._unaveraged) if self._is_synced else ():
             self.add(self._unaveraged[index], ())
+        for index in list(self._sent):
+            self._start_result(index)
         under_way, self._under_way = self._under_way, {}
         for averaged in under_way.values():
             averaged.wait()  # rule 7

@@ -189,6 +189,11 @@ class LocalSGD(WrappedOptimizer):
         if replicas is None:
             mesh = "mesh=init_device_mesh(device_type, (replicas, ranks in each))"
             raise ConfigError(f"LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, {mesh}")
+        if replicas.in_order:
+            raise ConfigError(
+                "LocalSGD with Precision(sums_in_rank_order=True): replicas that train on their own have no common "
+                "sum: leave sums_in_rank_order out"
+            )
         self.replicas = replicas
         self.replicas.agree_on_warmup(warmup_steps)
         self.period = period

@@ -14,13 +14,20 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streamshard import ConfigError, ShardingError, StreamShard, export_safetensors, full_optimizer_state_dict
+from streamshard import (
+    ConfigError,
+    Precision,
+    ShardingError,
+    StreamShard,
+    export_safetensors,
+    full_optimizer_state_dict,
+)
 from streamshard.comm.streams import Rule
 from streamshard.planning.memory import Category
 from tests.adversary import make_adversarial
 from tests.models import Stack, TinyLM, vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
@@ -39,6 +46,8 @@ from tests.reference import (
 )
 from tests.scenarios import BF16, SCENARIOS, dropping, reference, sharded, train, trained
 
+IN_ORDER = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
+ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through Adam
 # Replicas that are sharded over ranks, and whole ones, which have no slots.
 MESHES = pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
@@ -66,14 +75,25 @@ WHOLE = (
 
 @on_ranks()
 @MESHES
-def test_every_way_of_training_equals_one_shard_group(context: RankContext, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("precision", "tolerance"), [(FP32, NEAR), (IN_ORDER, EXACT)])
+def test_every_way_of_training_equals_one_shard_group(
+    context: RankContext, shape: tuple[int, int], precision: Precision, tolerance: Tolerance
+) -> None:
     """Layers that only some replicas use, gradients in several parts, exceptions and all."""
     for scenario in SHARDED if shape[1] > 1 else WHOLE:
-        found = trained(context, scenario, FP32, mesh=_mesh(*shape))
-        assert_same(found, reference(context, scenario, FP32), scenario, NEAR)
-    for scenario in ("no_sync", "layers unused on some ranks"):  # gradients wait in slots
-        found = trained(context, scenario, FP32, mesh=_mesh(*shape), weight_slots="all", grad_slots="all")
-        assert_same(found, reference(context, scenario, FP32), scenario, NEAR)
+        found = trained(context, scenario, precision, mesh=_mesh(*shape))
+        assert_same(found, reference(context, scenario, FP32), scenario, tolerance)
+    waiting = ALL_SLOTS if shape[1] > 1 else {}  # of gradients, in slots; whole replicas reduce every micro-batch
+    for scenario in ("no_sync", "layers unused on some ranks"):
+        found = trained(context, scenario, precision, mesh=_mesh(*shape), **ALL_SLOTS)
+        assert_same(found, trained(context, scenario, FP32, **waiting), scenario, tolerance)
+
+
+@on_ranks(4)
+def test_micro_batches_inside_no_sync_are_summed_in_rank_order(context: RankContext) -> None:
+    """With two slots every micro-batch is reduced, in one order over all ranks, as on a 1-D mesh."""
+    found = trained(context, "no_sync", IN_ORDER, mesh=_mesh(2, 2))
+    assert_same(found, trained(context, "no_sync", FP32), "no_sync", EXACT)
 
 
 @on_ranks()
@@ -138,25 +158,25 @@ def test_a_parameter_that_is_frozen_in_one_micro_batch_has_the_other_ones_gradie
 
 @on_ranks()
 @MESHES
-def test_averages_are_free_of_races(context: RankContext, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("precision", [BF16, Precision(sums_in_rank_order=True)])
+def test_averages_are_free_of_races(context: RankContext, shape: tuple[int, int], precision: Precision) -> None:
     """An adversarial transport changes nothing, and all ranks hold the same bits."""
     for scenario in ("micro-batches", "a kept graph") if shape[1] > 1 else ("layers used twice", "two backwards"):
-        model = sharded(scenario, BF16, mesh=_mesh(*shape))
+        model = sharded(scenario, precision, mesh=_mesh(*shape))
         with detect_races(model), make_adversarial(model):
             train(model, scenario, context)
             found = full_weights(model)
-        assert_same(found, trained(context, scenario, BF16, mesh=_mesh(*shape)), scenario, EXACT)
-    everyone: list[Any] = [None] * context.world_size
-    dist.all_gather_object(everyone, found)
-    for other in everyone:
+        assert_same(found, trained(context, scenario, precision, mesh=_mesh(*shape)), scenario, EXACT)
+    for other in everywhere(found):
         assert_same(other, found, "rank", EXACT)
 
 
 def _races_without(context: RankContext, scenario: str, mesh: DeviceMesh, *waits: str) -> set[tuple[Category, Rule]]:
+    """On any rank."""
     model = sharded(scenario, BF16, mesh=mesh)
     with dropping(model, *waits), detect_races(model, raise_at_exit=False) as races:
         train(model, scenario, context)
-    return {(race.category, race.rule) for race in races.found}
+    return set().union(*everywhere({(race.category, race.rule) for race in races.found}))
 
 
 @on_ranks(4)

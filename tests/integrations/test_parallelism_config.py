@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
 from tests.integrations.accelerating import launched
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import assert_same_state, difference, full_weights
 
 transformers: Any = pytest.importorskip("transformers")
@@ -259,8 +259,7 @@ def test_an_accelerator_with_a_parallelism_config_trains_what_one_process_trains
             optimizer.zero_grad()
         if dp == 1:  # with more, accelerate gives each rank rows of its own
             assert difference(full_weights(model), _train(_made())[1]) < 1e-5
-        told: list[Any] = [None] * 4
-        dist.all_gather_object(told, {name: float(each.sum()) for name, each in full_weights(model).items()})
+        told = everywhere({name: float(each.sum()) for name, each in full_weights(model).items()})
         assert all(each == told[0] for each in told)
         assert len(loader) == STEPS
 

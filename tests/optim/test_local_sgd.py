@@ -21,6 +21,7 @@ from streamshard import (
     DistributedOptimizer,
     LocalSGD,
     OptimizerError,
+    Precision,
     full_optimizer_state_dict,
     load_optimizer_state_dict,
 )
@@ -148,6 +149,9 @@ def test_the_exchange_of_errors_goes_inside(context: RankContext) -> None:
 def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
     model = sharded_model()
     with pytest.raises(ConfigError, match="this model has one: shard it with a 2-D mesh"):
+        LocalSGD(sgd(model), model, period=2)
+    model = sharded_model(mesh=_mesh(2, 2), precision=Precision(sums_in_rank_order=True))
+    with pytest.raises(ConfigError, match="have no common sum: leave sums_in_rank_order out"):
         LocalSGD(sgd(model), model, period=2)
     model = sharded_model(mesh=_mesh(2, 2))
     with pytest.raises(ConfigError, match="period=0: wanted at least 1"):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,7 +15,7 @@ from streamshard.errors import ShardingError
 from streamshard.guards.sharded_tensor import ShardedTensor
 from streamshard.optim import elementwise
 from tests.models import Stack
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import EXACT, Call, assert_same, full_grads, full_weights, piece_of, sharded_model, stack_step
 
 
@@ -55,8 +54,7 @@ def _norms(model: nn.Module) -> list[float]:
 
 
 def _alike(value: Any, context: RankContext) -> bool:
-    heard: list[Any] = [None] * context.world_size
-    dist.all_gather_object(heard, value)
+    heard = everywhere(value)
     return all(other == value for other in heard)
 
 

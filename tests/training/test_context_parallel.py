@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from tests.launched import ROOT
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import Tolerance, assert_same, full_weights
 
 pytest.importorskip("transformers")
@@ -116,7 +116,6 @@ def test_both_loss_rules_train_what_one_process_trains(context: RankContext, rul
         dist.all_reduce(total)
         losses.append(float(total) / (1 if rule == "sums" else context.world_size))
     _assert_equal((losses, norms, full_weights(model)), _plain(micro_batches=2))
-    everyone: list[Any] = [None] * context.world_size
-    dist.all_gather_object(everyone, counts)
+    everyone = everywhere(counts)
     assert len(set(map(tuple, everyone))) == context.world_size
     assert min(map(min, everyone)) == 0

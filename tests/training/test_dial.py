@@ -15,7 +15,7 @@ from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
 from streamshard.planning.memory import Category
 from tests.models import Stack, TinyConfig, TinyLM
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
@@ -241,8 +241,7 @@ def test_every_element_is_owned_by_one_rank(context: RankContext) -> None:
             assert param.dtype is torch.float32 and piece_of(param).ndim == whole[name].ndim
             assert torch.equal(piece_of(param).flatten(), whole[name].flatten()[slice(*mine[name])])
         stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-        everyone: list[Any] = [None] * context.world_size
-        torch.distributed.all_gather_object(everyone, mine)
+        everyone = everywhere(mine)
         for name, param in whole.items():
             pieces = sorted(ranges[name] for ranges in everyone if ranges[name][0] < ranges[name][1])
             assert pieces[0][0] == 0 and pieces[-1][1] == param.numel()

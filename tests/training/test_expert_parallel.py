@@ -32,7 +32,7 @@ from streamshard import (
 from tests.adversary import make_adversarial
 from tests.launched import ROOT
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import assert_script_trained_like_plain, difference, engine_inside, full_weights
 from tests.scenarios import over_sockets
 from tests.simulated import late, simulated_device
@@ -160,8 +160,7 @@ def test_a_rank_has_its_experts_shard_and_a_shard_of_everything_else(context: Ra
     model = _sharded(_made(), 2)
     sizes = {name: param.detach().as_subclass(Tensor).numel() for name, param in model.named_parameters()}
     assert model.layers[0].experts.up.shape == (8, 32, 64)
-    told: list[Any] = [None] * 4
-    dist.all_gather_object(told, sizes)
+    told = everywhere(sizes)
     for name, param in model.named_parameters():
         assert sum(each[name] for each in told) == param.numel(), name
 

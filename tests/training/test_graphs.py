@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from tests.models import Layer, Stack, stack_of, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     FP32,
     SETTINGS,
@@ -121,8 +121,7 @@ def test_outputs_that_python_keeps_alive_change_nothing(context: RankContext) ->
             kept.clear()
         with counted_collectives(model) as counts:
             stack_step(model, Call(3, context.rank, 2, 1.0))
-        heard: list[Any] = [None] * 2
-        torch.distributed.all_gather_object(heard, counts)
+        heard = everywhere(counts)
         assert heard[0] == heard[1]
         grads.append(full_grads(model))
     assert_same(grads[1], grads[0], "gradients beside a kept output")

@@ -141,11 +141,13 @@ def test_replicas_average_in_time(context: RankContext) -> None:
     def local(model: Any) -> Any:
         return LocalSGD(adamw(model), model, period=1, warmup_steps=1)
 
-    for scenario, make in (("a backward that fails", adamw), ("plain", local)):
-        wanted = sharded(scenario, FP32, mesh=_mesh(2, 2))
+    in_order = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
+    ways = ("a backward that fails", adamw, FP32), ("plain", local, FP32), ("a kept graph", adamw, in_order)
+    for scenario, make, precision in ways:
+        wanted = sharded(scenario, precision, mesh=_mesh(2, 2))
         train(wanted, scenario, context, make=make)
         with simulated_device(), backward_elsewhere():
-            model = sharded(scenario, FP32, mesh=_mesh(2, 2))
+            model = sharded(scenario, precision, mesh=_mesh(2, 2))
             with late(model):
                 train(model, scenario, context, make=make)
                 found = full_weights(model)
@@ -153,15 +155,18 @@ def test_replicas_average_in_time(context: RankContext) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("precision", [BF16, Precision(sums_in_rank_order=True)])
 @pytest.mark.parametrize(("shape", "slots"), [((2, 2), {}), ((2, 2), ALL_SLOTS), ((4, 1), {})])
-def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, int], slots: dict[str, Any]) -> None:
+def test_averages_are_ordered_by_events(
+    context: RankContext, shape: tuple[int, int], slots: dict[str, Any], precision: Precision
+) -> None:
     """No races, though no host waits for a work. Collectives go before what computes.
 
     A model may be freed in the middle of a pass, after an exception say, while gathers are under way: the device's
     allocator would reuse the memory at once, if ``record_stream`` did not tell it to wait.
     """
     with simulated_device() as device, checking_streams(device) as checker:
-        model = sharded("a kept graph", BF16, mesh=_mesh(*shape), keep_main_grads=True, **slots)
+        model = sharded("a kept graph", precision, mesh=_mesh(*shape), keep_main_grads=True, **slots)
         with checker.of(model):
             train(model, "a kept graph", context)
     engine = engine_inside(model)

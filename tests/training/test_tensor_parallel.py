@@ -47,7 +47,7 @@ from streamshard import (
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.optim import WholeParameterOptimizer
 from tests.launched import ROOT
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     assert_same_state,
     assert_script_trained_like_plain,
@@ -286,8 +286,7 @@ def test_without_a_mesh_the_model_is_sharded_over_ranks_with_the_same_parts(cont
     sharded: Any = StreamShard(model, precision="fp32")
     weight = sharded.layers[0].up.weight
     assert weight.shape == (128, 32)
-    told: list[Any] = [None] * 4
-    dist.all_gather_object(told, weight.detach().as_subclass(Tensor).numel())
+    told = everywhere(weight.detach().as_subclass(Tensor).numel())
     assert sum(told) == weight.numel()
     _assert_equal(_train(sharded, world.dp.get_local_rank(), 2), _train(_made()))
 
@@ -310,8 +309,7 @@ def test_bf16_computes_with_bf16_dtensors(context: RankContext) -> None:
     losses, norms, weights = _train(sharded, world.dp.get_local_rank(), 2)
     wanted = _train(_made())
     assert norms == pytest.approx(wanted[1], rel=2e-2)
-    told: list[Any] = [None] * 4
-    dist.all_gather_object(told, (losses, {name: float(each.sum()) for name, each in weights.items()}))
+    told = everywhere((losses, {name: float(each.sum()) for name, each in weights.items()}))
     assert told[0] == told[1] and told[2] == told[3] and told[0][1] == told[2][1]
 
 
