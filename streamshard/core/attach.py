@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from streamshard.config import Precision
-from streamshard.core.edge import Watched, ask_for, compute_in_fp32, register_gradient_hooks, watch
+from streamshard.core.edge import (
+    Watched,
+    ask_for,
+    compute_in_fp32,
+    register_gradient_hooks,
+    register_tied_hook,
+    watch,
+)
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.module_state import Handle, refuse_in_pass
 from streamshard.core.outside import OutsideParameters
 from streamshard.core.params import Param
+from streamshard.core.tied import TiedHead
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.forms import DTensorForm, form_of
@@ -70,6 +78,9 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             edits.add_hook(module, module.register_load_state_dict_pre_hook(hook))
         if module._parameters:
             edits.add_hook(module, module.register_state_dict_pre_hook(functools.partial(_before_saving, engine)))
+    tied = _tied_heads(root, engine)
+    for number, head in enumerate(engine.tied):
+        register_tied_hook(engine_of, number, head.alias)
     members = Members(root)
     engine.members_of = weakref.ref(members)
     engine.progress.begin({param: shard.name for param, shard in shards.items()})
@@ -84,11 +95,43 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             dtype = _input_dtype(module, engine.precision, in_fp32)
             computing = inside if module in layers else [module]
             looks_up = any(isinstance(each, nn.Embedding) for each in computing)
-            handle = Handle(engine, layers.get(module), units, dtype, None, looks_up)
+            handle = Handle(engine, layers.get(module), units, dtype, None, looks_up, tied.get(module))
             if module is root:
                 output_dtype = engine.precision.output_dtype
                 handle = handle._replace(output_dtype=output_dtype, is_root=True, edits=edits, members=members)
             watch(module, handle, edits, base if module is root else Watched)
+
+
+def _tied_heads(root: nn.Module, engine: Engine) -> dict[nn.Module, TiedHead]:
+    """By module, the head that computes with an embedding's weight. Fills ``engine.tied``."""
+    unit = engine.root_unit
+    if unit.grads.slot.weights is None:  # gradients do not take the place of weights
+        return {}
+    users: dict[Any, list[nn.Module]] = {}
+    for _, module in modules_of(root):
+        for weight in {*module._parameters.values()}:
+            users.setdefault(weight, []).append(module)
+    found: dict[nn.Module, TiedHead] = {}
+    for place, param in enumerate(unit.params):
+        heads = [user for user in users.get(param.sharded, ()) if not isinstance(user, nn.Embedding)]
+        has_place = param.has_room and param.whole_class is nn.Parameter and not param.form.inner
+        if not has_place or not heads or len(heads) == len(users[param.sharded]):
+            continue
+        full, room = param.unsharded, param.in_slot
+        if (full.data_ptr(), full.dtype) == (room.data_ptr(), room.dtype) and full.requires_grad:
+            head = TiedHead(unit, place)
+            engine.tied.append(head)
+            found.update(dict.fromkeys(heads, head))
+    if found:
+        unit.guard.ask = functools.partial(_read_behind_head, weakref.ref(engine))
+    return found
+
+
+def _read_behind_head(engine_of: Callable[[], Engine | None], name: str) -> None:
+    if (engine := engine_of()) is not None:
+        for head in engine.tied:
+            if head.param.name == name:
+                head.read()
 
 
 def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> torch.dtype | None:

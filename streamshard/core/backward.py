@@ -84,6 +84,8 @@ class Backward(Phase):
         )
         engine.weights_written.record()
         engine.weights_written.wait()  # rule 5
+        for head in engine.tied:
+            head.begin()
         self._unshard(engine.root_unit, binds=True)
 
     def break_off(self, callback: object) -> None:
@@ -226,6 +228,8 @@ class Backward(Phase):
         if engine.ends is not None:
             engine.ends.end_backward([*self._closed, *filter(None, (self.graph,))])
         self._close_pass()
+        for head in engine.tied:
+            head.end()
         engine.root_unit.release()  # its gradients take the place of its weights
         engine.reductions.start(engine.root_unit)
         engine.reductions.is_open = False

@@ -16,6 +16,7 @@ callback tells of both ends.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -28,10 +29,12 @@ from torch import nn
 from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
+from streamshard.core.kept import keep, kept, saved_as_it_is
 from streamshard.core.lookups import Lookup, lookups_in
 from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.params import Param
-from streamshard.core.saved_tensors import holding_back_weights, keep, kept, noting_weights, saved_as_it_is
+from streamshard.core.saved_tensors import holding_back_weights, noting_weights
+from streamshard.core.tied import TiedHead
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
@@ -92,7 +95,15 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     """Call a module around units, or with parameters of the root unit. The outermost call is the forward pass."""
     engine, micro_batch = handle.engine, handle.engine.micro_batch
     if engine.current is not None and (micro_batch is None or micro_batch.is_inside):
-        output = call(*args, **kwargs)
+        if handle.tied is None:
+            output = call(*args, **kwargs)
+        else:
+            module: Any = getattr(call, "__self__", None)
+            keys = untraced(handle.tied.put, module)
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                untraced(handle.tied.take_away, module, keys)
         if handle.looks_up:
             untraced(_watch_lookups, output, engine, engine.root_unit)
         return output
@@ -114,7 +125,10 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     )
     error: BaseException | None = None
     try:
-        output = call(*args, **kwargs)
+        with contextlib.ExitStack() as watched:
+            for head in engine.tied if torch.is_grad_enabled() else ():
+                watched.enter_context(head.watch(saved_tensors_hooks(False)))
+            output = call(*args, **kwargs)
     except BaseException as caught:
         error = caught
         raise
@@ -374,6 +388,36 @@ def register_gradient_hooks(engine: Engine, engine_of: Callable[[], Engine | Non
             if not param.form.is_packed:
                 hook = functools.partial(_on_gradient, engine_of, unit.index, place)
                 param.unsharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def register_tied_hook(engine_of: Callable[[], Engine | None], number: int, alias: nn.Parameter) -> None:
+    """From now on the engine knows of gradients of ``engine.tied[number].alias``. For `engine_of` see above."""
+    hook = functools.partial(_on_tied_gradient, engine_of, number)
+    alias.register_post_accumulate_grad_hook(hook)
+
+
+@skip
+def _on_tied_gradient(engine_of: Callable[[], Engine | None], number: int, alias: torch.Tensor) -> None:
+    """Autograd has made the gradient of a head: it takes the place of its weight, or waits as any other's."""
+    if (engine := engine_of()) is not None:
+        untraced(_take_tied_gradient, engine_of, engine, engine.tied[number], alias)
+
+
+def _take_tied_gradient(engine_of: Callable[[], Engine | None], engine: Engine, head: TiedHead, alias: Any) -> None:
+    unit, param = head.unit, head.param
+    with AsTensors():
+        grad = get_grad(alias)
+        set_grad(alias, None)
+    if grad is None:
+        return
+    is_ordinary = engine.reductions.is_open and not torch.is_grad_enabled() and param.has_room and not grad.is_sparse
+    if is_ordinary and head.pass_by():
+        engine.reductions.begin_grad(unit, param, grad)
+        return
+    with AsTensors():
+        own = get_grad(param.unsharded)
+        set_grad(param.unsharded, grad if own is None else own + grad)
+    _on_gradient(engine_of, unit.index, param.unsharded.place, param.unsharded)
 
 
 @skip

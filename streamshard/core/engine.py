@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from streamshard.core.buffer_sync import BufferSync
     from streamshard.core.ends import Ends
     from streamshard.core.host import HostState
+    from streamshard.core.tied import TiedHead
 
 ROOT_UNIT = 0  # index of the root unit
 
@@ -180,6 +181,7 @@ class Engine:
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
         inputs: asked before each pass, see `Inputs`.
+        tied: the heads that share their weights with embeddings.
         ends: watches how the first passes use embedding and head; None once that is decided.
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
         is_loss_unseen: no pass with gradients has returned so far.
@@ -212,6 +214,7 @@ class Engine:
         self.order = UnitOrder(self.plan.is_streamed)
         self.inputs = Inputs()
         self.ends: Ends | None = None
+        self.tied: list[TiedHead] = []
         self.is_summoned = False
         self.is_loss_unseen = True
         self.micro_batch: PausingForward | None = None

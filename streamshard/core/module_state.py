@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from streamshard.core.engine import Engine
+from streamshard.core.tied import TiedHead
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import Members
@@ -24,6 +25,7 @@ class Handle(NamedTuple):
         cast_dtype: floating-point inputs are cast to it; None leaves them as they are.
         output_dtype: floating-point outputs are cast to it; None leaves them as they are.
         looks_up: the module, or a module in its layer, is an embedding.
+        tied: its weight is an embedding's too; None: it is not.
         is_root: the module is the whole model.
         edits, members: all changes of the model's modules, and these modules; of the root. The engine refers to both
             weakly, because it must not hold the model.
@@ -35,6 +37,7 @@ class Handle(NamedTuple):
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     looks_up: bool = False
+    tied: TiedHead | None = None
     is_root: bool = False
     edits: ModuleEdits | None = None
     members: Members | None = None

@@ -17,7 +17,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
-from streamshard.core.params import use_of
+from streamshard.core.params import Param, use_of
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.core.unit_grads import GradState
@@ -142,6 +142,13 @@ class Reductions:
         # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             unit.collect(self._scale, self._others.pop(unit.index, ()))
+
+    def begin_grad(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
+        """Write a gradient in the place of its weight. See `UnitGrads.begin`."""
+        self.note(unit.index)
+        with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
+            unit.grads.begin(param, grad, self._scale, self._others.pop(unit.index, ()))
+        unit.guard.mark_one_gone(param.unsharded.place)
 
     def start_late(self, units: Iterable[Unit]) -> None:
         """Reduce those of `units` whose gradients came after their reduction."""

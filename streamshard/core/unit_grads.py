@@ -129,9 +129,7 @@ class UnitGrads:
             scale: multiplies gradients.
             others: further streams of the device on which some gradients were made.
         """
-        current: Any = self._ranks.streams.device_stream(StreamName.COMPUTE) if others else None
-        for stream in others:
-            current.wait_stream(stream)
+        current = self._wait_for(others)
         if self.state is GradState.GIVEN:
             self._take()
         is_empty = self.slot.content != self.index
@@ -150,13 +148,17 @@ class UnitGrads:
                     set_grad(param.unsharded, None)
                 if param.lookups:
                     lookups += (lookup.grad for lookup in param.lookups)
-                    write_lookups(param.in_slot, param.lookups, grad, scale, adds=adds)
+                    write_lookups(param.in_slot, param.lookups, grad, scale, adds=adds or param.is_begun)
                     param.is_used = True
+                elif param.is_begun:
+                    if grad is not None:
+                        self.begin(param, grad, scale, ())
                 elif grad is None:
                     absent.append(param.in_slot)
                 else:
                     made.append(param)
                     grads.append(grad)
+                param.is_begun = False
         if absent and not adds:  # the places of frozen parameters too: main grads may be kept and added to
             torch._foreach_zero_(absent)
         if scale != 1.0:
@@ -165,6 +167,27 @@ class UnitGrads:
         write_all(made, grads, adds=adds)
         for grad in (*grads, *lookups) if others else ():
             grad.record_stream(current)
+
+    def begin(self, param: Param, grad: torch.Tensor, scale: float, others: Collection[Any]) -> None:
+        """Write a gradient of `param`, or add it, in the place of its weight, which nobody needs any more.
+
+        The other weights of the unit stay. `collect` adds what comes later. See there for the arguments.
+        """
+        current = self._wait_for(others)
+        if self.slot.weights is not None:
+            self.slot.weights.read.complete()  # rule 6
+        if scale != 1.0:
+            grad.mul_(scale)
+        param.in_slot.add_(grad) if param.is_begun else param.in_slot.copy_(grad)
+        param.is_begun = param.is_used = True
+        if others:
+            grad.record_stream(current)
+
+    def _wait_for(self, others: Collection[Any]) -> Any:
+        current: Any = self._ranks.streams.device_stream(StreamName.COMPUTE) if others else None
+        for stream in others:
+            current.wait_stream(stream)
+        return current
 
     @property
     def adds_in_slot(self) -> bool:

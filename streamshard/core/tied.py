@@ -1,0 +1,148 @@
+"""A tied weight: its gradient as a head takes the weight's place while the backward goes on. See [Note: tied weights].
+
+[Note: tied weights]
+A head and an embedding share a weight, and a backward comes to the head first and to the embedding last. The gradient
+of the head, as large as the weight, would wait beside the weight for that of the embedding. But behind the head the
+backward needs no weight any more: a look-up's backward reads indices only. So the gradient is copied into the weight's
+slot at once, and look-ups are added there when the unit is reduced.
+
+The head's module computes with an *alias*, a leaf in the same memory. Autograd makes the alias's gradient when all its
+uses in this backward are over, those of other passes included.
+
+Any other use may need the weight later: a recomputed embedding, an embedding that scales by its weight, a soft prompt.
+So the first backward is watched: does anything unpack or read the weight behind the head? If so, the gradient waits as
+that of any other weight. A backward that begins to need the weight in a later step raises.
+"""
+
+from __future__ import annotations
+
+import enum
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.core.kept import Kept, keep, kept
+from streamshard.core.unit import Unit
+from streamshard.errors import ShardingError
+from streamshard.guards.weights import leaf_of
+from streamshard.torch_private import AsTensors, skip
+
+
+class _Found(enum.Enum):
+    """What backwards have shown."""
+
+    NOTHING = enum.auto()
+    FREE_BEHIND_HEAD = enum.auto()
+    """Nothing reads the weight behind the head."""
+    NEEDED = enum.auto()
+    """Something does, or the head's gradient comes in parts."""
+
+
+class TiedHead:
+    """The head's use of one tied weight.
+
+    Args:
+        unit: the root unit.
+        place: of the parameter in the unit. It is in place, and trains.
+
+    Attributes:
+        param: the parameter.
+        alias: [full shape] compute dtype, the leaf that the head computes with.
+    """
+
+    def __init__(self, unit: Unit, place: int) -> None:
+        self.unit, self.param = unit, unit.params[place]
+        self.alias: Any = leaf_of(self.param.unsharded, unit.guard.kinds[place])
+        self._found = _Found.NOTHING
+        self._is_watched = False  # the forward of this backward
+        self._is_behind = False  # the backward has made the alias's gradient
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def watch(self, others: object) -> AbstractContextManager[None]:
+        """Saved-tensor hooks around a forward with gradients, if they may still show something.
+
+        Args:
+            others: such hooks of other code around it: it is not watched; None: there are none.
+        """
+        self._is_watched = others is None
+        if self._found is not _Found.NOTHING or others is not None:
+            return nullcontext()
+
+        @skip
+        def unpack(held: Kept) -> torch.Tensor:
+            if self._is_behind and self._holds(held.tensor):
+                self._found = _Found.NEEDED
+            return kept(held)
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, unpack)
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        with AsTensors():
+            start = self.param.unsharded.data_ptr()
+            return self.unit.weight_slot.holds(tensor) and 0 <= tensor.data_ptr() - start < self.param.unsharded.nbytes
+
+    def put(self, module: nn.Module) -> list[str]:
+        """Let `module`, which is about to compute, hold the alias.
+
+        Returns:
+            The names under which it does; for `take_away`.
+        """
+        params: Any = module._parameters
+        keys = [key for key, param in dict.items(params) if param is self.param.unsharded]
+        if keys:
+            with AsTensors():
+                self.alias.requires_grad_(self.param.unsharded.requires_grad)
+        for key in keys:
+            params[key] = self.alias
+        return keys
+
+    def take_away(self, module: nn.Module, keys: list[str]) -> None:
+        """Let `module` hold the weight again."""
+        for key in keys:
+            module._parameters[key] = self.param.unsharded
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A pass begins: the weight is in place."""
+        if self._is_behind:
+            self._is_behind = False
+            self._set_class(is_present=True)
+
+    def pass_by(self) -> bool:
+        """Backward has made the alias's gradient. Reads of the weight are noticed from here on.
+
+        Returns:
+            Whether the gradient may take the weight's place.
+        """
+        if self._is_behind and self._found is _Found.NOTHING:
+            self._found = _Found.NEEDED
+        self._is_behind = True
+        self._set_class(is_present=False)
+        return self._found is _Found.FREE_BEHIND_HEAD
+
+    def end(self) -> None:
+        """The backward has ended well."""
+        if self._found is _Found.NOTHING and self._is_watched and self._is_behind:
+            self._found = _Found.FREE_BEHIND_HEAD
+        self.begin()
+
+    def read(self) -> None:
+        """Code reads the weight behind the head.
+
+        Raises:
+            ShardingError: the weight has gone.
+        """
+        if self._found is _Found.FREE_BEHIND_HEAD:
+            raise ShardingError(
+                f"backward reads {self.param.name!r} behind the head, unlike in the first step, and its gradient has "
+                "taken its place: StreamShard(model, weight_slots='all')"
+            )
+        self._found = _Found.NEEDED
+        self._set_class(is_present=True)
+
+    def _set_class(self, *, is_present: bool) -> None:
+        self.alias.__class__ = self.unit.guard.set_class(self.param.unsharded.place, is_present=is_present)

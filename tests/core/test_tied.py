@@ -1,0 +1,219 @@
+"""The gradient of a head takes the place of a tied weight, if backward needs the weight no more."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard.core.reductions import Reductions
+from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import Call, Step, assert_trains_like_plain, lm_step
+
+
+class _ByItself(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Rows, divided by the norm of all."""
+        return super().forward(tokens) / self.weight.norm()
+
+
+class _Tied(TinyLM):
+    """Subclasses and lists change one place."""
+
+    def __init__(self) -> None:
+        super().__init__(TinyConfig(tied=True))
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As in `TinyLM`."""
+        return self.predict(self.norm(self.run_blocks(self.embed(tokens), mask))) * self.scale
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens -> [.., dim]"""
+        out: Tensor = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        return out
+
+    def predict(self, x: Tensor) -> Tensor:
+        """[.., dim] -> logits"""
+        out: Tensor = self.head(x)
+        return out
+
+
+class _Twice(_Tied):
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of two tokens each."""
+        return super().embed(tokens) + 0.5 * super().embed(tokens.flip(1))
+
+
+class _Scaling(_Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = _ByItself.from_pretrained(self.embedding.weight.detach(), freeze=False)
+        self.head.weight = self.embedding.weight
+
+
+class _SoftPrompt(_Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(1, self.config.vocabulary))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows, and a mixture of all rows."""
+        out: Tensor = super().embed(tokens) + self.prompt.softmax(-1) @ self.embedding.weight
+        return out
+
+
+class _Recomputing(_Tied):
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Looks up again in backward."""
+        out: Tensor = checkpoint(super().embed, tokens, use_reentrant=False)
+        return out
+
+
+class _LateRecomputing(_Tied):
+    recomputes = False
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows, looked up again in backward or not."""
+        embed = super().embed
+        out: Tensor = checkpoint(embed, tokens, use_reentrant=False) if self.recomputes else embed(tokens)
+        return out
+
+
+class _InChunks(_Tied):
+    is_reentrant = False
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Chunks, recomputed in backward."""
+        return torch.cat([checkpoint(self.head, part, use_reentrant=self.is_reentrant) for part in x.chunk(2, 1)], 1)
+
+
+class _InReentrantChunks(_InChunks):
+    is_reentrant = True
+
+
+class _TwoHeads(_Tied):
+    def predict(self, x: Tensor) -> Tensor:
+        """Of the embedding's weight, and of the head, to which backward comes first."""
+        second = F.linear(x.tanh(), self.embedding.weight)
+        out: Tensor = self.head(x) + 0.5 * second
+        return out
+
+
+class _Penalised(_Tied):
+    is_penalised = False
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows, all a little larger if the weight is large."""
+        x = super().embed(tokens)
+        return x + self.embedding.weight.square().mean() if self.is_penalised else x
+
+
+class _EarlyExit(_Tied):
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The head between the blocks, too."""
+        first, *others = self.blocks
+        x = first(x)
+        x = x + 0.1 * self.head(x).logsumexp(-1, keepdim=True)
+        for block in others:
+            x = block(x)
+        return x
+
+
+def _two_passes(model: nn.Module, call: Call) -> Tensor:
+    batches = [token_batch(call.step + 50 * k, call.rank) for k in range(2)]
+    first, second = (next_token_loss(model(tokens), tokens) for tokens in batches)
+    return call.backward(first + 0.5 * second)
+
+
+def _two_backwards(model: nn.Module, call: Call) -> Tensor:
+    lm_step(model, call._replace(step=call.step + 50))
+    return lm_step(model, call)
+
+
+def _kept_graph(model: nn.Module, call: Call) -> Tensor:
+    tokens = token_batch(call.step, call.rank)
+    loss = next_token_loss(model(tokens), tokens)
+    call.backward(loss, retain_graph=True)
+    return call.backward(0.5 * loss)
+
+
+def _penalised(model: Any, call: Call) -> Tensor:
+    tokens = token_batch(call.step, call.rank)
+    return call.backward(next_token_loss(model(tokens), tokens) + model(tokens).square().mean())
+
+
+class _Way(NamedTuple):
+    """How to build and train; whether the gradient takes the weight's place from the second step on."""
+
+    build: Callable[[], nn.Module]
+    is_taken: bool
+    step: Step = lm_step
+
+
+WAYS = {
+    "a head": _Way(_Tied, True),
+    "rows looked up twice": _Way(_Twice, True),
+    "a head in chunks": _Way(_InChunks, True),
+    "a head between the blocks": _Way(_EarlyExit, True),
+    "two passes": _Way(_Tied, True, _two_passes),
+    "two backwards": _Way(_Tied, True, _two_backwards),
+    "a kept graph": _Way(_Tied, True, _kept_graph),
+    "outputs of two passes": _Way(_Tied, True, _penalised),
+    "an embedding that scales by its weight": _Way(_Scaling, False),
+    "a soft prompt": _Way(_SoftPrompt, False),
+    "a recomputed embedding": _Way(_Recomputing, False),
+    "chunks in reentrant checkpoints": _Way(_InReentrantChunks, False),
+    "a second head": _Way(_TwoHeads, False),
+}
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[list[int]]:
+    """The number of gradients that took their weight's place."""
+    counts, begin = [0], Reductions.begin_grad
+
+    def counted(*args: Any) -> None:
+        counts[0] += 1
+        begin(*args)
+
+    with mock.patch.object(Reductions, "begin_grad", counted):
+        yield counts
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", WAYS)
+def test_tied_models_train_like_plain(context: RankContext, name: str) -> None:
+    build, is_taken, step = WAYS[name]
+    with _counting() as counts:
+        assert_trains_like_plain(context, build, step, checked=(0, 2), steps=4)
+    assert (counts[0] >= 3) is is_taken and (counts[0] == 0) is not is_taken
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("settings", [{"weight_slots": "all"}, {"weight_slots": 3}])
+def test_tied_models_train_like_plain_with_other_slots(context: RankContext, settings: dict[str, Any]) -> None:
+    with _counting() as counts:
+        assert_trains_like_plain(context, _Twice, lm_step, **settings)
+    assert (counts[0] > 0) is (settings["weight_slots"] == 3)
+
+
+def _from_step_2(model: Any, number: int) -> None:
+    if number == 2:
+        model.is_penalised = model.recomputes = True
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("build", [_Penalised, _LateRecomputing])
+def test_a_backward_that_begins_to_need_the_weight_raises(context: RankContext, build: Any) -> None:
+    """With the alternative."""
+    with pytest.raises(Exception, match=r"is at version 16777216|weight_slots='all'"):  # torch's, or ours
+        assert_trains_like_plain(context, build, lm_step, prepare=_from_step_2)
+    assert_trains_like_plain(context, build, lm_step, prepare=_from_step_2, weight_slots="all")
