@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,16 +18,17 @@ from streamshard.layer_major.attributes import Attributes
 from streamshard.layer_major.step import LayerMajorStep, can_run
 from streamshard.layer_major.sums import Sums
 
+HAS_DTENSORS = "the model has DTensors (tensor or expert parallelism)"
+
 
 def accumulate(
     engine: Engine, model: Any, micro_batches: Iterable[Any], loss_of: Callable[[Any, Any], torch.Tensor]
 ) -> list[torch.Tensor]:
     """See `StreamShard.accumulate`. `engine` is the model's."""
-    what = "model.accumulate: {}, which needs one pass after the other: loop with loss.backward()"
     if engine.ranks.n_parts > 1 or any(flat.kind.is_expert for unit in engine.units for flat in unit.flat_params):
-        raise ConfigError(what.format("the model has DTensors (tensor or expert parallelism)"))
+        refuse(HAS_DTENSORS)
     if engine.inputs.compares_steps:
-        raise ConfigError(what.format("it runs inside Join"))
+        refuse("it runs inside Join")
     losses = [functools.partial(loss_of, model, micro_batch) for micro_batch in micro_batches]
     if len(losses) > 1 and can_run(engine):
         if engine.sums is None:
@@ -39,3 +40,8 @@ def accumulate(
         loss.backward()
         made.append(loss.detach())
     return made
+
+
+def refuse(why: str) -> NoReturn:
+    """Raise a ConfigError, because of `why`."""
+    raise ConfigError(f"model.accumulate: {why}, which needs one pass after the other: loop with loss.backward()")

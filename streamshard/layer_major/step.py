@@ -31,7 +31,7 @@ from streamshard.torch_private import AsTensors, set_grad
 
 # Elements of a parameter of the root unit, such as a tied head, whose gradients do not wait for those of the layers
 # before the turn, with which autograd would add them in half precision: all of them would take too much memory.
-_LARGE = 1 << 20
+LARGE = 1 << 20
 
 
 class Visit(NamedTuple):
@@ -216,7 +216,7 @@ class LayerMajorStep:
                     if closing is not None:
                         self._collect(closing, micro_batch)
                     if visit is turn or visit.unit is None:
-                        self._collect(self._root_unit, micro_batch, at_least=_LARGE if visit is turn else 0)
+                        self._collect(self._root_unit, micro_batch, at_least=LARGE if visit is turn else 0)
                 if closing is not None:
                     for micro_batch in self._micro_batches:  # that have come to the unit only later
                         self._collect(closing, micro_batch)

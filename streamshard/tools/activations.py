@@ -13,7 +13,7 @@ import inspect
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard.conventions import conventions
 from streamshard.errors import ConfigError, describe
+from streamshard.layer_major.step import LARGE
 from streamshard.nested import cast, tensors_in
 from streamshard.planning.discovery import FoundUnit
 from streamshard.planning.structure import list_of, modules_inside, modules_of, params_of, replacing
@@ -104,6 +105,7 @@ def estimate_activations(
     batch: int,
     seq: int,
     *,
+    micro_batches: int = 1,
     on_gpus: bool,
     build: Build | None = None,
 ) -> Activations:
@@ -116,6 +118,7 @@ def estimate_activations(
         found: its units; layers among them are checkpointed.
         dtype: the dtype in which layers compute; None: the parameters' own.
         batch, seq: shape of the tokens.
+        micro_batches: of ``model.accumulate``, each of this shape; 1: a forward and backward of its own.
         on_gpus: attention with dropout does not keep its weights.
         build: makes `model`. Called for each copy if there are DTensors, whose hooks and forwards stay with a model.
 
@@ -125,7 +128,11 @@ def estimate_activations(
     names = {module: name for name, module in modules_of(model)}
     units = [unit for unit in found if not unit.is_resident or list_of(unit.name) != unit.name]
     layers = [names[module] for unit in units for module in unit.modules]
-    own = [[names[module] for module in unit.modules] for unit in found if unit.name]
+    own = [
+        ([names[module] for module in unit.modules], unit.may_join or not unit.is_resident)
+        for unit in found
+        if unit.name
+    ]
 
     attention = _FusedAttention if on_gpus else contextlib.nullcontext
     make, runs = partial(copy_without_memory, model, dtype), 1
@@ -137,57 +144,95 @@ def estimate_activations(
 
     def peak(inputs: Inputs, checkpointed: Sequence[str]) -> int:
         with attention():
-            return [_peak(make(), own, dtype, inputs, checkpointed, attention) for _ in range(runs)][-1]
+            return [_peak(make(), own, dtype, inputs, checkpointed, attention, micro_batches) for _ in range(runs)][-1]
 
     return run_without_memory(model, batch, seq, lambda inputs: Activations(peak(inputs, []), peak(inputs, layers)))
 
 
 def _peak(
     model: nn.Module,
-    units: Sequence[Sequence[str]],
+    units: Sequence[tuple[Sequence[str], bool]],
     dtype: torch.dtype | None,
     inputs: Inputs,
     checkpointed: Sequence[str],
     attention: Callable[[], contextlib.AbstractContextManager[object]],
+    micro_batches: int,
 ) -> int:
     """Bytes of the inputs and of one forward and backward of `model`, at most. Changes the model.
 
+    Between two places where `model.accumulate` pauses, one micro-batch runs and each other one waits at either of them.
+
     Args:
         model, dtype, inputs: without memory.
-        units: by unit but the root unit, names of its modules.
+        units: by unit but the root unit, names of its modules, and whether forwards of micro-batches pause there.
         checkpointed: names of layers.
         attention: the context in which they run again; backward leaves a TorchFunctionMode of its caller.
+        micro_batches: see `estimate_activations`.
     """
     again: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
     again["context_fn"] = lambda: (contextlib.nullcontext(), attention())
     for layer in map(model.get_submodule, checkpointed):
         layer.forward = partial(checkpoint, layer.forward, **again)
-    for unit in units:
-        _drop_grads_of(list(map(model.get_submodule, unit)))
-    input_bytes = sum(tensor.nbytes for tensor in set(tensors_in(inputs)))
+    most = waiting = 0  # bytes so far, and of a micro-batch that waits in the last place
+
+    def pause(*_: object) -> None:
+        nonlocal most, waiting
+        most = max(most, live.peak + (micro_batches - 1) * max(waiting, live.now))
+        waiting = live.peak = live.now
+
+    def leave(params: Sequence[nn.Parameter]) -> None:
+        """The engine takes gradients of a unit that backward has left and, of several micro-batches, large others."""
+        _drop_grads((*params, *(param for param in root if micro_batches > 1 and param.numel() >= LARGE)))
+        pause()
+
+    if micro_batches > 1:
+        _untie(model)
+    root = set(model.parameters())
+    for names, pauses in units:
+        modules = list(map(model.get_submodule, names))
+        params = [param for module in modules for param in module.parameters()]
+        root.difference_update(params)
+        if pauses or micro_batches == 1:
+            _when_left(modules, partial(leave, params))
+            for module in modules:
+                module.register_forward_pre_hook(pause)
     with LiveBytes() as live:
         given = inputs if dtype is None else cast(inputs, dtype)
         output = model.train()(*given.args, **given.kwargs)  # lives until backward is over, as in most loops
         if (loss := getattr(output, "loss", None)) is None:
             output = cast(output, torch.float32)  # as the engine does
             loss = sum(_cross_entropy(each) for each in tensors_in(output) if each.requires_grad)
+        if micro_batches > 1:
+            del output  # `loss_of` has returned
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             loss.backward()
-    return int(input_bytes + live.peak)
+        _drop_grads(root)
+        pause()
+    return most + micro_batches * sum(tensor.nbytes for tensor in set(tensors_in(inputs)))
 
 
-def _drop_grads_of(modules: Sequence[nn.Module]) -> None:
-    """Drop gradients of the parameters of a unit's `modules` as the engine does: when backward has left the modules."""
-    params = [param for module in modules for param in module.parameters()]
+def _untie(model: nn.Module) -> None:
+    """Give each module a large parameter of its own, whose gradient does not wait for that of another module."""
+    seen = set[nn.Parameter]()
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param in seen and param.numel() >= LARGE:
+                module._parameters[name] = nn.Parameter(torch.empty_like(param), param.requires_grad)
+            seen.update(() if param is None else (param,))
 
-    def drop(grad: torch.Tensor) -> None:
-        for param in params:
-            param.grad = None
+
+def _drop_grads(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def _when_left(modules: Sequence[nn.Module], call: Callable[[], None]) -> None:
+    """Call `call` when backward has left `modules`."""
 
     def on_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
         for tensor in tensors_in((args, kwargs)):
             if tensor.requires_grad:
-                tensor.register_hook(drop)
+                tensor.register_hook(lambda grad: call())
 
     for module in modules:
         module.register_forward_pre_hook(on_inputs, with_kwargs=True)

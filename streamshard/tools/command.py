@@ -126,11 +126,13 @@ def _add_files(commands: Any) -> None:
 
 def _add_step(plan: argparse.ArgumentParser) -> None:
     """Options of ``plan`` for the time of a step."""
-    about = (
-        "with --offload, predict the time of a step on such a machine: %(choices)s. The next four change its figures"
-    )
+    about = "plan M micro-batches in a step, by model.accumulate: memory, and on a machine whether it pays"
+    plan.add_argument("--accumulate", type=int, metavar="M", help=about)
+    about = "with --offload or --accumulate, predict the time of a step on such a machine: %(choices)s. The next four "
+    about += "change its figures"
     plan.add_argument("--machine", choices=MACHINES, metavar="NAME", help=about)
-    plan.add_argument("--link", metavar="RATE", help="between a rank and host memory, each way, such as 50GB/s")
+    about = "between a rank and host memory, or without --offload other ranks, each way, such as 50GB/s"
+    plan.add_argument("--link", metavar="RATE", help=about)
     plan.add_argument("--host-memory", metavar="RATE", help="of the machine's memory, such as 150GB/s")
     plan.add_argument("--flops", metavar="RATE", help="of a rank, such as 400T")
     plan.add_argument("--local-ranks", type=int, metavar="K", help="ranks of the machine")
@@ -160,12 +162,14 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.ranks is None:
         ranks = Ranks(arguments.tp * arguments.ep, arguments.tp, arguments.ep, arguments.transport)
         tokens = tokens_of(arguments.batch, arguments.seq)
-        table = plan_ranks(build, **of("units resident budget"), ranks=ranks, tokens=tokens, given=of(_SETTINGS))
+        table = plan_ranks(
+            build, ranks=ranks, tokens=tokens, given=of(_SETTINGS), **of("units resident budget accumulate")
+        )
         _print(table, arguments.json)
         fits = table.fits
     else:
         step = None if machine is None else Step(machine, **of("micro_batches is_checkpointed active"))
-        given = of(f"units resident tp ep transport weight_slots budget batch seq {_SETTINGS}")
+        given = of(f"units resident tp ep transport weight_slots budget batch seq accumulate {_SETTINGS}")
         planned = plan(build, arguments.ranks, step=step, **given)
         _print(planned, arguments.json)
         fits = planned.fit is None or planned.fit.choice is not None
@@ -186,8 +190,12 @@ def _machine(arguments: argparse.Namespace) -> Machine | None:
         given["ranks"] = arguments.local_ranks
     if arguments.machine is not None:
         return dataclasses.replace(MACHINES[arguments.machine], **given)
+    if arguments.offload is None:
+        given = given and {"host_memory": None, **given}  # no limit
     if given and not given.keys() >= units.keys():
-        raise ConfigError("a machine has --link, --host-memory and --flops: give all of them, or --machine")
+        raise ConfigError(
+            "a machine has --link, --flops and, with --offload, --host-memory: give all of them, or --machine"
+        )
     return Machine(**given) if given else None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from streamshard.config import GradSlots, SlotCount
 from streamshard.errors import ConfigError
 from streamshard.tools.activations import Activations
+from streamshard.tools.host_time import Exchanged
 from streamshard.tools.memory import MemoryReport
 
 _MARGIN = 20  # a budget's twentieth is for fragmentation
@@ -33,8 +34,10 @@ class Stage:
         weight_slots, grad_slots: the arguments of `StreamShard`.
         memory: the planned ``memory_report()``.
         total_bytes, host_total_bytes: the sums on the device and in host memory, with those for Adam.
-        all_gathers, reductions: the number of collectives in one step: one forward, one backward.
+        all_gathers, reductions: the number of collectives in one forward and one backward, which are a step without
+            accumulation, or by ``model.accumulate``.
         sent_bytes: bytes that the rank sends for these collectives.
+        exchanged: by pass; and `loop`, of a forward and a backward of a loop over micro-batches.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Stage:
     all_gathers: int
     reductions: int
     sent_bytes: int
+    exchanged: Exchanged
+    loop: Exchanged
 
     @property
     def start_bytes(self) -> int:

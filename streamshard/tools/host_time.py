@@ -1,7 +1,7 @@
-"""Whether copies between host memory and the device hide behind compute (``offload``). Arithmetic on given speeds.
+"""Whether a link hides behind compute: to host memory (``offload``), or to other ranks. Arithmetic on given speeds.
 
-The forward of a step's first micro-batch carries out the last optimizer step beside its layers, so it copies the most.
-Bytes for each element that trains in bf16, in (to the device) and out:
+With ``offload`` the forward of a step's first micro-batch carries out the last optimizer step beside its layers, so it
+copies the most. Bytes for each element that trains in bf16, in (to the device) and out:
 
     first forward       in 16: main weights 4, main grads 4, Adam's moments 8
                         out 14: main weights, moments, and the new all-gather input 2
@@ -11,6 +11,11 @@ Bytes for each element that trains in bf16, in (to the device) and out:
 
 Frozen weights come in as in further forwards. A unit that is still in its weight slot does not come in again, unless
 the optimizer has stepped it.
+
+Without ``offload`` the link is that to other ranks. Weights are all-gathered in each forward and backward, and
+gradients reduced in each backward. A rank sends as many bytes as it receives.
+
+`model.accumulate` runs all micro-batches of a step in one forward and backward, with the bytes of one micro-batch.
 
 FLOPs of a token are those of PaLM (arXiv:2204.02311, appendix B), with half the attention, as it is causal:
 
@@ -23,7 +28,8 @@ Without frozen parameters these are 6 x used parameters and attention, or 8 x wi
   The first and the last unit, which have nothing to hide behind, are left out.
 - The link is as fast in one direction when the other one is busy. A byte on the link is read or written once in host
   memory. Nothing else uses host memory, which the ranks of a machine share equally.
-- All kernels compute at the given rate. Collectives hide. The optimizer is Adam, whose kernels take no time.
+- All kernels compute at the given rate. With ``offload`` collectives hide. The optimizer is Adam, whose kernels take no
+  time.
 """
 
 from __future__ import annotations
@@ -48,8 +54,8 @@ class Machine:
     """The speeds that count.
 
     Attributes:
-        link: bytes per second between a rank and host memory, in each direction while both are busy.
-        host_memory: bytes per second that all ranks of the machine read and write in its memory.
+        link: bytes per second between a rank and host memory, or other ranks, in each direction while both are busy.
+        host_memory: bytes per second that all ranks of the machine read and write in its memory. None: no limit.
         flops: FLOP per second of a rank in training.
         ranks: of the machine.
 
@@ -58,17 +64,17 @@ class Machine:
     """
 
     link: float
-    host_memory: float
+    host_memory: float | None
     flops: float
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        want_positive(vars(self))
+        want_positive({name: number for name, number in vars(self).items() if number is not None})
 
     def __str__(self) -> str:
         ranks = f" for {self.ranks} ranks" if self.ranks > 1 else ""
-        link, memory = (f"{rate / 1e9:.3g} GB/s" for rate in (self.link, self.host_memory))
-        return f"link {link} each way, host memory {memory}{ranks}, {self.flops / 1e12:.3g} TFLOP/s"
+        memory = "" if self.host_memory is None else f"host memory {self.host_memory / 1e9:.3g} GB/s{ranks}, "
+        return f"link {self.link / 1e9:.3g} GB/s each way, {memory}{self.flops / 1e12:.3g} TFLOP/s"
 
 
 MACHINES: Mapping[str, Machine] = {  # round figures; `streamshard doctor` measures
@@ -108,6 +114,49 @@ class Inputs:
     forward: int
     backward: int
 
+    def copies(self, passes: int) -> Iterator[tuple[str, int, int, int]]:
+        """Each kind of pass, of so many forwards and backwards: its name, how often, bytes in, bytes out."""
+        grads = 4 * self.trained
+        yield "first forward", 1, 4 * grads + self.first_forward, 3 * grads + self.cast
+        yield "first backward", 1, self.backward, grads
+        if passes > 1:
+            yield "further forward", passes - 1, self.forward, 0
+            yield "further backward", passes - 1, self.backward + grads, grads
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What a rank sends to other ranks; it receives as much.
+
+    Attributes:
+        forward, backward: bytes of the weights that each of them all-gathers.
+        reduced: bytes of gradients.
+        keeps_weights, keeps_grads: inside ``no_sync()``, around all passes but the last, weights stay, or gradients
+            wait.
+    """
+
+    forward: int
+    backward: int
+    reduced: int
+    keeps_weights: bool
+    keeps_grads: bool
+
+    def copies(self, passes: int) -> Iterator[tuple[str, int, int, int]]:
+        """See `Inputs.copies`."""
+        gathering, reducing = min(passes, 2 if self.keeps_weights else passes), 1 if self.keeps_grads else passes
+        for name, count, n_bytes in (
+            ("forward", gathering, self.forward),
+            ("forward in no_sync", passes - gathering, 0),
+            ("backward", reducing, self.backward + self.reduced),
+            ("backward in no_sync", passes - reducing, self.backward),
+        ):
+            if count:
+                yield name, count, n_bytes, n_bytes
+
+    def sent_bytes(self, passes: int) -> int:
+        """Of so many forwards and backwards."""
+        return sum(count * out_bytes for _, count, _, out_bytes in self.copies(passes))
+
 
 @dataclass(frozen=True)
 class Load:
@@ -120,6 +169,7 @@ class Load:
         batch, seq: shape of a micro-batch of tokens.
         micro_batches: of a step.
         is_checkpointed: backward repeats the forward.
+        is_layer_major: they run layer by layer, in one pass.
     """
 
     used: float
@@ -130,6 +180,17 @@ class Load:
     seq: int
     micro_batches: int = 1
     is_checkpointed: bool = False
+    is_layer_major: bool = False
+
+    @property
+    def passes(self) -> int:
+        """Forwards of a step, and backwards."""
+        return 1 if self.is_layer_major else self.micro_batches
+
+    @property
+    def pass_tokens(self) -> int:
+        """Of each of them."""
+        return self.batch * self.seq * self.micro_batches // self.passes
 
     @property
     def forward_flops(self) -> float:
@@ -167,13 +228,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or backward of a micro-batch.
+    """A forward or backward of a micro-batch, or of all of them.
 
     Attributes:
         name, count: which one, and how often a step has it.
-        in_bytes, out_bytes: over the link, to the device and to the host. Host memory moves the sum.
+        in_bytes, out_bytes: over the link, to the device and from it. Host memory moves the sum.
         seconds: what each limit takes alone: "computing", "link in", "link out", "host memory".
-        hidden_tokens: tokens of a micro-batch from which computing takes the longest.
+        hidden_tokens: tokens of the pass from which computing takes the longest.
     """
 
     name: str
@@ -202,7 +263,7 @@ class StepTime:
         machine, load: the arguments.
         passes: the kinds of passes of a step.
         step_s, computing_s: the time of a step with all copies, and of its computing alone.
-        hidden_tokens: tokens of a micro-batch from which all copies hide.
+        hidden_tokens: tokens of a pass from which all copies hide.
         limit: what takes the longest in the pass that copies delay most. "computing": all copies hide.
         advice: what helps; empty if all copies hide.
     """
@@ -220,9 +281,10 @@ class StepTime:
         load, sums = self.load, [sum(each.count * each.in_bytes for each in self.passes)]
         sums.append(sum(each.count * each.out_bytes for each in self.passes))
         going_in, out, both = (f"{n_bytes / 1e9:.2f} GB" for n_bytes in (*sums, sum(sums)))
+        way, uses_host = " by model.accumulate" * load.is_layer_major, self.machine.host_memory is not None
         lines = [
-            f"a step of {load.micro_batches} x {load.batch * load.seq:,} tokens, estimated: {self.machine}",
-            f"over the link {going_in} in, {out} out; in host memory {both}",
+            f"a step of {load.micro_batches} x {load.batch * load.seq:,} tokens{way}, estimated: {self.machine}",
+            f"over the link {going_in} in, {out} out" + f"; in host memory {both}" * uses_host,
             f"{'seconds':<24}" + "".join(f"{name:>12}" for name in self.passes[0].seconds),
         ]
         for each in self.passes:
@@ -230,18 +292,21 @@ class StepTime:
             lines.append(f"{name:<24}" + "".join(f"{seconds:>12.4g}" for seconds in each.seconds.values()))
         share = self.computing_s / self.step_s
         lines.append(f"takes {self.step_s:.4g} s, {share:.0%} of the speed of computing alone; limit: {self.limit}")
-        lines.append(f"all copies hide from {self.hidden_tokens:,} tokens in a micro-batch")
+        what = "step" if load.is_layer_major else "micro-batch"
+        lines.append(f"all copies hide from {self.hidden_tokens:,} tokens in a {what}")
         return "\n".join([*lines, *(f"what helps: {each}" for each in self.advice)])
 
 
-def predict(inputs: Inputs, load: Load, machine: Machine) -> StepTime:
+def predict(inputs: Inputs | Exchanged, load: Load, machine: Machine) -> StepTime:
     """The time of a step, by the model of this file."""
-    passes = [_time(*copied, load, machine) for copied in _copies(inputs, load.micro_batches)]
+    passes = [_time(*copied, load, machine) for copied in inputs.copies(load.passes)]
     computing_s = sum(each.count * each.seconds["computing"] for each in passes)
     worst = max(passes, key=lambda each: each.exposed_s)
     hidden_tokens, advice = math.ceil(max(each.hidden_tokens for each in passes)), []
     if worst.exposed_s > 0:
-        advice.append("larger micro-batches" + " rather than more" * (load.micro_batches > 1))
+        larger = "larger micro-batches" + " rather than more" * (load.micro_batches > 1)
+        advice.append("more tokens in a step" if load.is_layer_major else larger)
+    if worst.exposed_s > 0 and isinstance(inputs, Inputs):
         if worst is passes[0] and 16 * inputs.trained > inputs.first_forward:
             share = 1 - worst.seconds["computing"] / worst.seconds[worst.limit]
             advice.append(f"device_budget: with {share:.0%} of the state on the device, copies of the rest hide")
@@ -253,22 +318,10 @@ def predict(inputs: Inputs, load: Load, machine: Machine) -> StepTime:
     return StepTime(machine, load, passes, step_s, computing_s, hidden_tokens, limit, advice)
 
 
-def _copies(inputs: Inputs, micro_batches: int) -> Iterator[tuple[str, int, int, int]]:
-    """Each kind of pass: its name, how often, bytes in, bytes out."""
-    grads = 4 * inputs.trained
-    yield "first forward", 1, 4 * grads + inputs.first_forward, 3 * grads + inputs.cast
-    yield "first backward", 1, inputs.backward, grads
-    if micro_batches > 1:
-        yield "further forward", micro_batches - 1, inputs.forward, 0
-        yield "further backward", micro_batches - 1, inputs.backward + grads, grads
-
-
 def _time(name: str, count: int, in_bytes: int, out_bytes: int, load: Load, machine: Machine) -> Pass:
     flops = load.forward_flops if "forward" in name else load.backward_flops
-    copying = {
-        "link in": in_bytes / machine.link,
-        "link out": out_bytes / machine.link,
-        "host memory": (in_bytes + out_bytes) * machine.ranks / machine.host_memory,
-    }
-    seconds = {"computing": load.batch * load.seq * flops / machine.flops, **copying}
+    copying = {"link in": in_bytes / machine.link, "link out": out_bytes / machine.link}
+    if machine.host_memory is not None:
+        copying["host memory"] = (in_bytes + out_bytes) * machine.ranks / machine.host_memory
+    seconds = {"computing": load.pass_tokens * flops / machine.flops, **copying}
     return Pass(name, count, in_bytes, out_bytes, seconds, max(copying.values()) * machine.flops / flops)

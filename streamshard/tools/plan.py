@@ -20,6 +20,8 @@ from streamshard.tools.fit import NO_TOKENS, Fit, Room, Stage, choose, most_slot
 from streamshard.tools.host_time import Step, StepTime
 from streamshard.tools.planner import BuildOnMesh, PlannedUnit, Planner, Ranks, planning
 
+_WORTH = 1.05  # times as long a loop has to take: estimates are no better
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -37,6 +39,8 @@ class Plan:
         activations_unknown: why they are not known; "" if they are, or if nobody needs them.
         fit: what fits the budget; None: no budget is given.
         step: the time of a step of the stage `timed`; None: no machine is given.
+        accumulate: the number of micro-batches that ``model.accumulate`` takes; None: no accumulation.
+        loop: the time of the same step in a loop; None: no machine is given, or it is the same.
     """
 
     model: str
@@ -51,12 +55,15 @@ class Plan:
     activations_unknown: str
     fit: Fit | None
     step: StepTime | None
+    accumulate: int | None
+    loop: StepTime | None = None
 
     @property
     def timed(self) -> Stage:
-        """The stage to take; without a budget, or if none fits, the last one."""
+        """The stage to take; without a budget, or if none fits, the last one without "all" slots."""
         choice = None if self.fit is None else self.fit.choice
-        return next((stage for stage in self.stages if stage.name == choice), self.stages[-1])
+        few = [stage for stage in self.stages if stage.weight_slots != "all"]
+        return next((stage for stage in self.stages if stage.name == choice), few[-1])
 
     def __str__(self) -> str:
         unit_name, unit_bytes = ("GiB", 2**30) if self.stages[-1].total_bytes >= 2**30 else ("MiB", 2**20)
@@ -83,18 +90,23 @@ class Plan:
                 sizes = [size(table[name]) for table in tables]
                 if max(sizes) != "0.00":
                     lines.append(row(f"  {name}", sizes))
+        count, of_all = self.accumulate, "" if self.accumulate is None else f" of {self.accumulate} micro-batches"
         lines += [
-            "\nsent by a rank in a step" + ", activations aside" * (self.tp * self.ep > 1),
+            f"\nsent by a rank in a step{of_all}" + ", activations aside" * (self.tp * self.ep > 1),
             row("  all-gathers", (stage.all_gathers for stage in self.stages)),
             row("  reductions", (stage.reductions for stage in self.stages)),
             row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
+        ]
+        if count is not None:
+            lines.append(row(f"  {unit_name} in a loop", (size(each.loop.sent_bytes(count)) for each in self.stages)))
+        lines += [
             "\narguments of StreamShard",
             row("  weight_slots", (stage.weight_slots for stage in self.stages)),
             row("  grad_slots", (stage.grad_slots for stage in self.stages)),
         ]
         if self.activation_bytes is not None:
             lines += [
-                f"\nactivations, {unit_name} per rank, at most",
+                f"\nactivations{of_all}, {unit_name} per rank, at most",
                 row("  without checkpointing", [size(self.activation_bytes.without)]),
                 row("  layers checkpointed", [size(self.activation_bytes.checkpointed)]),
             ]
@@ -102,9 +114,28 @@ class Plan:
             lines.append(f"\nactivations: unknown, because {self.activations_unknown}")
         if self.fit is not None:
             lines += ["", *self.fit.lines(lambda n_bytes: f"{size(n_bytes)} {unit_name}")]
-        if self.step is not None:
-            lines.append(f"\n{self.timed.name}, {self.step}")
+        lines += [f"\n{self.timed.name}, {step}" for step in (self.loop, self.step) if step is not None]
+        if count is not None:
+            lines.append(f"\n{self.verdict}")
         return "\n".join(lines)
+
+    @property
+    def verdict(self) -> str:
+        """Whether ``model.accumulate`` pays in the stage `timed`."""
+        is_alone = self.world_size == 1 and not self.timed.host_total_bytes
+        if is_alone or all(unit.is_resident for unit in self.units):
+            why = "one rank gathers nothing" if is_alone else "no layers take turns, so it runs the loop"
+            return f"model.accumulate saves nothing: {why}"
+        if self.step is None or self.loop is None:
+            return (
+                "whether model.accumulate pays depends on the machine: give --seq, and --link and --flops or --machine"
+            )
+        ours, loop = self.step.step_s, self.loop.step_s
+        if loop < _WORTH * ours:
+            return f"model.accumulate does not pay: a step takes {ours:.4g} s, in a loop {loop:.4g} s"
+        return (
+            f"model.accumulate pays: a step takes {ours:.4g} s, in a loop {loop:.4g} s, {loop / ours:.2f} times as long"
+        )
 
     def _memory(self) -> dict[str, list[dict[str, int]]]:
         """By place, a table of each stage: bytes by name."""
@@ -133,6 +164,7 @@ def plan(
     batch: int | None = None,
     seq: int | None = None,
     step: Step | None = None,
+    accumulate: int | None = None,
     **given: Any,
 ) -> Plan:
     """Plan training with AdamW, from ZeRO-3 to ZeRO-1. Needs no process group and no memory.
@@ -148,7 +180,9 @@ def plan(
             not, the largest number that fits.
         budget: memory of a rank: bytes, or text such as "80GiB".
         batch, seq: shape of a rank's tokens, for its activations. Without `batch`, one sequence.
-        step: with ``offload``, predict the time of this step (see `streamshard.tools.host_time`).
+        step: with ``offload`` or `accumulate`, predict the time of this step (see `streamshard.tools.host_time`).
+        accumulate: plan steps of so many micro-batches, each of `batch` and `seq`, by ``model.accumulate``: with its
+            sums, activations of all micro-batches, and beside it what a loop sends and how long its step takes.
         **given: other arguments of `StreamShard`: precision, min_unit_size, align_pieces_to, offload, device_budget.
 
     Raises:
@@ -163,11 +197,16 @@ def plan(
         raise ConfigError(
             "the time of a step is predicted with batch and seq, and without tp and ep, whose exchanges no plan knows"
         )
-    with planning(model, Ranks(world_size, tp, ep, transport), units, resident, given) as planner:
+    if step is not None and accumulate is not None:
+        if step.micro_batches not in (1, accumulate):
+            raise ConfigError(f"micro_batches={step.micro_batches}, accumulate={accumulate}: wanted one of the two")
+        step = dataclasses.replace(step, micro_batches=accumulate)
+    with planning(model, Ranks(world_size, tp, ep, transport), units, resident, given, accumulate) as planner:
         planned = _plan(planner, weight_slots, budget_bytes, tokens)
         if step is None or tokens is None:
             return planned
-        return dataclasses.replace(planned, step=planner.time(step, tokens, planned.timed.weight_slots))
+        *loop, timed = planner.times(step, tokens, planned.timed)
+        return dataclasses.replace(planned, step=timed, loop=loop[0] if loop else None)
 
 
 def _plan(planner: Planner, weight_slots: int | None, budget_bytes: int | None, tokens: tuple[int, int] | None) -> Plan:
@@ -185,7 +224,7 @@ def _plan(planner: Planner, weight_slots: int | None, budget_bytes: int | None, 
         fit = dataclasses.replace(fit, ways=planner.ways(smallest, room, tokens))
     found, name = planner.units(), type(planner.model).__name__
     numel = sum(unit.count * unit.numel for unit in found)
-    return Plan(name, numel, *planner.ranks, found, stages, activations, unknown, fit, None)
+    return Plan(name, numel, *planner.ranks, found, stages, activations, unknown, fit, None, planner.accumulate)
 
 
 def tokens_of(batch: int | None, seq: int | None) -> tuple[int, int] | None:

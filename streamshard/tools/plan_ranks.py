@@ -83,10 +83,11 @@ def plan_ranks(
     budget: int | str,
     tokens: tuple[int, int] | None,
     given: Mapping[str, Any],
+    accumulate: int | None = None,
 ) -> RanksTable:
     """What fits `budget` on 1, 2, 4, .. times as many ranks as `ranks`. For the other arguments see `plan`."""
     budget_bytes = parse_bytes("budget", budget)
-    with planning(model, ranks, units, resident, given) as planner:
+    with planning(model, ranks, units, resident, given, accumulate) as planner:
         activations, unknown = (None, NO_TOKENS) if tokens is None else planner.activations(tokens)
         room = Room.of(budget_bytes, activations, ranks.communicators)
         rows: dict[int, dict[str, Taken | None]] = {}

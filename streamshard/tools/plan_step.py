@@ -1,9 +1,10 @@
-"""What a planned rank copies and computes in a step with state in host memory (see `streamshard.tools.host_time`)."""
+"""What a planned rank copies, exchanges and computes in a step (see `streamshard.tools.host_time`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import nn
 
 from streamshard.core.engine import Engine
@@ -11,11 +12,11 @@ from streamshard.core.params import FlatParam
 from streamshard.core.unit import Unit
 from streamshard.planning.discovery import FoundUnit
 from streamshard.planning.structure import modules_inside
-from streamshard.tools.host_time import Inputs, Load, Step
+from streamshard.tools.host_time import Exchanged, Inputs, Load, Step
 
 
 def load_of(model: nn.Module, found: Sequence[FoundUnit], tokens: tuple[int, int], step: Step) -> Load:
-    """The load of a rank that trains `model`, with the units `found`, in micro-batches of the shape `tokens`."""
+    """The load of a rank that trains `model`, with the units `found`, in a loop over micro-batches of `tokens`."""
     tables = [module for module in modules_inside(model) if isinstance(module, nn.Embedding)]
     others = [module for module in modules_inside(model) if not isinstance(module, nn.Embedding)]
     params = {param for module in others for param in module._parameters.values() if param is not None}
@@ -59,3 +60,19 @@ def inputs_of(engine: Engine) -> Inputs:
         forward=size(flats(forward)),
         backward=size(flats(backward)),
     )
+
+
+def exchanged_of(engine: Engine) -> Exchanged:
+    """What the rank of a planned engine sends, with gradients in the slots that units have now."""
+
+    def sent(flat: FlatParam, dtype: torch.dtype) -> int:
+        # Each other rank receives this rank's shards, and chunks of this rank's gradients.
+        return (flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize
+
+    forward, backward = (
+        sum(sent(flat, flat.kind.wire_dtype) for unit in units for flat in unit.flat_params)
+        for units in gathers_of(engine)
+    )
+    reduced = [flat for unit in engine.units for flat in unit.trained]
+    grads = sum(sent(flat, flat.ranks.transport.sent_dtype(flat.kind.mode, flat.grads.dtype)) for flat in reduced)
+    return Exchanged(forward, backward, grads, engine.plan.keeps_weights, engine.plan.keeps_grads)

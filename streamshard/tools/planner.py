@@ -27,13 +27,15 @@ from streamshard.core.unit import Unit
 from streamshard.dtensors import axes_of, mark_experts
 from streamshard.errors import ConfigError
 from streamshard.initialise import takes
+from streamshard.layer_major import HAS_DTENSORS, refuse
+from streamshard.layer_major.sums import Sums
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
 from streamshard.tools.activations import Activations, Build, estimate_activations
 from streamshard.tools.fit import Room, Stage, fewer_tokens, fewest_ranks
 from streamshard.tools.host_time import Step, StepTime, predict
 from streamshard.tools.memory import report_memory
-from streamshard.tools.plan_step import gathers_of, inputs_of, load_of
+from streamshard.tools.plan_step import exchanged_of, gathers_of, inputs_of, load_of
 from streamshard.torch_private import fake_ranks
 
 BuildOnMesh = Callable[[DeviceMesh], nn.Module]
@@ -96,12 +98,16 @@ class Planner(NamedTuple):
         checked: its units and settings.
         ranks: see `Ranks`.
         measure: returns its activations, of a batch and a sequence.
+        accumulate: see `plan`.
+        is_layer_major: ``model.accumulate`` runs micro-batches layer by layer, because layers take turns in slots.
     """
 
     model: nn.Module
     checked: Checked
     ranks: Ranks
     measure: Callable[[int, int], Activations]
+    accumulate: int | None
+    is_layer_major: bool
 
     def activations(self, tokens: tuple[int, int] | None) -> tuple[Activations | None, str]:
         """The activations of a batch and a sequence, or why they are not known; "" without `tokens`."""
@@ -137,19 +143,23 @@ class Planner(NamedTuple):
             words.append("with --batch {} --seq {}".format(*shape) + _CHECKPOINTED)
         return words
 
-    def time(self, step: Step, tokens: tuple[int, int], weight_slots: SlotCount) -> StepTime:
-        """The time of a step with micro-batches of such `tokens`, with state in host memory.
+    def times(self, step: Step, tokens: tuple[int, int], stage: Stage) -> list[StepTime]:
+        """The time of a step with micro-batches of such `tokens`: of a loop and, if it differs, by accumulation.
 
         Raises:
-            ConfigError: the state lies on the device, or a number of `step` is not positive.
+            ConfigError: nothing is copied from host memory, and nothing accumulated.
         """
-        if self.checked.settings.offload is None:
-            raise ConfigError('a step without offload copies nothing from host memory: give offload="state"')
         load = load_of(self.model, self.checked.found, tokens, step)
-        inputs = inputs_of(self.engine(weight_slots=weight_slots, grad_slots=None))
-        return predict(
-            inputs, load, dataclasses.replace(step.machine, ranks=min(step.machine.ranks, self.ranks.world_size))
-        )
+        loads = [load, dataclasses.replace(load, is_layer_major=True)][: 1 + self.is_layer_major]
+        machine = dataclasses.replace(step.machine, ranks=min(step.machine.ranks, self.ranks.world_size))
+        if self.checked.settings.offload is not None:
+            inputs = inputs_of(self.engine(weight_slots=stage.weight_slots, grad_slots=None))
+            return [predict(inputs, each, machine) for each in loads]
+        if self.accumulate is None:
+            told = 'a step without offload copies nothing from host memory: give offload="state", or accumulate'
+            raise ConfigError(told)
+        machine = dataclasses.replace(machine, host_memory=None, ranks=1)
+        return [predict(*each, machine) for each in zip((stage.loop, stage.exchanged), loads, strict=False)]
 
     def on_ranks(self, world_size: int) -> Planner:
         """The planner of another number of ranks."""
@@ -170,18 +180,23 @@ class Planner(NamedTuple):
     def stage(self, name: str, weights: SlotCount, grads: GradSlots = None, **settings: Any) -> Stage:
         """Memory and communication with so many slots, and some other settings."""
         engine = self.engine(weight_slots=weights, grad_slots=grads, **settings)
+        exchanged = loop = exchanged_of(engine)
+        if self.is_layer_major:
+            for flat in (flat for unit in engine.units for flat in unit.trained if flat.is_main_in_slot):
+                flat.leave_slot()  # the first steps are loops, which add to main grads
+            engine.sums = Sums(engine)
         report = report_memory(engine)
+        if engine.sums is not None:
+            engine.sums.swap()  # gradients are sent from there
+            exchanged = exchanged_of(engine)
         visits = itertools.chain(*gathers_of(engine))
         gathered = [flat for unit in visits for flat in unit.flat_params if flat.layout.params]
         reduced = [flat for unit in engine.units for flat in unit.trained]
         gathered, reduced = ([flat for flat in each if flat.ranks.world_size > 1] for each in (gathered, reduced))
-        sent = [(flat, flat.kind.wire_dtype) for flat in gathered]
-        sent += [(flat, flat.ranks.transport.sent_dtype(flat.kind.mode, flat.kind.grad_dtype)) for flat in reduced]
-        # Each other rank receives this rank's shards, and chunks of this rank's gradients.
-        sent_bytes = sum((flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize for flat, dtype in sent)
         here = report.total_bytes + report.adam_bytes + report.chunk_bytes
         on_host = report.host_total_bytes + report.host_adam_bytes
-        return Stage(name, weights, grads, report, here, on_host, len(gathered), len(reduced), sent_bytes)
+        counts = len(gathered), len(reduced), exchanged.sent_bytes(1)
+        return Stage(name, weights, grads, report, here, on_host, *counts, exchanged, loop)
 
     def units(self) -> list[PlannedUnit]:
         """The units, root unit first. Equal streamed units of a class, or resident ones of a list, are one entry."""
@@ -203,8 +218,13 @@ def planning(
     units: UnitsArgument,
     resident: ResidentArgument,
     given: Mapping[str, Any],
+    accumulate: int | None,
 ) -> Iterator[Planner]:
     """Inside, the planner that is yielded plans `model` for `ranks`. For arguments and errors see `plan`."""
+    if accumulate is not None and accumulate < 2:
+        raise ConfigError(f"accumulate={accumulate}: wanted the number of micro-batches of a step, at least 2")
+    if accumulate is not None and max(ranks.tp, ranks.ep) > 1:
+        refuse(HAS_DTENSORS)
     with _building(model, ranks) as build:
         with torch.device("meta"):
             built = build()
@@ -214,8 +234,10 @@ def planning(
             checked = checked._replace(found=mark_experts(built, checked.found, cut_over))
         dtype, on_gpus = checked.settings.precision.param_dtype, ranks.on_gpus
         again = None if built is model else build
-        measure = partial(estimate_activations, built, checked.found, dtype, on_gpus=on_gpus, build=again)
-        yield Planner(built, checked, ranks, measure)
+        at_once = 1 if accumulate is None or all(unit.is_resident for unit in checked.found) else accumulate
+        how: dict[str, Any] = {"micro_batches": at_once, "on_gpus": on_gpus, "build": again}
+        measure = partial(estimate_activations, built, checked.found, dtype, **how)
+        yield Planner(built, checked, ranks, measure, accumulate, at_once > 1)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from streamshard.errors import ConfigError
-from streamshard.tools.host_time import MACHINES, Inputs, Load, Machine, parse_rate, predict
+from streamshard.tools.host_time import MACHINES, Exchanged, Inputs, Load, Machine, parse_rate, predict
 
 P = 8_000_000_000
 DENSE = Inputs(trained=P, cast=2 * P, first_forward=0, forward=2 * P, backward=2 * P)
@@ -91,6 +91,17 @@ def test_micro_batches_do_not_hide_a_step() -> None:
         "more ranks",
     ]
     assert predict(DENSE, _load(8 * 16_384), H100).advice == []
+
+
+def test_micro_batches_that_run_layer_by_layer_hide_a_step() -> None:
+    """As one that is as large. The limit is one of tokens in a step, for the link between ranks too."""
+    for inputs in (DENSE, Exchanged(2 * P, 2 * P, 4 * P, keeps_weights=False, keeps_grads=False)):
+        loop = predict(inputs, _load(4096, 8), H100)
+        ours = predict(inputs, dataclasses.replace(loop.load, is_layer_major=True), H100)
+        large = predict(inputs, _load(8 * 4096), H100)
+        assert (ours.passes, ours.step_s) == (large.passes, large.step_s)
+        assert ours.computing_s == pytest.approx(loop.computing_s) and loop.step_s > 1.2 * ours.step_s
+        assert f"all copies hide from {ours.hidden_tokens:,} tokens in a step" in str(ours)
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ from streamshard.tools.model_source import builder_of
 from streamshard.tools.plan import Plan
 from tests.integrations.models import FAMILIES, make_model
 from tests.launched import ROOT
-from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM
+from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, adamw, engine_inside, lm_step, stack_step
+from tests.reference import Call, adamw, case, engine_inside, lm_step, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, over_sockets
 from tests.simulated import is_inside, simulated_device
 from tests.test_meta_device import on_meta
@@ -191,6 +191,46 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[st
         assert sent.counts[Collective.ALL_GATHER] == planned.all_gathers
         assert sent.counts[Collective.REDUCE_SCATTER] == planned.reductions
         assert sent.sent_bytes == planned.sent_bytes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["shared-memory", "nccl"])
+def test_a_step_of_accumulation_takes_and_sends_what_the_plan_says(context: RankContext, transport: str) -> None:
+    """Memory with the sums, and collectives. A loop sends what the plan says too, in ``no_sync()`` but for its end."""
+
+    def build() -> nn.Module:
+        return TinyLM(TinyConfig(vocabulary=160, depth=6))
+
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        loss: torch.Tensor = model(token_batch(number, context.rank)).float().logsumexp(-1).mean()
+        return loss
+
+    def loop(model: Any) -> None:
+        with model.no_sync():
+            for number in range(3):
+                loss_of(model, number).backward()
+        loss_of(model, 3).backward()
+
+    def accumulate(model: Any) -> None:
+        model.accumulate(range(4), loss_of)
+
+    stages = plan(build, 2, transport=transport, weight_slots=3, accumulate=4).stages
+    for (stage, slots), step in itertools.product(zip(stages, SLOTS, strict=True), (loop, accumulate)):
+        with case((slots, step.__name__)), simulated_device() if transport == "nccl" else nullcontext():
+            model = StreamShard(build(), **slots)
+            engine = engine_inside(model)
+            for _ in range(3):
+                sent = _Sent(sum(len(unit.flat_params) for unit in engine.units), engine.ranks.transport)
+                with engine.streams.observed_by(sent):
+                    step(model)
+                model.zero_grad()
+            if step is loop:
+                assert sent.sent_bytes == stage.loop.sent_bytes(4)
+                continue
+            _assert_equal(stage, model)
+            assert sent.counts[Collective.ALL_GATHER] == stage.all_gathers
+            assert sent.counts[Collective.REDUCE_SCATTER] == stage.reductions
+            assert sent.sent_bytes == stage.sent_bytes
 
 
 # -- what is printed ------------------------------------------------------------------------------------------------
@@ -466,6 +506,43 @@ def test_with_offload_the_stage_to_take_is_the_one_that_is_timed(tmp_path: Path)
     assert (
         str(planned).count(f"take: {planned.timed.name}") == str(planned).count(f"\n{planned.timed.name}, a step") == 1
     )
+
+
+def test_accumulation_pays_where_a_loop_waits_for_the_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/guide/accumulation.md: between ranks, and from host memory."""
+    guide, nothing = (ROOT / "docs/guide/accumulation.md").read_text(), Activations(0, 0)
+    command = ["plan", str(_config(tmp_path)), "--accumulate", "8", "--checkpointing", "--batch", "1"]
+    ranks = ["--ranks", "8", "--seq", "4096", "--flops", "165T", "--link"]
+    with mock.patch("streamshard.tools.planner.estimate_activations", return_value=nothing):  # takes seconds
+        assert main([*command, *ranks, "25GB/s"]) == 0
+        between_ranks = capsys.readouterr().out
+        assert main([*command, *ranks, "400GB/s"]) == 0
+        fast = capsys.readouterr().out
+        offload = ["--ranks", "1", "--seq", "8192", "--offload", "state", "--machine", "pcie5"]
+        assert main([*command, *offload]) == 0
+        from_host = capsys.readouterr().out
+    assert between_ranks[between_ranks.index("sent by") : between_ranks.index("\n\narguments")] in guide
+    assert between_ranks[between_ranks.index("ZeRO-3, a step") :] in guide
+    assert from_host[from_host.index("ZeRO-3, a step of 8 x 8,192 tokens by") :] in guide
+    assert fast.splitlines()[-1] == "model.accumulate does not pay: a step takes 12.78 s, in a loop 12.78 s"
+
+
+def test_a_plan_says_when_accumulation_is_the_loop_or_refused() -> None:
+    """One rank sends nothing, resident layers take no turns. Without a machine nobody knows whether it pays."""
+    for build, ranks, told in (
+        (TinyLM, 1, "saves nothing: one rank gathers nothing"),
+        (lambda: nn.Linear(4, 4), 2, "saves nothing: no layers take turns, so it runs the loop"),
+        (TinyLM, 2, "depends on the machine: give --seq, and --link and --flops or --machine"),
+    ):
+        assert str(plan(build, ranks, accumulate=4)).endswith(told)
+    step = Step(MACHINES["pcie5"], micro_batches=2)
+    for given, refused in (
+        ({"accumulate": 1}, "accumulate=1: wanted the number of micro-batches of a step, at least 2"),
+        ({"accumulate": 4, "step": step, "seq": 8}, "micro_batches=2, accumulate=4: wanted one of the two"),
+        ({"accumulate": 4, "tp": 2}, "model.accumulate: the model has DTensors .*loop with loss.backward"),
+    ):
+        with pytest.raises(ConfigError, match=refused):
+            plan(TinyLM, 2, **given)  # type: ignore[arg-type]
 
 
 def test_a_model_of_the_hub_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import StreamShard, plan
 from streamshard.errors import ConfigError
 from streamshard.tools.host_time import MACHINES, Step, StepTime
-from tests.models import DIM, TinyConfig, TinyLM
+from tests.models import DIM, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, case, lm_step
 from tests.scenarios import BF16
@@ -46,8 +46,10 @@ class _Copied(TorchDispatchMode):
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 3), (2, 1), (2, 3)])
-def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches", "accumulates"), [(1, 3, False), (2, 1, False), (2, 3, False), (2, 3, True)]
+)
+def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches: int, accumulates: bool) -> None:
     """In both directions, with the optimizer's step, which the first forward carries out."""
     call = Call(0, context.rank, context.world_size, 1.0)
 
@@ -57,17 +59,23 @@ def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches
             module.requires_grad_(False)
         return model
 
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        loss: torch.Tensor = model(token_batch(number, context.rank)).float().logsumexp(-1).mean()
+        return loss
+
     for frozen, slots, budget in ((0, 2, 0), (0, 3, 0), (4, 2, 0), (1, 2, 0), (0, 2, "400KB")):
         settings: dict[str, Any] = {"offload": "state", "weight_slots": slots, "device_budget": budget}
         settings["precision"] = BF16
-        run = {"batch": 2, "seq": 8, "micro_batches": micro_batches}
+        run = {"batch": 2, "seq": 8, ("accumulate" if accumulates else "micro_batches"): micro_batches}
         step = _step(functools.partial(build, frozen), context.world_size, "pcie5", **run, **settings)
         with simulated_device() as device:
-            model = StreamShard(build(frozen), **settings)
+            model: Any = StreamShard(build(frozen), **settings)
             optimizer = adamw(model)
             for number in range(3):
                 with _Copied(device.pinned) as copied:
-                    for part in range(micro_batches):
+                    if accumulates:
+                        model.accumulate(range(micro_batches), loss_of)
+                    for part in range(0 if accumulates else micro_batches):
                         lm_step(model, call._replace(step=micro_batches * number + part))
                 optimizer.step()
                 optimizer.zero_grad()
