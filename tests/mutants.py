@@ -445,6 +445,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "integrations/join": [
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
+        ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),
     ],
     "optim/averages": [
         ("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages"),
@@ -473,7 +474,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.stored", Drop("self._stored[unit].record()"), "offload:single_unit"),
         ("HostState.copy_of", Drop("self._streams.keep(copy)"), "offload:events_order"),
         ("HostState.home_of", Swap(" and value.is_pinned()", ""), "late_step:moments"),
-        ("HostState._complete", Swap("in self._copied", "in self._copied[1:]"), "offload:events_order"),
+        ("HostState.settle", Swap("in self._copied", "in self._copied[1:]"), "offload:events_order"),
+        ("HostState.settle", Drop("self._is_busy = False"), "offload:never_waits"),
+        ("HostState.launch", Drop("self._is_busy = True"), "offload:fences_order"),
+        ("HostState.add_step", Drop("self._is_busy = True"), "offload:changes_no_bit"),
     ],
     "core/host_grads": [
         ("HostGrads.multiply", Swap("factor.clone()", "factor"), "offload_events:number_that"),
@@ -485,6 +489,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("LateStep.__init__", Swap('map_tensors({**group, "params": []}', '_copied({**group, "params": []}'), _OPTIONS),
         ("LateStep.run", Drop("host.stored(unit)"), "offload:single_unit"),
         ("LateStep.run", Swap("StreamName.STORE", "StreamName.FETCH"), "offload:never_waits"),
+        ("LateStep.run", Drop("host.launch(StreamName.STORE"), "offload:changes_no_bit"),
+        ("_Chunk._fetch_state", Swap(", copy=not part.is_last", ""), "offload:changes_no_bit"),
+        ("_Chunk._fetch_state", Swap("copy=not part.is_last", "copy=True"), "late_step:settings"),
         ("_Chunk._fetch", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
         ("_Chunk.store", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
         ("_Chunk.step", Drop("self._tensors += "), "offload:events_order"),
@@ -492,7 +499,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "core/ranges": [
         ("joined", Swap("and distance == to_first.distance(to)", ""), "offload_events:frozen"),
-        ("Range.distance", Swap("mine._base is None or ", ""), "offload_events:state_loaded"),
+        ("Range.distance", Swap("mine._base is None or ", ""), "ranges"),
     ],
 }
 

@@ -181,9 +181,11 @@ class HostState:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def _cast(self, unit: HostUnit) -> None:
-        """Cast weights that the user has changed to the all-gather input, on the host."""
+        """Cast weights that the user has changed to the all-gather input, on the host.
+
+        No copy is under way: whoever changes weights calls `settle` first, and nothing is fetched before the cast.
+        """
         self._streams.observe(StepEvent.CAST_BEGINS, unit.index)
-        self._complete()
         with torch.no_grad():
             for flat in unit.flat_params:
                 if flat.host_input is not flat.main:
@@ -322,10 +324,8 @@ class HostState:
             ShardingError: see `refuse_failed`.
         """
         self.refuse_failed()
-        if self._is_busy or self.grads.multiplied:
-            self._complete()
-
-    def _complete(self) -> None:
+        if not self._is_busy and not self.grads.multiplied:
+            return
         for unit in range(len(self._stored)):
             self._step(unit, fills_slot=False)
         for fence in self._copied:

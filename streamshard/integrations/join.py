@@ -178,7 +178,7 @@ class UnevenInputs(Inputs):
             self._acts = []
             self._is_complete = not announced.no_sync
         if any(row.casts for row in rows):
-            self._engine.expire_weights()
+            self._engine.are_weights_current = False  # units in host memory look at versions
         ranks = self._engine.ranks
         if not self._divides_by_all and ranks.grad_divisor != ranks.world_size:
             what = "divide_by_initial_world_size=False and set_gradient_divide_factor both choose the divisor"
