@@ -315,6 +315,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_on_cpu", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
     "core/reductions": [
+        ("Reductions.begin_grad", Drop("unit.guard.mark_one_gone"), "tied"),
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
@@ -333,11 +334,13 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Replicas.add", Swap("not self._is_synced", "False"), "replicas"),
         ("Replicas.finish", Swap("sorted(self._unaveraged)", "()"), "replicas"),
     ],
+    "core/tied": [
+        ("TiedHead.watch", Swap("keep, unpack", "keep, kept"), "tied"),
+        ("TiedHead.pass_by", Swap("is_present=False", "is_present=True"), "tied"),
+        ("TiedHead.watch", Swap("others is None", "True"), "tied"),
+    ],
     "core/saved_tensors": [
         ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later"),
-        ("kept", Drop("if tensor._version != version:"), "ends:tokens"),
-        ("saved_as_it_is", Swap(' and getattr(saved, "unpack_hook", data) is None', ""), "lookups:hooks"),
-        ("saved_as_it_is", Drop("data = data[0]"), "lookups:turns"),
     ],
     "core/slots": [
         ("WeightSlot.leave", Drop("self.read.complete()"), "shared_memory matrix"),
@@ -372,6 +375,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("join_slots", Drop("kept.is_shared"), "ends"),
     ],
     "core/unit_grads": [
+        ("UnitGrads.begin", Swap("param.in_slot.add_(grad) if param.is_begun else ", ""), "tied"),
+        ("UnitGrads.begin", Drop("if scale != 1.0"), "lookups:scaled"),
+        ("UnitGrads.begin", Drop("if self.slot.weights is not None"), "tied"),
+        ("UnitGrads.collect", Swap("adds or param.is_begun", "adds"), "tied"),
+        ("UnitGrads.collect", Drop("param.is_begun = False"), "tied"),
         ("UnitGrads._take", Drop("if not param.is_kept:"), "invariants loops graphs"),
         ("UnitGrads._leave_slot", Swap("self._ranks.grad_divisor == 1.0 and", ""), "divide_factor:one_rank"),
         ("UnitGrads._leave_slot", Swap("all(", "any("), "expert_parallel:micro_batch"),
@@ -519,6 +527,11 @@ _OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "nested": [
         ("moved", Swap(", non_blocking=True", ""), "offload_device:until_inputs"),
+    ],
+    "torch_private": [
+        ("kept", Drop("if tensor._version != version:"), "ends:tokens"),
+        ("saved_as_it_is", Swap(' and getattr(saved, "unpack_hook", data) is None', ""), "lookups:hooks"),
+        ("saved_as_it_is", Drop("data = data[0]"), "lookups:turns"),
     ],
 }
 

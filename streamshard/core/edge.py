@@ -29,7 +29,6 @@ from torch import nn
 from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
 from streamshard.core.forward import Forward, begin_forward
-from streamshard.core.kept import keep, kept, saved_as_it_is
 from streamshard.core.lookups import Lookup, lookups_in
 from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.params import Param
@@ -45,7 +44,10 @@ from streamshard.torch_private import (
     AsTensors,
     active_ddp,
     get_grad,
+    keep,
+    kept,
     queue_callback,
+    saved_as_it_is,
     saved_tensors_hooks,
     sequence_number,
     set_grad,

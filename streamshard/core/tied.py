@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.core.kept import Kept, keep, kept
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import leaf_of
-from streamshard.torch_private import AsTensors, skip
+from streamshard.torch_private import AsTensors, Kept, keep, kept, skip
 
 
 class _Found(enum.Enum):
@@ -37,7 +36,7 @@ class _Found(enum.Enum):
     FREE_BEHIND_HEAD = enum.auto()
     """Nothing reads the weight behind the head."""
     NEEDED = enum.auto()
-    """Something does, or the head's gradient comes in parts."""
+    """Something does."""
 
 
 class TiedHead:
@@ -118,8 +117,6 @@ class TiedHead:
         Returns:
             Whether the gradient may take the weight's place.
         """
-        if self._is_behind and self._found is _Found.NOTHING:
-            self._found = _Found.NEEDED
         self._is_behind = True
         self._set_class(is_present=False)
         return self._found is _Found.FREE_BEHIND_HEAD

@@ -390,8 +390,8 @@ def explain_version(error: BaseException | None) -> str | None:
         "if your code changes nothing in place, backward has come to a layer by a tensor that this layer has not "
         "returned, such as an attribute, or attention maps that a hook took; or a layer computes with a view of a "
         "weight of another layer, which does not run. Let the layer return the tensor, give the view a clone(), or "
-        "keep weights in place: StreamShard(model, resident=[layer]), for a tied weight weight_slots='all'. Leave compiled autograd out: it reads the "
-        "weights of all layers first"
+        "keep weights in place: StreamShard(model, resident=[layer]), for a tied weight weight_slots='all'. Leave "
+        "compiled autograd out: it reads the weights of all layers first"
     )
 
 

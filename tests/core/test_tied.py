@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,7 +17,18 @@ from torch.utils.checkpoint import checkpoint
 from streamshard.core.reductions import Reductions
 from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, Step, assert_trains_like_plain, lm_step
+from tests.reference import (
+    EXACT,
+    Call,
+    Step,
+    assert_same,
+    assert_trains_like_plain,
+    engine_inside,
+    full_grads,
+    lm_step,
+    sharded_model,
+)
+from tests.scenarios import BF16
 
 
 class _ByItself(nn.Embedding):
@@ -50,6 +62,12 @@ class _Twice(_Tied):
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of two tokens each."""
         return super().embed(tokens) + 0.5 * super().embed(tokens.flip(1))
+
+
+class _ByFunction(_Tied):
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows, whose gradient autograd makes as large as the weight."""
+        return F.embedding(tokens, self.embedding.weight) + self.positions[: tokens.shape[1]]
 
 
 class _Scaling(_Tied):
@@ -138,6 +156,13 @@ def _two_backwards(model: nn.Module, call: Call) -> Tensor:
     return lm_step(model, call)
 
 
+def _saved_on_the_cpu(model: nn.Module, call: Call) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        tokens = token_batch(call.step, call.rank)
+        loss = next_token_loss(model(tokens), tokens)
+    return call.backward(loss)
+
+
 def _kept_graph(model: nn.Module, call: Call) -> Tensor:
     tokens = token_batch(call.step, call.rank)
     loss = next_token_loss(model(tokens), tokens)
@@ -161,12 +186,14 @@ class _Way(NamedTuple):
 WAYS = {
     "a head": _Way(_Tied, True),
     "rows looked up twice": _Way(_Twice, True),
+    "rows looked up by a function": _Way(_ByFunction, True),
     "a head in chunks": _Way(_InChunks, True),
     "a head between the blocks": _Way(_EarlyExit, True),
     "two passes": _Way(_Tied, True, _two_passes),
     "two backwards": _Way(_Tied, True, _two_backwards),
     "a kept graph": _Way(_Tied, True, _kept_graph),
     "outputs of two passes": _Way(_Tied, True, _penalised),
+    "inside other hooks": _Way(_Tied, False, _saved_on_the_cpu),
     "an embedding that scales by its weight": _Way(_Scaling, False),
     "a soft prompt": _Way(_SoftPrompt, False),
     "a recomputed embedding": _Way(_Recomputing, False),
@@ -217,3 +244,17 @@ def test_a_backward_that_begins_to_need_the_weight_raises(context: RankContext, 
     with pytest.raises(Exception, match=r"is at version 16777216|weight_slots='all'"):  # torch's, or ours
         assert_trains_like_plain(context, build, lm_step, prepare=_from_step_2)
     assert_trains_like_plain(context, build, lm_step, prepare=_from_step_2, weight_slots="all")
+
+
+@on_ranks(2)
+def test_a_gradient_waits_for_ranks_that_still_read_the_weight(context: RankContext) -> None:
+    """They read it in this rank's range of the slot. A second backward gathers the weight, and then runs the head."""
+    wanted, model = (sharded_model(_Tied, precision=BF16) for _ in range(2))
+    root = engine_inside(model).root_unit
+    wait = root.wait_until_ready
+    for step in range(3):
+        _kept_graph(wanted, Call(step, context.rank, 2, 1.0))
+    with mock.patch.object(root, "wait_until_ready", lambda: (time.sleep(0.1 * context.rank), wait())):
+        for step in range(3):
+            _kept_graph(model, Call(step, context.rank, 2, 1.0))
+    assert_same(full_grads(model), full_grads(wanted), "gradients", EXACT)
