@@ -294,7 +294,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Param.give_grad", Drop("self.given.add_(own)"), "graphs"),
         ("Param._adopt", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
         ("Param.forget_grad", Drop("if in_slot:"), "invariants dial graphs"),
-        ("write_all", Swap("if adds else", "if False else"), "passes loops"),
+        ("write_grads", Swap("if adds else", "if False else"), "passes loops"),
         (
             "FlatParam.add",
             Swap("ranks.counts_parts if form.box else ranks.counts_copies", "True"),

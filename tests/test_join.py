@@ -301,7 +301,7 @@ def test_ranks_compare_what_they_repeat(
     _assert_even(model)
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     with (
-        pytest.raises(ShardingError, match=r"rank 0 begins Pass\(gradients=False, .*rank 1 Pass\("),
+        pytest.raises(ShardingError, match=r"rank 0 begins JoinPass\(gradients=False, .*rank 1 JoinPass\("),
         Join([model], repeat=print),
         torch.set_grad_enabled(context.rank == 1),
     ):

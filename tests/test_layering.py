@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -116,3 +117,12 @@ def test_the_page_lists_modules_in_the_order_of_the_import_contract() -> None:
     assert {name for row in rows for name in row} == places.keys() - {"__main__"}
     order = [(min(row_places), max(row_places)) for row in rows if (row_places := [places[name] for name in row])]
     assert all(before[1] <= after[0] for before, after in zip(order, order[1:], strict=False)), rows
+
+
+def test_no_two_functions_or_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path.name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

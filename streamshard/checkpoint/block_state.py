@@ -62,7 +62,7 @@ def put_together(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str,
     return whole
 
 
-class Span(NamedTuple):
+class Extent(NamedTuple):
     """This rank's part of a tensor of an optimizer's state.
 
     Attributes:
@@ -78,7 +78,7 @@ class Span(NamedTuple):
     box: Box = ()
 
 
-def span_of(name: str, param: Param, shape: tuple[int, ...], *, is_local: bool = False) -> Span:
+def extent_of(name: str, param: Param, shape: tuple[int, ...], *, is_local: bool = False) -> Extent:
     """This rank's part of a tensor of state, which has a number for each element or for each block.
 
     Args:
@@ -93,14 +93,14 @@ def span_of(name: str, param: Param, shape: tuple[int, ...], *, is_local: bool =
     start, stop, last = piece.start, piece.stop, math.prod(piece.shape)
     numel = stop - start if is_local else last
     if is_part(name) and name.rpartition(".")[2].startswith("qmap"):
-        return Span(shape, 0, shape)
+        return Extent(shape, 0, shape)
     block = 1 << (-(-numel // math.prod(shape)) - 1).bit_length() if is_part(name) else 1
     if block == 1:
-        return Span(piece.shape, start, piece.local_shape, piece.box)
+        return Extent(piece.shape, start, piece.local_shape, piece.box)
     if piece.box:
         raise ShardingError(f"{name!r} has blocks of {block} elements, and {param.name!r} is a DTensor: {_NO_BLOCKS}")
     if any(piece.range_of(rank).start % block for rank in range(piece.ranks.world_size)):
         advice = f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
         raise ShardingError(f"{name!r} has blocks of {block} elements, and {param.name!r} is cut inside one: {advice}")
     start, stop, last = (-(-each // block) for each in (start, stop, last))
-    return Span((last,), start, (stop - start,))
+    return Extent((last,), start, (stop - start,))

@@ -59,7 +59,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [_encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
         return items if type(value) is list else {_KIND: "tuple", "value": items}
     if isinstance(value, torch.dtype):
-        return {_KIND: "dtype", "value": name_of(value)}
+        return {_KIND: "dtype", "value": dtype_name(value)}
     found = _of_numpy(value)
     if isinstance(found, torch.Tensor):
         return {_KIND: "array", "value": _encode_tensor(found, path, tensors)}
@@ -102,7 +102,7 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     where = {} if data.device.type == "cpu" else {"device": data.device.type}
     if not data.shape and not data.dtype.is_complex:
         number = _encode(data.item(), path, tensors)
-        return {_KIND: "number", "dtype": name_of(data.dtype), "value": number, **where}
+        return {_KIND: "number", "dtype": dtype_name(data.dtype), "value": number, **where}
     while path in tensors:  # keys may contain dots
         path += "'"
     tensors[path] = data
@@ -121,7 +121,7 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.T
     return {_KIND: kind, "value": items}
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.json_codec import CPU, dtype_named, name_of
+from streamshard.checkpoint.json_codec import CPU, dtype_name, dtype_named
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     FILE_NAME,
@@ -215,7 +215,7 @@ class Manifest(NamedTuple):
             CheckpointError: the file would be too large to read.
         """
         files = [record._asdict() for record in self.files]
-        tensors = {name: {**each._asdict(), "dtype": name_of(each.dtype)} for name, each in self.tensors.items()}
+        tensors = {name: {**each._asdict(), "dtype": dtype_name(each.dtype)} for name, each in self.tensors.items()}
         content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
         text = sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
         if len(text) > MAX_TEXT_BYTES:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.block_state import is_part, put_together, span_of, take_apart
+from streamshard.checkpoint.block_state import extent_of, is_part, put_together, take_apart
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, encode
 from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica, runs_in
@@ -32,7 +32,7 @@ from streamshard.torch_private import is_traceable_wrapper_subclass
 _REL_TOLERANCE = 1e-6  # two machines may round the cosine of a schedule differently
 
 
-def owners_of(optimizer: Optimizer) -> Mapping[int, int]:
+def owner_ranks(optimizer: Optimizer) -> Mapping[int, int]:
     """By the id of a parameter, the rank that steps the full parameter. Ranks step pieces of all other parameters."""
     ask = getattr(optimizer, "owners", None)
     return {} if ask is None else ask()
@@ -95,7 +95,7 @@ def local_state(
     saved, tensors = encode(_without_state(optimizer, names), name)
     pieces = TensorPiece.wholes(tensors) if ranks.is_first else []
     state: dict[str, dict[str, Any]] = {}
-    owners = owners_of(optimizer)
+    owners = owner_ranks(optimizer)
     for param in params_in(optimizer.param_groups):
         place, values = sharded.get(param), take_apart(optimizer.state.get(param, {}))
         if not (ranks.is_first if place is None else steps_here(owners.get(id(param)), *place)):
@@ -116,12 +116,12 @@ def _own_pieces(tensors: Mapping[str, torch.Tensor], param: Param, moments: Coll
     """This rank's pieces of a parameter's state. The tensors named in `moments` have a number for each element."""
     own, others = [], []
     for name, data in tensors.items():
-        span = span_of(name, param, data.shape, is_local=True)
-        if name not in moments and not (is_part(name) and math.prod(span.local_shape) == data.numel()):
+        extent = extent_of(name, param, data.shape, is_local=True)
+        if name not in moments and not (is_part(name) and math.prod(extent.local_shape) == data.numel()):
             others.append(name)
-        elif not param.local.start or span.shape != span.local_shape:  # the first rank saves a tensor that all have
-            place = span.start, data.reshape(-1), span.box, not param.piece.counts
-            own.append(TensorPiece(name, span.shape, *place))
+        elif not param.local.start or extent.shape != extent.local_shape:  # the first rank saves a tensor that all have
+            place = extent.start, data.reshape(-1), extent.box, not param.piece.counts
+            own.append(TensorPiece(name, extent.shape, *place))
     if others:
         raise ShardingError(
             f"{', '.join(sorted(others))}: tensors without one number for each element of the parameter, which ranks "
@@ -265,7 +265,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     if count != len(params):
         raise ShardingError(f"the optimizer state is of {count} parameters, the optimizer has {len(params)}")
     state: dict[Any, Any] = {}
-    owners = owners_of(optimizer)
+    owners = owner_ranks(optimizer)
     for key, (values, metas) in saved.items():
         got = {}
         for name, (shape, dtype) in metas.items():
@@ -292,10 +292,10 @@ def _part_of(full: Mapping[str, torch.Tensor], param: Param | None, name: str, w
     whole = full[name]
     if param is None:
         return whole.to(where)
-    span = span_of(name, param, whole.shape)
-    if whole.shape != span.shape:
+    extent = extent_of(name, param, whole.shape)
+    if whole.shape != extent.shape:
         advice = "load state of an optimizer of the same parameters"
         shapes = f"has shape {tuple(whole.shape)}, {param.name!r} has {param.piece.shape}"
         raise ShardingError(f"optimizer state {name!r} {shapes}: {advice}")
-    part = part_of(whole, span.box).reshape(-1)[span.start :][: math.prod(span.local_shape)]
-    return part.view(span.local_shape).to(where, copy=True)
+    part = part_of(whole, extent.box).reshape(-1)[extent.start :][: math.prod(extent.local_shape)]
+    return part.view(extent.local_shape).to(where, copy=True)

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.block_state import put_together, span_of
+from streamshard.checkpoint.block_state import extent_of, put_together
 from streamshard.checkpoint.directory import is_gone, open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece, fill_buffers, local_pieces, saved_names
 from streamshard.checkpoint.json_codec import CPU, decode
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
-from streamshard.checkpoint.optimizer_state import owners_of, steps_here
-from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, Parts, class_name, facts_of, has_state
+from streamshard.checkpoint.optimizer_state import owner_ranks, steps_here
+from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, class_name, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import copy_range
 from streamshard.checkpoint.save import finish_running
 from streamshard.comm.ranks import run_on_all_ranks
@@ -96,7 +96,7 @@ def load_checkpoint(
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
     root = parse_path("directory", directory, "load_checkpoint(directory, model, optimizer)")
-    parts = Parts.of("load_checkpoint", model, optimizer, extra, accepts_empty=True)
+    parts = RunParts.of("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
     run_on_all_ranks(ranks, f"load {root}", finish_running)
     files, passed_over = open_intact(root, ranks)
@@ -142,7 +142,7 @@ class LoadPlan:
         CheckpointError: names all tensors that are missing, not expected, or of another shape.
     """
 
-    def __init__(self, parts: Parts, files: CheckpointFiles) -> None:
+    def __init__(self, parts: RunParts, files: CheckpointFiles) -> None:
         self.loads: list[Callable[[], object]] = []
         self.steps: list[Callable[[], object]] = []
         self.values: dict[str, Any] = {}
@@ -208,7 +208,7 @@ class LoadPlan:
             self._wrong.append(f"{name} {problem}")
             return
         state: dict[Any, Any] = rest.pop("shared")
-        owners = owners_of(optimizer)
+        owners = owner_ranks(optimizer)
         for number, param in enumerate(params_in(optimizer.param_groups)):
             values, place = saved["state"].get(names[param], {}), sharded.get(param)
             if place is not None and not steps_here(owners.get(id(param)), *place):
@@ -228,10 +228,10 @@ class LoadPlan:
         """A tensor for this rank's piece of the saved tensor `saved`, to be filled later."""
         tensor = self._of_replica(engine, saved)
         found = self._tensors[tensor]
-        span = span_of(saved, shard, found.shape)
-        shape = span.local_shape if found.shape == span.shape else (0,)  # else `_read` notes the mismatch
+        extent = extent_of(saved, shard, found.shape)
+        shape = extent.local_shape if found.shape == extent.shape else (0,)  # else `_read` notes the mismatch
         piece = torch.empty(shape, dtype=found.dtype, device=shard.sharded.device)
-        self._read(f"{name}: {saved!r}", TensorPiece(tensor, span.shape, span.start, piece.view(-1), span.box))
+        self._read(f"{name}: {saved!r}", TensorPiece(tensor, extent.shape, extent.start, piece.view(-1), extent.box))
         return piece
 
     def _read_piece(self, what: str, tensor: str, of: str) -> torch.Tensor:

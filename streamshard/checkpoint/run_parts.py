@@ -32,7 +32,7 @@ Sharded = Mapping[nn.Parameter, tuple[Engine, Param]]
 """The sharded parameters of an optimizer: by Parameter, the engine and this rank's part."""
 
 
-class Parts(NamedTuple):
+class RunParts(NamedTuple):
     """The parts of a run, by their names in a checkpoint.
 
     Attributes:
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
     @classmethod
     def of(
         cls, what: str, model: object, optimizer: object, extra: Mapping[str, Any] | None, *, accepts_empty: bool
-    ) -> Parts:
+    ) -> RunParts:
         """Name the arguments of ``save_checkpoint`` or ``load_checkpoint``.
 
         Args:

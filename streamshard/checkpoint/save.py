@@ -31,7 +31,7 @@ from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
 from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_replica, settle
-from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, Parts, facts_of, has_state
+from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import make_host_group, state_of, weak
@@ -96,7 +96,7 @@ def save_checkpoint(
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
-    parts = Parts.of("save_checkpoint", model, optimizer, extra, accepts_empty=False)
+    parts = RunParts.of("save_checkpoint", model, optimizer, extra, accepts_empty=False)
     number = _agree(root, keep, step, wait, parts)
     if not wait:
         return _save_in_background(root, number, keep, parts)
@@ -104,7 +104,7 @@ def save_checkpoint(
     return Saving(write_checkpoint(root, number, keep, parts.engine.ranks, state, lambda: pieces))
 
 
-def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
+def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: RunParts) -> int:
     """The checkpoint's number. Raises unless all ranks pass the same arguments, models and optimizers."""
     mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
     mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers), "objects": sorted(parts.trees)}
@@ -121,7 +121,7 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
     return step if step is not None else run_on_first(ranks, f"save to {root}", lambda: next_number(root))
 
 
-def _say_what_is_lost(parts: Parts) -> None:
+def _say_what_is_lost(parts: RunParts) -> None:
     """Warn if unreduced gradients wait inside ``no_sync()``. Other gradients may be left over from the last step."""
     for name, (_, engine) in parts.models.items():
         params = [param.sharded for param in engine.params if param.sharded.grad is not None]
@@ -135,7 +135,7 @@ def _say_what_is_lost(parts: Parts) -> None:
 # ------------------------------------------------------------------------------------------------ collecting
 
 
-def collect(parts: Parts) -> tuple[dict[str, Any], list[TensorPiece]]:
+def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     """Collect everything to save. Collective.
 
     Returns:
@@ -202,7 +202,7 @@ def _common(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ in the background
 
 
-def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts) -> Saving:
+def _save_in_background(root: Path, number: int, keep: int | None, parts: RunParts) -> Saving:
     """Start to copy the pieces to host memory, and let a thread write the copies."""
     ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
     own_ranks = background_ranks(ranks)

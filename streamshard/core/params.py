@@ -165,7 +165,7 @@ class Param:
             self.sharded.grad = None
 
 
-def write_all(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:
+def write_grads(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:
     """Copy gradients [full shape] into the slot of their unit, or add them to the gradients there.
 
     Args:

@@ -23,7 +23,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import StreamName
 from streamshard.core.lookups import write_lookups
-from streamshard.core.params import FlatParam, Param, use_of, write_all
+from streamshard.core.params import FlatParam, Param, use_of, write_grads
 from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
@@ -164,7 +164,7 @@ class UnitGrads:
         if scale != 1.0:
             for grad in grads:  # torch._foreach_mul_ rounds the factor to bf16 on the CPU
                 grad.mul_(scale)
-        write_all(made, grads, adds=adds)
+        write_grads(made, grads, adds=adds)
         for grad in (*grads, *lookups) if others else ():
             grad.record_stream(current)
 

@@ -42,10 +42,10 @@ class _Row(NamedTuple):
     issued: int
     can_repeat: bool
     casts: bool
-    begins: Pass | None
+    begins: JoinPass | None
 
 
-class Pass(NamedTuple):
+class JoinPass(NamedTuple):
     """A pass: whether it makes gradients, and whether it is inside ``no_sync()``."""
 
     gradients: bool
@@ -87,7 +87,7 @@ class UnevenInputs(Inputs):
         config: Any = self._model._join_config
         if not self._shadows and config.enable:
             Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
-            self._announce(Pass(torch.is_grad_enabled(), not self._engine.is_synced))
+            self._announce(JoinPass(torch.is_grad_enabled(), not self._engine.is_synced))
 
     def on_clipping(self, max_norm: object, norm_type: float) -> None:
         """See `Inputs`."""
@@ -158,12 +158,12 @@ class UnevenInputs(Inputs):
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
 
-    def _row(self, begins: Pass | None) -> _Row:
+    def _row(self, begins: JoinPass | None) -> _Row:
         engine = self._engine
         issued, casts = engine.ranks.recorder.log.digest, not engine.are_weights_current
         return _Row(self._acts or [], issued, self._repeat is not None, casts, begins)
 
-    def _announce(self, own: Pass | None) -> Pass:
+    def _announce(self, own: JoinPass | None) -> JoinPass:
         """Agree with the other ranks on the next pass. Ranks with inputs decide.
 
         Raises:
@@ -200,7 +200,7 @@ def _compare(rows: list[_Row]) -> None:
             )
 
 
-def _agreed(rows: list[_Row], passes: dict[int, Pass]) -> Pass:
+def _agreed(rows: list[_Row], passes: dict[int, JoinPass]) -> JoinPass:
     """The pass that all ranks with inputs begin. Raises on all ranks if they begin different ones."""
     first, announced = next(iter(passes.items()))
     for rank, begins in passes.items():

@@ -26,9 +26,9 @@ def accumulate(
 ) -> list[torch.Tensor]:
     """See `StreamShard.accumulate`. `engine` is the model's."""
     if engine.ranks.n_parts > 1 or any(flat.kind.is_expert for unit in engine.units for flat in unit.flat_params):
-        refuse(HAS_DTENSORS)
+        refuse_accumulation(HAS_DTENSORS)
     if engine.inputs.compares_steps:
-        refuse("it runs inside Join")
+        refuse_accumulation("it runs inside Join")
     losses = [functools.partial(loss_of, model, micro_batch) for micro_batch in micro_batches]
     if len(losses) > 1 and can_run(engine):
         if engine.sums is None:
@@ -42,6 +42,6 @@ def accumulate(
     return made
 
 
-def refuse(why: str) -> NoReturn:
+def refuse_accumulation(why: str) -> NoReturn:
     """Raise a ConfigError, because of `why`."""
     raise ConfigError(f"model.accumulate: {why}, which needs one pass after the other: loop with loss.backward()")

@@ -142,7 +142,7 @@ def estimate_activations(
         # The first time, torch makes whole tensors to find out how DTensors are cut.
         make, runs = partial(_build_without_memory, build, dtype), 2
 
-    def peak(inputs: Inputs, checkpointed: Sequence[str]) -> int:
+    def peak(inputs: Arguments, checkpointed: Sequence[str]) -> int:
         with attention():
             return [_peak(make(), own, dtype, inputs, checkpointed, attention, micro_batches) for _ in range(runs)][-1]
 
@@ -153,7 +153,7 @@ def _peak(
     model: nn.Module,
     units: Sequence[tuple[Sequence[str], bool]],
     dtype: torch.dtype | None,
-    inputs: Inputs,
+    inputs: Arguments,
     checkpointed: Sequence[str],
     attention: Callable[[], contextlib.AbstractContextManager[object]],
     micro_batches: int,
@@ -245,14 +245,14 @@ def _cross_entropy(output: torch.Tensor) -> torch.Tensor:
 # -- models without memory --------------------------------------------------------------------------------------------
 
 
-class Inputs(NamedTuple):
+class Arguments(NamedTuple):
     """Arguments of a model's forward."""
 
     args: tuple[torch.Tensor, ...]
     kwargs: dict[str, Any]
 
 
-def run_without_memory(model: nn.Module, batch: int, seq: int, run: Callable[[Inputs], _T]) -> _T:
+def run_without_memory(model: nn.Module, batch: int, seq: int, run: Callable[[Arguments], _T]) -> _T:
     """Call ``run(inputs)`` where tensors have no memory, with the first inputs for which it succeeds.
 
     Inputs are tokens [batch, seq], as ``input_ids`` and ``labels`` or as the only argument, and images of the config's
@@ -274,13 +274,13 @@ def run_without_memory(model: nn.Module, batch: int, seq: int, run: Callable[[In
     raise ConfigError(f"the model does not run on {batch} x {seq} tokens without memory: {what}") from errors[0]
 
 
-def _inputs_of(model: nn.Module, batch: int, seq: int) -> Iterator[Inputs]:
+def _inputs_of(model: nn.Module, batch: int, seq: int) -> Iterator[Arguments]:
     """The likeliest first. Heads that classify take other labels."""
     names, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
     tokens = torch.zeros(batch, seq, dtype=torch.long)
     of_images = getattr(config, "vision_config", config)
     if not names.keys() & {"input_ids", "pixel_values"}:
-        yield Inputs((tokens,), {})
+        yield Arguments((tokens,), {})
         return
     given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     if (size := getattr(of_images, "image_size", None)) is not None:
@@ -290,7 +290,7 @@ def _inputs_of(model: nn.Module, batch: int, seq: int) -> Iterator[Inputs]:
     for left_out in (("pixel_values",), ("pixel_values", "labels"), (), ("labels",)):
         if "input_ids" in names or "pixel_values" not in left_out:
             chosen = {name: given[name] for name in given if name in names and name not in left_out}
-            yield Inputs((), chosen)
+            yield Arguments((), chosen)
 
 
 def copy_without_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -240,7 +240,7 @@ def _env(arguments: argparse.Namespace) -> None:
 def _inspect(arguments: argparse.Namespace) -> None:
     """Print a line for each checkpoint in DIR. If DIR is a checkpoint itself, also read and verify its files."""
     from streamshard.checkpoint.directory import is_checkpoint, no_checkpoint, open_verified, survey
-    from streamshard.checkpoint.json_codec import name_of
+    from streamshard.checkpoint.json_codec import dtype_name
     from streamshard.comm.ranks import RankGroup
     from streamshard.config import parse_path
 
@@ -257,7 +257,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         _say(f"{entry.path.name:<20}  {what}")
         if made is not None and arguments.tensors:
             for name, tensor in made.tensors.items():
-                _say(f"  {name}  {name_of(tensor.dtype)}  {list(tensor.shape)}")
+                _say(f"  {name}  {dtype_name(tensor.dtype)}  {list(tensor.shape)}")
     sys.stdout.flush()  # before an error follows on the other stream
     if wrong := [entry.wrong for entry in found if entry.wrong]:
         raise CheckpointError("; ".join(wrong))

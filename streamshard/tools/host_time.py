@@ -98,7 +98,7 @@ def parse_rate(name: str, text: str, unit: str) -> float:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class HostBytes:
     """What a rank has in host memory.
 
     Attributes:
@@ -142,7 +142,7 @@ class Exchanged:
     keeps_grads: bool
 
     def copies(self, passes: int) -> Iterator[tuple[str, int, int, int]]:
-        """See `Inputs.copies`."""
+        """See `HostBytes.copies`."""
         gathering, reducing = min(passes, 2 if self.keeps_weights else passes), 1 if self.keeps_grads else passes
         for name, count, n_bytes in (
             ("forward", gathering, self.forward),
@@ -227,7 +227,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassTime:
     """A forward or backward of a micro-batch, or of all of them.
 
     Attributes:
@@ -270,7 +270,7 @@ class StepTime:
 
     machine: Machine
     load: Load
-    passes: Sequence[Pass]
+    passes: Sequence[PassTime]
     step_s: float
     computing_s: float
     hidden_tokens: int
@@ -297,7 +297,7 @@ class StepTime:
         return "\n".join([*lines, *(f"what helps: {each}" for each in self.advice)])
 
 
-def predict(inputs: Inputs | Exchanged, load: Load, machine: Machine) -> StepTime:
+def predict(inputs: HostBytes | Exchanged, load: Load, machine: Machine) -> StepTime:
     """The time of a step, by the model of this file."""
     passes = [_time(*copied, load, machine) for copied in inputs.copies(load.passes)]
     computing_s = sum(each.count * each.seconds["computing"] for each in passes)
@@ -306,7 +306,7 @@ def predict(inputs: Inputs | Exchanged, load: Load, machine: Machine) -> StepTim
     if worst.exposed_s > 0:
         larger = "larger micro-batches" + " rather than more" * (load.micro_batches > 1)
         advice.append("more tokens in a step" if load.is_layer_major else larger)
-    if worst.exposed_s > 0 and isinstance(inputs, Inputs):
+    if worst.exposed_s > 0 and isinstance(inputs, HostBytes):
         if worst is passes[0] and 16 * inputs.trained > inputs.first_forward:
             share = 1 - worst.seconds["computing"] / worst.seconds[worst.limit]
             advice.append(f"device_budget: with {share:.0%} of the state on the device, copies of the rest hide")
@@ -318,10 +318,10 @@ def predict(inputs: Inputs | Exchanged, load: Load, machine: Machine) -> StepTim
     return StepTime(machine, load, passes, step_s, computing_s, hidden_tokens, limit, advice)
 
 
-def _time(name: str, count: int, in_bytes: int, out_bytes: int, load: Load, machine: Machine) -> Pass:
+def _time(name: str, count: int, in_bytes: int, out_bytes: int, load: Load, machine: Machine) -> PassTime:
     flops = load.forward_flops if "forward" in name else load.backward_flops
     copying = {"link in": in_bytes / machine.link, "link out": out_bytes / machine.link}
     if machine.host_memory is not None:
         copying["host memory"] = (in_bytes + out_bytes) * machine.ranks / machine.host_memory
     seconds = {"computing": load.pass_tokens * flops / machine.flops, **copying}
-    return Pass(name, count, in_bytes, out_bytes, seconds, max(copying.values()) * machine.flops / flops)
+    return PassTime(name, count, in_bytes, out_bytes, seconds, max(copying.values()) * machine.flops / flops)

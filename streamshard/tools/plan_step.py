@@ -12,7 +12,7 @@ from streamshard.core.params import FlatParam
 from streamshard.core.unit import Unit
 from streamshard.planning.discovery import FoundUnit
 from streamshard.planning.structure import modules_inside
-from streamshard.tools.host_time import Exchanged, Inputs, Load, Step
+from streamshard.tools.host_time import Exchanged, HostBytes, Load, Step
 
 
 def load_of(model: nn.Module, found: Sequence[FoundUnit], tokens: tuple[int, int], step: Step) -> Load:
@@ -42,7 +42,7 @@ def gathers_of(engine: Engine) -> tuple[list[Unit], list[Unit]]:
     return [units[unit] for unit in forward], [units[unit] for unit in backward]
 
 
-def inputs_of(engine: Engine) -> Inputs:
+def inputs_of(engine: Engine) -> HostBytes:
     """What the rank of a planned engine has in host memory."""
     forward, backward = gathers_of(engine)
 
@@ -53,7 +53,7 @@ def inputs_of(engine: Engine) -> Inputs:
         return (flat for unit in units if unit.host is not None for flat in unit.flat_params)
 
     trained = [flat for flat in flats(engine.units) if flat.kind.trains]
-    return Inputs(
+    return HostBytes(
         trained=sum(flat.layout.shard_numel for flat in trained),
         cast=size(flat for flat in trained if flat.kind.wire_dtype is not flat.kind.main_dtype),
         first_forward=size(flat for flat in flats(forward) if not flat.kind.trains),

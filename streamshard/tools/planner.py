@@ -27,7 +27,7 @@ from streamshard.core.unit import Unit
 from streamshard.dtensors import axes_of, mark_experts
 from streamshard.errors import ConfigError
 from streamshard.initialise import takes
-from streamshard.layer_major import HAS_DTENSORS, refuse
+from streamshard.layer_major import HAS_DTENSORS, refuse_accumulation
 from streamshard.layer_major.sums import Sums
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of
@@ -224,7 +224,7 @@ def planning(
     if accumulate is not None and accumulate < 2:
         raise ConfigError(f"accumulate={accumulate}: wanted the number of micro-batches of a step, at least 2")
     if accumulate is not None and max(ranks.tp, ranks.ep) > 1:
-        refuse(HAS_DTENSORS)
+        refuse_accumulation(HAS_DTENSORS)
     with _building(model, ranks) as build:
         with torch.device("meta"):
             built = build()

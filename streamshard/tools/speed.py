@@ -32,7 +32,7 @@ from streamshard.nested import cast, map_tensors, tensors_in
 from streamshard.pinned import PinnedMemory
 from streamshard.planning.discovery import find_units
 from streamshard.planning.layout import kind_of
-from streamshard.tools.activations import Build, Inputs, copy_without_memory, run_without_memory
+from streamshard.tools.activations import Arguments, Build, copy_without_memory, run_without_memory
 
 _SECONDS = 1.0  # for each measurement, if one repeat does not take longer
 _MOST_REPEATS = 30
@@ -210,7 +210,7 @@ class Layer:
         torch.autograd.backward(self._outputs, [torch.ones_like(output) for output in self._outputs])
 
 
-def _arguments_of(name: str, model: nn.Module, dtype: torch.dtype, inputs: Inputs) -> tuple[Any, Any]:
+def _arguments_of(name: str, model: nn.Module, dtype: torch.dtype, inputs: Arguments) -> tuple[Any, Any]:
     """With which arguments a forward without memory calls the layer `name`."""
     copied, given = copy_without_memory(model, dtype), list[tuple[Any, Any]]()
     copied.get_submodule(name).register_forward_pre_hook(
