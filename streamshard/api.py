@@ -185,7 +185,7 @@ class StreamShard(WatchedRoot):
         Returns:
             The norm before scaling, [] fp32, equal on all ranks.
         """
-        from streamshard.full import clip_grads
+        from streamshard.core.clipping import clip_grads
 
         engine = engine_at_rest(self, "clip_grad_norm_")
         return clip_grads(engine, params_of(self).values(), max_norm, norm_type)

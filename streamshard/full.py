@@ -1,4 +1,4 @@
-"""Full tensors inside `summon_full_params`, full state dicts, and gradient clipping by the norm over all ranks."""
+"""Full tensors inside `summon_full_params`, and full state dicts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.core.engine import Engine
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
+from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
 from streamshard.forms import DTensorForm, form_of
-from streamshard.guards.global_ops import global_norm
-from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, exchange, grad_of, refuse_unreduced
-from streamshard.guards.sharded_tensor import piece_of
+from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, exchange
 from streamshard.nested import sums_of_bits
-from streamshard.norms import local_norms
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _Take = Callable[[Param, torch.Tensor], torch.Tensor]
@@ -256,28 +253,3 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
         return state
 
     return run_on_all_ranks(engine.ranks, "collect the model's state dict", finish, ShardingError)
-
-
-# -- clipping -----------------------------------------------------------------------------------------------------
-
-
-def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-    """See `StreamShard.clip_grad_norm_`; `params` are the model's."""
-    if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
-        raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
-    order = float(norm_type)  # it may be the text "inf"
-    engine.inputs.on_clipping(max_norm, norm_type)
-    refuse_unreduced(params, "clip_grad_norm_")
-    filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
-    host = engine.host
-    norms: Sequence[torch.Tensor] = [torch.zeros((), dtype=torch.float64, device=engine.streams.device)]
-    if counted := [param for param in filled if (piece := piece_of(param)) is None or piece.counts]:
-        grads = [*map(grad_of, counted)]
-        norms = local_norms(grads, order) if host is None else host.grads.norms(counted, order)
-    total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    if filled and host is not None:
-        host.grads.multiply_all(filled, factor)
-    elif filled:
-        torch._foreach_mul_([*map(grad_of, filled)], factor)
-    return total

@@ -1,4 +1,6 @@
-"""Norms of this rank's elements, in fp64.
+"""Norms of this rank's elements, in fp64, and norms, sums and extremes over the elements of all ranks.
+
+The latter are collectives of the shard group: all its ranks get the same number.
 
 [Note: norms]
 A norm has the same bits on any number of ranks, and clipping with it. The order of a sum depends on how elements are
@@ -9,9 +11,15 @@ that differ so little round to two numbers about once in 10^8 norms.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from streamshard.comm.communicator import Communicator
 
 _CHUNK = 1 << 16  # elements on the CPU. In fp64 they fit into a core's cache
 
@@ -43,3 +51,71 @@ def _on_cpu(tensor: torch.Tensor, order: float, buffer: torch.Tensor) -> torch.T
         wide = buffer.narrow(0, 0, chunk.numel()).copy_(chunk)
         squares.append(torch.dot(wide, wide))
     return (torch.stack(squares).sum() if squares[1:] else squares[0]).sqrt_()
+
+
+# -- over all ranks --------------------------------------------------------------------------------------------------
+
+
+class _GlobalSum(Function):
+    """The sum over ranks, which may be part of a loss.
+
+    Each rank's loss may weigh a penalty differently, and a parameter's gradient is the mean of all ranks' gradients, or
+    their sum divided by another number. One rank holds each element. So backward reduces the incoming gradient as
+    gradients are reduced.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
+        ctx.ranks = ranks
+        return _sum_over_ranks(local, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum_over_ranks(grad, ctx.ranks).div_(ctx.ranks.grad_divisor * ctx.ranks.n_parts), None
+
+
+def _sum_over_ranks(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
+    total = local.clone(memory_format=torch.contiguous_format)
+    ranks.all_reduce(total)
+    return total
+
+
+def global_sum(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
+    """The sum of `local`, any shape, over ranks: the same shape."""
+    return cast(torch.Tensor, _GlobalSum.apply(local, ranks))  # type: ignore[no-untyped-call]
+
+
+def global_norm(
+    local: torch.Tensor,
+    order: float,
+    ranks: Communicator,
+    counted: Callable[[torch.Tensor], torch.Tensor] = lambda power: power,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The norm over all ranks from each rank's own. One collective, and another one in backward.
+
+    Args:
+        local: fp64, norms of order `order` over this rank's elements, any shape.
+        order: a positive number; ``inf`` is the maximum, which has no gradient.
+        ranks: its shard group is summed over.
+        counted: see `Piece.counted`.
+        dtype: of the result, to which it is rounded. See [Note: norms].
+    """
+    if math.isinf(order):
+        return global_extreme(local.detach(), largest=order > 0, ranks=ranks).to(dtype)
+    total = global_sum(counted(local.pow(order)), ranks)
+    if total.requires_grad:  # torch's gradient of a norm of zeros is zero
+        is_zero = total == 0.0
+        return total.masked_fill(is_zero, 1.0).pow(1.0 / order).masked_fill(is_zero, 0.0).to(dtype)
+    return total.pow(1.0 / order).to(dtype)
+
+
+def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Communicator) -> torch.Tensor:
+    """The largest or smallest of `local`, any shape, over ranks. NaN wins on every backend, as in torch."""
+    signed = local if largest else -local
+    is_nan = signed.isnan()
+    both = torch.stack([signed.masked_fill(is_nan, -math.inf), is_nan.to(signed.dtype)])
+    ranks.all_reduce(both, maximum=True)
+    found = both[0].masked_fill(both[1] > 0, math.nan)
+    return found if largest else -found

@@ -425,8 +425,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_by_kind", Swap("form_of(param).is_packed", "False"), "packed"),
         ("_by_kind", Swap("found.is_expert", "False"), "expert_parallel"),
     ],
+    "core/clipping": [("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process")],
     "full": [
-        ("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process"),
         ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
     ],
     "layer_major/step": [

@@ -17,11 +17,11 @@ from typing import Any, NoReturn, cast
 import torch
 
 from streamshard.errors import ShardingError
-from streamshard.guards.global_ops import PartialNorm, full_norms, global_extreme, global_norm, global_sum, no_backward
+from streamshard.guards.global_ops import PartialNorm, full_norms, no_backward
 from streamshard.guards.piece import Piece
 from streamshard.guards.torch_functions import NORMS, SHAPE, is_metadata, name_of, names, order_of
 from streamshard.nested import map_tensors, tensors_in
-from streamshard.norms import local_norms
+from streamshard.norms import global_extreme, global_norm, global_sum, local_norms
 from streamshard.torch_private import AsTensors, skip, untraced
 
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]

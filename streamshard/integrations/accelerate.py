@@ -20,12 +20,12 @@ from streamshard.checkpoint.restore import load_checkpoint
 from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.groups import make_default_group
 from streamshard.config import AnyPath, Precision, parse_path, parse_precision
+from streamshard.core.clipping import clip_grads
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_hooks import follow_model
 from streamshard.device import accelerator as accelerator_kind
 from streamshard.errors import ConfigError, log
 from streamshard.forms import successor
-from streamshard.full import clip_grads
 from streamshard.functions import export_safetensors
 from streamshard.planning.structure import modules_inside, replacing
 

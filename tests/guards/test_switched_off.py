@@ -22,6 +22,7 @@ from tests import scenarios
 from tests.models import TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, lm_step
+from tests.simulated import simulated_device
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -73,13 +74,14 @@ def _trained(context: RankContext, **settings: Any) -> list[Tensor]:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}, {"offload": "state"}])
 def test_without_guards_all_numbers_are_the_same(context: RankContext, precision: str, slots: dict[str, Any]) -> None:
     """To the bit: losses, norms and weights."""
     settings = {"precision": precision, **slots}
-    wanted = _trained(context, **settings)
-    with without_guards():
-        found = _trained(context, **settings)
+    with simulated_device() if "offload" in slots else contextlib.nullcontext():
+        wanted = _trained(context, **settings)
+        with without_guards():
+            found = _trained(context, **settings)
     assert len(found) == len(wanted) > 10
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
