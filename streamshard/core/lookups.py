@@ -65,7 +65,8 @@ def write_lookups(
     Args:
         place: [rows, width], in the slot.
         lookups: of the weight, in the order of backward.
-        dense: [rows, width], the gradient of other uses of the weight, such as a tied head; changed.
+        dense: [rows, width], the gradient of other uses of the weight, such as a tied head; changed. `place` itself if
+            this gradient is there already, scaled.
         scale: multiplies the gradient.
         adds: to the gradient in the slot.
     """
@@ -75,10 +76,13 @@ def write_lookups(
         total = None if dense is None else dense[first : first + step]
         for lookup in lookups:
             made = lookup.rows(first, first + len(part))
+            if dense is place and scale != 1.0:
+                made.mul_(scale)
             total = made if total is None else total.add_(made)
         assert total is not None
-        if scale != 1.0:
-            total.mul_(scale)
-        part.add_(total) if adds else part.copy_(total)
+        if dense is not place:
+            if scale != 1.0:
+                total.mul_(scale)
+            part.add_(total) if adds else part.copy_(total)
         del total, made  # before the next range is made
     lookups.clear()

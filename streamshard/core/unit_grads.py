@@ -141,21 +141,22 @@ class UnitGrads:
         made: list[Param] = []
         grads: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
-        lookups: list[torch.Tensor] = []
+        beside: list[torch.Tensor] = []  # read here, too
         with AsTensors():
             for param in self.params:
                 if (grad := get_grad(param.unsharded)) is not None:
                     set_grad(param.unsharded, None)
+                if param.is_begun and grad is not None:
+                    self.begin(param, grad, scale, ())
+                    beside.append(grad)
                 if param.lookups:
-                    lookups += (lookup.grad for lookup in param.lookups)
-                    write_lookups(param.in_slot, param.lookups, grad, scale, adds=adds or param.is_begun)
+                    beside += (lookup.grad for lookup in param.lookups)
+                    dense = param.in_slot if param.is_begun else grad
+                    write_lookups(param.in_slot, param.lookups, dense, scale, adds=adds)
                     param.is_used = True
-                elif param.is_begun:
-                    if grad is not None:
-                        self.begin(param, grad, scale, ())
-                elif grad is None:
+                elif grad is None and not param.is_begun:
                     absent.append(param.in_slot)
-                else:
+                elif grad is not None and not param.is_begun:
                     made.append(param)
                     grads.append(grad)
                 param.is_begun = False
@@ -165,7 +166,7 @@ class UnitGrads:
             for grad in grads:  # torch._foreach_mul_ rounds the factor to bf16 on the CPU
                 grad.mul_(scale)
         write_grads(made, grads, adds=adds)
-        for grad in (*grads, *lookups) if others else ():
+        for grad in (*grads, *beside) if others else ():
             grad.record_stream(current)
 
     def begin(self, param: Param, grad: torch.Tensor, scale: float, others: Collection[Any]) -> None:
