@@ -15,7 +15,7 @@ from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import AnyPath, parse_path
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest, not_a_layer
-from streamshard.core.optimizer_hooks import params_in
+from streamshard.core.optimizer_kinds import params_in
 from streamshard.errors import ConfigError
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.initialise import Init, compute_buffers, initialise

@@ -123,8 +123,8 @@ _ASIDE = "with module.stream(module.Stream()):"
 
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/block_state": [
-        ("span_of", Swap("for each in (start, stop, last)", "for each in (0, stop - start, last)"), "block_state"),
-        ("span_of", Drop("if any(piece.range_of"), "block_state"),
+        ("extent_of", Swap("for each in (start, stop, last)", "for each in (0, stop - start, last)"), "block_state"),
+        ("extent_of", Drop("if any(piece.range_of"), "block_state"),
     ],
     "checkpoint/directory": [
         ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),

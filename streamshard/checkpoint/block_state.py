@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.core.optimizer_hooks import BLOCK_NUMEL
+from streamshard.core.optimizer_kinds import BLOCK_NUMEL
 from streamshard.core.params import Param
 from streamshard.errors import ShardingError
 from streamshard.forms import Box

@@ -23,8 +23,9 @@ from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_
 from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.core.engine import Engine
-from streamshard.core.optimizer_hooks import params_in, take_over_state
+from streamshard.core.optimizer_kinds import params_in, steps_whole
 from streamshard.core.params import Param
+from streamshard.core.state_pieces import take_over_state
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.forms import part_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
@@ -34,8 +35,8 @@ _REL_TOLERANCE = 1e-6  # two machines may round the cosine of a schedule differe
 
 def owner_ranks(optimizer: Optimizer) -> Mapping[int, int]:
     """By the id of a parameter, the rank that steps the full parameter. Ranks step pieces of all other parameters."""
-    ask = getattr(optimizer, "owners", None)
-    return {} if ask is None else ask()
+    whole = steps_whole(optimizer)
+    return {} if whole is None else whole.owners()
 
 
 def steps_here(owner: int | None, engine: Engine, param: Param) -> bool:
@@ -45,8 +46,8 @@ def steps_here(owner: int | None, engine: Engine, param: Param) -> bool:
 
 def settle(optimizer: Optimizer, ranks: Communicator) -> None:
     """Prepare an optimizer before its state is collected. Collective for a `WholeParameterOptimizer`."""
-    if (act := getattr(optimizer, "settle", None)) is not None:
-        act(ranks)
+    if (whole := steps_whole(optimizer)) is not None:
+        whole.settle(ranks)
 
 
 def _moments_in(values: Mapping[str, Any], param: Param) -> dict[str, torch.Tensor]:
@@ -238,7 +239,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     packed = optimizer.state_dict()
     others = {key: value for key, value in packed["state"].items() if isinstance(key, str)}  # of no parameter
     full: dict[str, Any] = {**packed, "state": {**state, **others}}
-    return full if (join := getattr(optimizer, "join_stacks", None)) is None else join(full)
+    return full if (whole := steps_whole(optimizer)) is None else whole.join_stacks(full)
 
 
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
@@ -254,8 +255,8 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping) or "param_groups" not in given:
             found = f"a {type(given).__name__} {sorted(map(str, given))!r:.200}"
             raise ShardingError(f"the optimizer state is {found}: wanted a dict with 'state' and 'param_groups'")
-        split, saved = getattr(optimizer, "split_stacks", None), {}
-        for key, values in (given if split is None else split(given))["state"].items():
+        whole, saved = steps_whole(optimizer), {}
+        for key, values in (given if whole is None else whole.split_stacks(given))["state"].items():
             encoded, tensors[key] = encode(take_apart(values) if isinstance(key, int) else values, f"{key}")
             saved[key] = encoded, {name: (each.shape, each.dtype) for name, each in tensors[key].items()}
         return saved, {key: value for key, value in given.items() if key != "state"}

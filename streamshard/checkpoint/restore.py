@@ -28,7 +28,7 @@ from streamshard.checkpoint.save import finish_running
 from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.config import did_you_mean, parse_path
 from streamshard.core.engine import Engine
-from streamshard.core.optimizer_hooks import params_in
+from streamshard.core.optimizer_kinds import params_in
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, log, printable
 from streamshard.guards.sharded_tensor import ShardedTensor

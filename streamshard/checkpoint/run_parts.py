@@ -16,7 +16,7 @@ from streamshard.checkpoint.disk_layout import saved_names
 from streamshard.checkpoint.safetensors_file import digest_of
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest
-from streamshard.core.optimizer_hooks import params_in
+from streamshard.core.optimizer_kinds import params_in
 from streamshard.core.params import Param
 from streamshard.device import module_of
 from streamshard.errors import ConfigError, ShardingError

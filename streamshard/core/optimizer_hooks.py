@@ -1,8 +1,7 @@
-"""Steps of the user's optimizers, and the state of each.
+"""Steps of the user's optimizers.
 
-An optimizer that is known to work element by element steps on plain tensors, this rank's pieces. Known means the exact
-class: a subclass may do anything, and so may another class of the same package. `elementwise` declares further ones.
-Any other optimizer raises at its first step, on all ranks: `WholeParameterOptimizer` runs it.
+An optimizer that is known to work element by element steps on plain tensors, this rank's pieces
+(`streamshard.core.optimizer_kinds`). Any other optimizer raises at its first step, on all ranks.
 
 [Note: plain steps]
 torch has fast kernels for plain tensors only, and optimizers take norms and shapes of the pieces that they step. So a
@@ -12,88 +11,33 @@ are plain tensors in the memory of the pieces. Afterwards the optimizer takes th
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.core.late_step import NUMBERS, host_of, late_steps
+from streamshard.core.late_step import host_of, late_steps
+from streamshard.core.optimizer_kinds import (
+    full_name,
+    is_declared,
+    is_elementwise_class,
+    params_in,
+    refuse_on_host,
+    refuse_optimizer,
+    steps_whole,
+)
+from streamshard.core.state_pieces import PiecesOfState, cut_loaded_state, settle_state, take_over_state
 from streamshard.errors import ShardingError
 from streamshard.forms import successor
 from streamshard.guards.loop import note_step, refuse_unreached
-from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, get_grad, untraced
-
-# -- optimizers that work element by element --------------------------------------------------------------------------
-
-
-# By the full names of their definitions.
-_ELEMENTWISE = re.compile(
-    r"torch\.optim\.\w+\.(SGD|Adam|AdamW|Adamax|NAdam|RAdam|RMSprop|Adagrad|Adadelta|Rprop|ASGD)"
-    r"|schedulefree\.\w+\.(SGD|AdamW|RAdam)ScheduleFree|lion_pytorch\.lion_pytorch\.Lion|torchao\.optim\.adam\._AdamW"
-    r"|bitsandbytes\.optim\.\w+\.(Paged)?(SGD|Adam|AdamW|Lion|RMSprop|Adagrad)(32bit)?"
-)
-# Moments in blocks of as many elements at most have a scale each: known on pieces that are cut between blocks.
-_IN_BLOCKS = re.compile(
-    r"bitsandbytes\.optim\.\w+\.(Paged)?(SGD|Adam|AdamW|Lion|RMSprop|Adagrad)8bit"
-    r"|torchao\.optim\.adam\.AdamW?(8bit|4bit|Fp8)"
-)
-BLOCK_NUMEL = 4096  # the packages leave smaller tensors in fp32, and a multiple of all their blocks
-
-_Class = TypeVar("_Class", bound=type[Optimizer])
-_DECLARED = "_streamshard_elementwise"  # attribute of a class that `elementwise` was given, not of its subclasses
-
-
-def elementwise(optimizer_class: _Class) -> _Class:
-    """Declare that an optimizer works element by element, so that it may step on pieces of parameters.
-
-    The update of each element may depend on that element's gradient, weight and state, and on numbers that are the same
-    for all elements; not on a norm, a mean, a shape or a neighbour. Nothing checks this. Can be used as a decorator.
-
-    Args:
-        optimizer_class: exactly this class; subclasses have to be declared by themselves.
-
-    Returns:
-        The same class.
-    """
-    setattr(optimizer_class, _DECLARED, True)
-    return optimizer_class
-
-
-def is_elementwise_class(kind: type) -> bool:
-    """Whether `kind` is known, or declared, to work element by element, perhaps in blocks of `BLOCK_NUMEL`."""
-    return _DECLARED in vars(kind) or _ELEMENTWISE.fullmatch(full_name(kind)) is not None or works_in_blocks(kind)
-
-
-def works_in_blocks(kind: type) -> bool:
-    """Whether pieces of parameters have to be cut between blocks of `BLOCK_NUMEL` for `kind`."""
-    return _DECLARED not in vars(kind) and _IN_BLOCKS.fullmatch(full_name(kind)) is not None
-
-
-def full_name(kind: type) -> str:
-    """The name of a class, with its module."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
-    """The parameters of an optimizer's groups, in order. A state dict numbers them in this order."""
-    params: list[nn.Parameter] = []
-    for group in groups:
-        params += group["params"]
-    return params
-
-
-# -- hooks ------------------------------------------------------------------------------------------------------------
 
 _HOOK: Any = "streamshard"  # the key of this module's hooks among an optimizer's hooks; torch's keys are numbers
 _PLAIN = "_streamshard_plain"  # attribute of a stand-in: its parameters, by the sharded parameter
@@ -116,8 +60,8 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _closure_of(args, kwargs) is None:
         refuse_unreached(params)
     note_step(params)
-    if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
-        _refuse_on_host(optimizer, params, "steps whole parameters")
+    if steps_whole(optimizer):  # the optimizers inside it are looked at
+        refuse_on_host(optimizer, params, "steps whole parameters")
         return
     hooks: Any = optimizer._optimizer_step_pre_hooks
     if _HOOK not in hooks:
@@ -146,25 +90,14 @@ def follow_model(optimizer: Optimizer) -> None:
         group["params"] = now
 
 
-def _refuse_on_host(optimizer: Optimizer, params: Sequence[nn.Parameter], why: str) -> None:
-    """Raise if state in host memory would be stepped by `optimizer`, which cannot do so because of `why`."""
-    for param in params:
-        if isinstance(param, ShardedParameter) and param.piece.is_on_host:
-            raise ShardingError(
-                f"{full_name(type(optimizer))} {why}, and the state of {param.piece.name!r} lies in host memory, whose "
-                "parts are stepped one after the other: take an elementwise optimizer such as torch.optim.AdamW, or "
-                'leave offload="state" away'
-            )
-
-
 def _adopt(optimizer: Optimizer) -> None:
     """An optimizer is about to step pieces for the first time."""
-    _refuse_unknown(optimizer)
+    refuse_optimizer(optimizer)
     take_over_state(optimizer)
     optimizer.register_state_dict_pre_hook(settle_state)
     if any(map(piece_of, params_in(optimizer.param_groups))):
         optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
-    optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
+    optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
     after: Any = optimizer._optimizer_step_post_hooks
     after[_HOOK] = functools.partial(untraced, _after_step)
     after.move_to_end(_HOOK, last=False)  # so the user's hooks see the changes
@@ -194,66 +127,6 @@ def _return_full_grads(lent: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor
 def _closure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure if callable(closure) else None
-
-
-def _refuse_unknown(optimizer: Optimizer) -> None:
-    """Raise unless every element's update is known to depend on that element alone, or on its block."""
-    kind, name = type(optimizer), full_name(type(optimizer))
-    pieces = [*filter(None, map(piece_of, params_in(optimizer.param_groups)))]  # one rank has whole parameters
-    if pieces and not is_elementwise_class(kind):
-        raise ShardingError(
-            f"{name} is not known to work element by element, and each rank has pieces of parameters. "
-            f"{_how_to_step(kind, has_parts=any(piece.box for piece in pieces))}. An optimizer that shards its state, "
-            "such as ZeroRedundancyOptimizer, is not needed: use its inner class"
-        )
-    asked = getattr(optimizer, "args", None) if name.startswith("bitsandbytes.") else None
-    is_clipping = getattr(asked, "max_unorm", 0.0) > 0.0 or getattr(asked, "percentile_clipping", 100) < 100
-    if is_clipping or not getattr(asked, "block_wise", True):
-        raise ShardingError(
-            f"{name} with max_unorm, percentile_clipping or block_wise=False takes norms of parameters or gradients in "
-            "its kernels, of this rank's pieces alone: leave these options away, and use model.clip_grad_norm_"
-        )
-    if works_in_blocks(kind):
-        _refuse_on_host(optimizer, params_in(optimizer.param_groups), "keeps state in blocks of elements")
-        _refuse_other_blocks(optimizer, name, getattr(asked, "min_8bit_size", BLOCK_NUMEL))
-
-
-def _how_to_step(kind: type[Optimizer], *, has_parts: bool) -> str:
-    """What to do with an optimizer that is not known, for messages. `has_parts`: it steps parts of DTensors."""
-    run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
-    whole = f"To step whole parameters, each on one rank, write optimizer = {run}"
-    other = "take another optimizer, such as torch.optim.AdamW"
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        whole = f"It steps with a closure, so no rank can step whole parameters by itself: {other}"
-    elif has_parts:
-        whole = f"No rank can step whole DTensors: {other}"
-    declared = "If the update of each element depends on that element's gradient, weight and state alone, declare it: "
-    declared += f"streamshard.optim.elementwise({kind.__name__})"
-    is_subclass = any(map(is_elementwise_class, kind.__mro__[1:]))
-    return f"{declared}. {whole}" if is_subclass else f"{whole}. {declared}"
-
-
-def _refuse_other_blocks(optimizer: Optimizer, name: str, least_numel: int) -> None:
-    """Raise unless blocks of pieces, and the kind of their state, are the full parameter's."""
-    block_numel = getattr(optimizer, "block_size", 1)  # bitsandbytes takes incomplete blocks
-    if BLOCK_NUMEL % block_numel:
-        raise ShardingError(f"{name} with block_size={block_numel}: wanted a power of two, at most {BLOCK_NUMEL}")
-    for piece in filter(None, map(piece_of, params_in(optimizer.param_groups))):
-        ranges = [piece.range_of(rank) for rank in range(piece.ranks.world_size)]
-        if any(each.start % BLOCK_NUMEL for each in ranges):
-            raise ShardingError(
-                f"{name} keeps state in blocks of elements, and {piece.name!r} is cut between ranks within a block: "
-                f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
-            )
-        numels = {piece.place.numel, *(each.numel for each in ranges)} - {0}
-        if len({numel >= least_numel and numel % block_numel == 0 for numel in numels}) > 1:
-            raise ShardingError(
-                f"{name} keeps fp32 state of tensors with fewer than {least_numel} elements or an incomplete block. "
-                f"Some of {piece.name!r} ({piece.place.numel} elements) and its pieces on ranks "
-                f"({[each.numel for each in ranges]}) are such, and others are not: give this parameter to another "
-                "optimizer, such as torch.optim.AdamW, or use another number of ranks"
-            )
 
 
 # -- plain steps ------------------------------------------------------------------------------------------------------
@@ -346,7 +219,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     state = stepped.pop("state")
     optimizer.state.update(zip(map(sharded.get, state, state), state.values(), strict=True))
     optimizer.__dict__.update(stepped)
-    if _DECLARED in vars(type(optimizer)):
+    if is_declared(type(optimizer)):
         _refuse_kept_grads(optimizer, plain)
     changed: list[torch.Tensor] = []
     with AsTensors():
@@ -368,82 +241,3 @@ def _refuse_kept_grads(optimizer: Optimizer, plain: Mapping[ShardedParameter, nn
                     f"{full_name(type(optimizer))} keeps the gradient of {param.piece.name!r} in its state, as {key!r},"
                     " and the next backward writes to its memory: let the optimizer keep grad.clone()"
                 )
-
-
-# -- state ------------------------------------------------------------------------------------------------------------
-
-
-class PiecesOfState(dict[str, Any]):
-    """This rank's part of an optimizer's ``state_dict()``: fine to copy and to load again, an error to save."""
-
-    def __deepcopy__(self, memo: Any) -> PiecesOfState:
-        return PiecesOfState(copy.deepcopy(dict(self), memo))
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ShardingError(
-            "an optimizer's state_dict() holds one rank's pieces and is not saved as if it were full. Call on all "
-            "ranks instead, to save a run, streamshard.save_checkpoint(directory, model, optimizer); for an "
-            "optimizer's full state, streamshard.full_optimizer_state_dict(model, optimizer)"
-        )
-
-
-def settle_state(optimizer: Optimizer) -> None:
-    """The optimizer's state is about to be read or written: late steps are carried out."""
-    for host in {host_of(param) for param in params_in(optimizer.param_groups)}:
-        if host is not None:
-            host.settle()
-
-
-def take_over_state(optimizer: Optimizer) -> None:
-    """Cut full moments, from before the model was sharded, into this rank's pieces, and move state to the parameters.
-
-    Step counts stay where the optimizer's class reads them: on the CPU, unless it is fused or capturable.
-
-    Raises:
-        ShardingError: state is neither full nor this rank's piece.
-    """
-    if (in_place := getattr(optimizer, "in_place", None)) is not None:  # of a WholeParameterOptimizer
-        for inner in in_place():
-            take_over_state(inner)
-        return
-    settle_state(optimizer)
-    for group in optimizer.param_groups:
-        stay = () if group.get("fused") or group.get("capturable") else NUMBERS
-        for param in group["params"]:
-            piece, values = piece_of(param), optimizer.state.get(param)
-            if piece is not None and values:
-                _cut(optimizer, piece, values, param.device)
-                moving = [key for key, value in values.items() if isinstance(value, torch.Tensor) and key not in stay]
-                values.update({key: values[key].to(param.device) for key in moving})
-
-
-def _cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Before ``load_state_dict`` changes anything: cut full moments, and raise for other shapes."""
-    settle_state(optimizer)
-    state = {number: dict(values) for number, values in state_dict["state"].items()}
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    for number, param in zip(numbers, params_in(optimizer.param_groups), strict=False):  # torch compares their numbers
-        piece = piece_of(param)
-        if piece is not None and number in state:
-            _cut(optimizer, piece, state[number], param.device)
-    return {**state_dict, "state": state}
-
-
-def _cut(optimizer: Optimizer, piece: Piece, values: dict[str, Any], device: torch.device) -> None:
-    """Replace full tensors in `values`, the state of one parameter, by this rank's pieces."""
-    for name, value in values.items():
-        if isinstance(value, ShardedTensor):  # made by the constructor
-            values[name] = value.as_subclass(torch.Tensor)
-            continue
-        if not isinstance(value, torch.Tensor) or value.shape == piece.local_shape:
-            continue
-        is_full = tuple(value.shape) == piece.shape and (value.ndim > 0 or name not in NUMBERS)
-        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
-        if is_full and is_of_torch:
-            values[name] = piece.cut(value).to(device)
-        elif is_full or value.ndim and is_of_torch:
-            raise ShardingError(
-                f"optimizer state {name!r} of {piece.name!r} has shape {tuple(value.shape)}: wanted {piece.local_shape}"
-                ", this rank's piece. Make the optimizer after StreamShard(model), and load full state, or state of "
-                "another number of ranks, with load_optimizer_state_dict(model, optimizer, state)"
-            )

@@ -22,7 +22,7 @@ from streamshard.core.edge import run_empty_backward
 from streamshard.core.engine import Inputs
 from streamshard.core.forward import begin_forward
 from streamshard.core.module_state import engine_of
-from streamshard.core.optimizer_hooks import params_in
+from streamshard.core.optimizer_kinds import params_in
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.planning.structure import params_of
 

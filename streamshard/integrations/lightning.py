@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from streamshard.api import StreamShard
 from streamshard.core.edge import register_forward_method
 from streamshard.core.module_state import engine_of, handle_of
-from streamshard.core.optimizer_hooks import params_in
+from streamshard.core.optimizer_kinds import params_in
 from streamshard.errors import ConfigError
 from streamshard.functions import full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.planning.structure import replacing

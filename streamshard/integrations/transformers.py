@@ -33,7 +33,7 @@ from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.stop_on_signal import StopOnSignal
 from streamshard.comm.ranks import run_on_all_ranks, run_on_first
 from streamshard.core.module_state import engine_of, handle_of
-from streamshard.core.optimizer_hooks import is_elementwise_class
+from streamshard.core.optimizer_kinds import is_elementwise_class
 from streamshard.errors import ConfigError
 from streamshard.functions import (
     export_safetensors,

@@ -1,6 +1,6 @@
 """Optimizers: `WholeParameterOptimizer`, elementwise ones on pieces, wrappers around others, averages."""
 
-from streamshard.core.optimizer_hooks import elementwise
+from streamshard.core.optimizer_kinds import elementwise
 from streamshard.optim.averages import update_parameters
 from streamshard.optim.whole import WholeParameterOptimizer
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.core.optimizer_hooks import full_name, is_elementwise_class
+from streamshard.core.optimizer_kinds import full_name, is_elementwise_class
 from streamshard.errors import ConfigError, describe
 from streamshard.optim.rounds import stand_in
 from streamshard.torch_private import OpOverload, TorchDispatchMode
