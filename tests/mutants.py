@@ -161,9 +161,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),
-        ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
         ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "groups:restart"),
         ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
+    ],
+    "comm/host_groups": [
+        ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
     ],
     "comm/ranks": [
         ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),

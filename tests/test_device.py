@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard import device as devices
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import host_group_of
+from streamshard.comm.host_groups import host_group_of
 from streamshard.comm.ranks import refuse_together
 from streamshard.device import serves, training_device
 from tests.models import Stack

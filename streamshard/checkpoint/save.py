@@ -34,7 +34,7 @@ from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_r
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import make_host_group, state_of, weak
+from streamshard.comm.host_groups import make_host_group, state_of, weak
 from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
 from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of

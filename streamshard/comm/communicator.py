@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.groups import Parts, alive, close_connections, host_group_of, weak
+from streamshard.comm.groups import Parts
+from streamshard.comm.host_groups import alive, close_connections, host_group_of, weak
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Fence, RankWait, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, AloneTransport, Gather, Transport

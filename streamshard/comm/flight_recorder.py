@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from streamshard.comm.groups import connection_advice, log_store
+from streamshard.comm.groups import connection_advice
+from streamshard.comm.host_groups import log_store
 from streamshard.comm.streams import Entry, IssueLog
 from streamshard.errors import line_reached, log
 from streamshard.torch_private import count_collectives

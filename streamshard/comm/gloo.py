@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.groups import state_of
+from streamshard.comm.host_groups import state_of
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Gather, Hop, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from streamshard.comm import flight_recorder
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
-from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, state_of, weak
+from streamshard.comm.host_groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, state_of, weak
 from streamshard.comm.streams import RankWait, StreamName, Streams
 from streamshard.errors import (
     CheckpointError,

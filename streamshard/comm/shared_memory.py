@@ -50,7 +50,7 @@ import torch
 
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.gloo import PairwiseTransport
-from streamshard.comm.groups import timeout_of
+from streamshard.comm.host_groups import timeout_of
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Gather, Reduction, sum_in_rank_order

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.groups import alive
+from streamshard.comm.host_groups import alive
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.config import Precision, ReductionMode

@@ -26,15 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
-from streamshard.comm import groups
-from streamshard.comm.groups import (
-    CONTROL_TIMEOUT,
-    MOST_CONNECTED,
-    gloo_settings,
-    make_default_group,
-    make_host_group,
-    timeout_of,
-)
+from streamshard.comm import groups, host_groups
+from streamshard.comm.groups import make_default_group
+from streamshard.comm.host_groups import CONTROL_TIMEOUT, MOST_CONNECTED, gloo_settings, make_host_group, timeout_of
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CommunicationError, ConfigError
 from tests.launched import Launched, run_script
@@ -46,7 +40,8 @@ _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _LARGE = """
     import os, torch, torch.distributed as dist
-    from streamshard.comm.groups import host_group_of, make_default_group
+    from streamshard.comm.groups import make_default_group
+    from streamshard.comm.host_groups import host_group_of
     from streamshard.comm.ranks import RankGroup
 
     make_default_group(torch.device("cpu"))
@@ -152,9 +147,9 @@ def test_gloo_listens_on_the_way_to_rank_0_unless_the_user_has_chosen(
 ) -> None:
     """The settings hold while a group is made, and not afterwards. On Debian "node0" is the machine's own name."""
     (tmp_path / "route").write_text(_ROUTES)
-    monkeypatch.setattr(groups, "_ROUTES", tmp_path / "route")
+    monkeypatch.setattr(host_groups, "_ROUTES", tmp_path / "route")
     names = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "nosuchhost": ""}
-    monkeypatch.setattr(groups.socket, "gethostbyname", lambda name: names.get(name, name))
+    monkeypatch.setattr(host_groups.socket, "gethostbyname", lambda name: names.get(name, name))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(4 // machines))
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
@@ -189,7 +184,7 @@ def test_an_error_of_gloo_names_the_network_setting_where_ranks_may_be_on_severa
 def test_after_a_restart_the_advice_for_a_group_of_the_users_is_a_new_store(context: RankContext) -> None:
     """If StreamShard has made the group, no key in the store is of an earlier start."""
     for restarts, is_ours in (("0", False), ("1", False), ("1", True)):
-        groups.state_of(_world()).is_ours = is_ours
+        host_groups.state_of(_world()).is_ours = is_ours
         with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": restarts}):
             is_advised = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in groups.connection_advice()
             assert is_advised == (restarts == "1" and not is_ours)
@@ -209,17 +204,17 @@ def test_control_messages_wait_longer_than_the_groups_timeout(context: RankConte
 def test_beside_a_group_for_devices_the_control_group_has_a_long_timeout(context: RankContext) -> None:
     """Under CPU ranks the user's timeout counts, because steps use the group too."""
     users = dist.new_group(timeout=timedelta(minutes=7))
-    assert timeout_of(groups.host_group_of(users)) == timedelta(minutes=7)
+    assert timeout_of(host_groups.host_group_of(users)) == timedelta(minutes=7)
     beside = dist.new_group(timeout=timedelta(minutes=7))
-    with mock.patch.object(groups, "serves", lambda *_: False):
-        assert timeout_of(groups.host_group_of(beside)) == CONTROL_TIMEOUT
+    with mock.patch.object(host_groups, "serves", lambda *_: False):
+        assert timeout_of(host_groups.host_group_of(beside)) == CONTROL_TIMEOUT
     assert timeout_of(make_host_group(users, timedelta(seconds=20))) == timedelta(seconds=20)
 
 
 _DIES_WHILE_IT_CONNECTS = """
     import os, signal, sys, threading, time, torch, torch.distributed as dist
     from datetime import timedelta
-    from streamshard.comm.groups import make_host_group
+    from streamshard.comm.host_groups import make_host_group
 
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method="file://" + DIRECTORY + "/store", rank=rank, world_size=2)
@@ -347,6 +342,6 @@ def test_after_an_uncaught_exception_the_group_is_aborted_before_it_is_destroyed
     calls.group.WORLD = calls.world
     monkeypatch.setattr(groups, "dist", calls)
     monkeypatch.setattr(sys, "last_value", ValueError() if fails else None, raising=False)
-    groups.state_of(calls.world).is_ours = True
+    host_groups.state_of(calls.world).is_ours = True
     groups._end()
     assert [name for name, _, _ in calls.mock_calls] == ["world.abort"] * fails + ["destroy_process_group"]

@@ -25,7 +25,7 @@ from streamshard import Precision, StreamShard
 from streamshard.comm import flight_recorder, shared_memory
 from streamshard.comm import ranks as ranks_module
 from streamshard.comm.gloo import PairwiseTransport
-from streamshard.comm.groups import host_group_of
+from streamshard.comm.host_groups import host_group_of
 from streamshard.comm.shared_memory import Counter, Offer, SharedMemoryTransport, map_memory
 from streamshard.comm.transport import Reduction
 from streamshard.config import ReductionMode
