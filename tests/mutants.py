@@ -259,14 +259,13 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
         ("Backward.finish", Drop("engine.finish_reading()"), "shared_memory"),
     ],
-    "core/edge": [
+    "core/graph_hooks": [
         ("_keep_lookup", Swap(" or not engine.reductions.is_open", ""), "lookups:inside"),
         ("_keep_lookup", Swap("not param.unsharded.requires_grad", "False"), "lookups:frozen"),
         ("_keep_lookup", Swap("grad.numel() >= param.layout.numel or ", ""), "lookups:smaller"),
-        ("_watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "activations"),
-        ("call_unit", Swap("outer is not None or", "False or"), "activations"),
+        ("watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "activations"),
         ("_on_gradient", Swap(" or torch.is_grad_enabled()", ""), "asked_grads"),
-        ("_need_weights", Swap(" or unit.grads.slot.weights is not None", ""), "asked_grads"),
+        ("need_weights", Swap(" or unit.grads.slot.weights is not None", ""), "asked_grads"),
     ],
     "core/engine": [
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops graphs dial"),
@@ -526,6 +525,7 @@ _OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_unregister", Drop("module.synchronize("), "pinned"),
     ],
     "core/edge": [
+        ("call_unit", Swap("outer is not None or", "False or"), "activations"),
         ("call_pass", Drop("args, kwargs = untraced(moved,"), "offload_device:until_inputs"),
     ],
     "nested": [

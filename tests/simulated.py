@@ -40,7 +40,7 @@ from streamshard import device as devices
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Observer, StreamName, Work
 from streamshard.comm.transport import Hop
-from streamshard.core import edge
+from streamshard.core import graph_hooks
 from streamshard.core.backward import Backward
 from streamshard.core.engine import Engine
 from streamshard.nested import tensors_in
@@ -442,8 +442,8 @@ def checking_streams(device: SimulatedDevice) -> Iterator[StreamChecker]:
     with (
         checker,
         mock.patch.object(Backward, "finish", finish_behind),
-        mock.patch.object(edge, "_on_gradient", there(edge._on_gradient, _grad_of)),
-        mock.patch.object(edge, "_keep_lookup", there(edge._keep_lookup, operator.itemgetter(0))),
+        mock.patch.object(graph_hooks, "_on_gradient", there(graph_hooks._on_gradient, _grad_of)),
+        mock.patch.object(graph_hooks, "_keep_lookup", there(graph_hooks._keep_lookup, operator.itemgetter(0))),
         contextlib.closing(checker),
     ):
         yield checker

@@ -19,11 +19,10 @@ from streamshard.core.edge import (
     Watched,
     ask_for,
     compute_in_fp32,
-    register_gradient_hooks,
-    register_tied_hook,
     watch,
 )
 from streamshard.core.engine import ROOT_UNIT, Engine
+from streamshard.core.graph_hooks import register_gradient_hooks, register_tied_hook
 from streamshard.core.module_state import Handle, refuse_in_pass
 from streamshard.core.outside import OutsideParameters
 from streamshard.core.params import Param

@@ -1,17 +1,11 @@
-"""Where torch calls a pass: module calls, nodes of the graph, gradients, the end of a backward, weights read.
+"""Where torch calls a pass: calls of modules, and weights that code reads outside of their layer.
 
 Each function here reports one such event to the pass under way. `streamshard.core.forward` and
-`streamshard.core.backward` decide what follows. The file owns every closure that torch holds for passes, and no state.
-Hooks of loading and saving are in `streamshard.core.attach`, hooks of optimizers in `streamshard.core.optimizer_hooks`.
+`streamshard.core.backward` decide what follows. Events of a backward are in `streamshard.core.graph_hooks`, hooks of
+loading and saving in `streamshard.core.attach`, hooks of optimizers in `streamshard.core.optimizer_hooks`.
 
 The watched class of a module has a ``__call__`` that reports to the engine. Unlike a forward hook, ``__call__`` sees
 every exception, and is neither compiled by ``module.compile()`` nor recomputed by a checkpointing layer.
-
-[Note: the end of a backward]
-torch tells of the end of a backward by `queue_callback` only if the backward succeeds. If an exception ends the
-backward, autograd drops the callback and tells nobody: graph tasks have no other hook, and the number of the running
-task does not help, because a reentrant checkpoint runs a backward of its own inside. So a weak reference to the
-callback tells of both ends.
 """
 
 from __future__ import annotations
@@ -20,37 +14,28 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from streamshard.core.backward import Backward, refuse_changed
-from streamshard.core.engine import Engine, Graph, Use
+from streamshard.core.engine import Engine, Use
 from streamshard.core.forward import Forward, begin_forward
-from streamshard.core.lookups import Lookup, lookups_in
+from streamshard.core.graph_hooks import need_weights, watch_lookups, watch_nodes
 from streamshard.core.module_state import Handle, handle_of
-from streamshard.core.params import Param
 from streamshard.core.saved_tensors import holding_back_weights, noting_weights
-from streamshard.core.tied import TiedHead
-from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
-from streamshard.guards.weights import advice, weight_at
+from streamshard.guards.weights import advice
 from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in, waited
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
-    AsTensors,
     active_ddp,
-    get_grad,
     keep,
     kept,
-    queue_callback,
-    saved_as_it_is,
     saved_tensors_hooks,
     sequence_number,
-    set_grad,
     skip,
     untraced,
 )
@@ -107,7 +92,7 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
             finally:
                 untraced(handle.tied.take_away, module, keys)
         if handle.looks_up:
-            untraced(_watch_lookups, output, engine, engine.root_unit)
+            untraced(watch_lookups, output, engine, engine.root_unit)
         return output
     if active_ddp() is not None:
         raise ShardingError(
@@ -138,7 +123,7 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         graph = untraced(forward.finish, error)
         error = None  # its traceback refers to this frame, which would keep the forward's graph alive
     if graph is not None:
-        untraced(_watch_nodes, output, 0, 0, set(), engine, graph)
+        untraced(watch_nodes, output, 0, 0, set(), engine, graph)
         if handle.is_root and engine.is_loss_unseen:
             untraced(_warn_of_rounded_loss, output, engine)
     return output if handle.output_dtype is None else untraced(cast_output, output, handle.output_dtype)
@@ -171,7 +156,7 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
     try:
         if unit.weight_slot.is_shared and (outer is not None or unit.index in engine.plan.weightless):
-            need = functools.partial(_need_weights, engine)
+            need = functools.partial(need_weights, engine)
             with holding_back_weights(use, need, *(outer or (keep, kept))):
                 output = call(*args, **kwargs)
         elif engine.ends is not None and not unit.is_streamed:
@@ -180,18 +165,18 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         else:
             output = call(*args, **kwargs)
         if handle.looks_up:
-            untraced(_watch_lookups, output, engine, unit)
+            untraced(watch_lookups, output, engine, unit)
         if unit.is_streamed:
             output = untraced(unit.weight_slot.without_weights, output)
     finally:
         untraced(phase.post_forward, unit)
     if copies:
         untraced(refuse_lost_writes, copies, output, unit.name)
-    latest = untraced(_watch_nodes, output, 0, first, given, engine, use)
+    latest = untraced(watch_nodes, output, 0, first, given, engine, use)
     if max(first, latest + 1) < sequence_number():  # backward comes first to a node that is not an output's
-        untraced(_watch_nodes, [output, args, kwargs], 3, first, given, engine, use)
+        untraced(watch_nodes, [output, args, kwargs], 3, first, given, engine, use)
         attributes = untraced(_attributes_in, getattr(call, "__self__", None))
-        untraced(_watch_nodes, attributes, 0, first, given, engine, use)
+        untraced(watch_nodes, attributes, 0, first, given, engine, use)
     return output if micro_batch is None or unit is not micro_batch.unit else untraced(micro_batch.cut_output, output)
 
 
@@ -256,71 +241,6 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any], edit
     edits.set_entry(module, name, wrapped)
 
 
-# -- backward ------------------------------------------------------------------------------------------------------
-
-
-def _watch_lookups(output: Any, engine: Engine, unit: Unit) -> None:
-    """Let backward keep the gradients of look-ups in weights of `unit`, from which `output` was computed.
-
-    Inside the saved-tensor hooks of other code, such as a checkpoint's, backward makes the whole gradient.
-    """
-    if engine.phase is None or not engine.phase.is_forward:
-        return
-    for node in lookups_in(output):
-        guard, place = weight_at(node.next_functions[0][0])
-        if guard is not unit.guard or (indices := saved_as_it_is(node._raw_saved_indices)) is None:
-            continue
-        param = unit.params[place]
-        if param.has_room and not param.form.inner:
-            padding = node._saved_padding_idx
-            padding = padding if padding < param.layout.shape[0] else -1  # unsigned
-            keep = functools.partial(_keep_lookup, engine, unit, param, indices, padding)
-            node.register_prehook(functools.partial(untraced, keep))
-
-
-def _keep_lookup(
-    engine: Engine, unit: Unit, param: Param, indices: torch.Tensor, padding: int, grads: tuple[torch.Tensor | None]
-) -> tuple[None] | None:
-    """Backward has come to a look-up: keep the gradient of its output, unless that of the weight is smaller."""
-    (grad,) = grads
-    if grad is None or grad.numel() >= param.layout.numel or not engine.reductions.is_open or torch.is_grad_enabled():
-        return None
-    with AsTensors():
-        if not param.unsharded.requires_grad:
-            return None
-    param.lookups.append(Lookup(grad, indices, padding))
-    engine.reductions.note(unit.index)
-    return (None,)  # autograd makes no gradient of the weight then
-
-
-def _watch_nodes(
-    values: Any, depth: int, first: int, given: Collection[Any], engine: Engine, origin: Graph | Use
-) -> int:
-    """Let backward report before it runs a node of the tensors in `values` that a call has made.
-
-    Args:
-        values: outputs of the call, which may be inputs of it.
-        depth: see `tensors_in`.
-        first: sequence number of the first node of the call.
-        given: nodes of the call's inputs.
-        engine: of the model.
-        origin: the call of a unit's layer, or the graph of the whole forward.
-
-    Returns:
-        The sequence number of the latest one; -1: there are none.
-    """
-    function: Callable[..., None] = _need_weights if isinstance(origin, Use) else _reach_pass
-    latest = -1
-    for tensor in tensors_in(values, depth=depth):
-        # An in-place edit of a view replaces the view's node. The node of its base stays.
-        for each in (tensor, tensor._base):
-            node = None if each is None else each.grad_fn
-            if node is not None and (number := node._sequence_nr()) >= first and node not in given:
-                node.register_prehook(functools.partial(untraced, function, engine, origin))  # keeps `origin` alive
-                latest = max(latest, number)
-    return latest
-
-
 def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
     """Warn if the first pass with gradients returns a loss in half precision, computed from such logits."""
     engine.is_loss_unseen = False
@@ -330,146 +250,6 @@ def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
                 f"the model's forward computes its loss in {tensor.dtype}, which has 3 digits at most. For a loss in "
                 "fp32 let forward compute it from logits.float(), or return the logits and compute it outside"
             )
-
-
-def _begin_backward(engine: Engine) -> Backward:
-    """The backward under way, or a new one. See [Note: the end of a backward]."""
-    phase = engine.phase
-    if isinstance(phase, Backward):
-        if phase.callback_of() is not None:
-            return phase
-        phase.recover()
-    backward = Backward(engine)
-    finish = functools.partial(untraced, backward.finish)
-    backward.callback_of = weakref.ref(finish, backward.break_off)
-    queue_callback(finish)
-    engine.phase = backward
-    backward.begin()
-    return backward
-
-
-def _reach_pass(engine: Engine, graph: Graph, grads: object = None) -> None:
-    """Backward has come to the outputs of the pass that made `graph`. A prehook of their nodes."""
-    if engine.phase is None or not engine.phase.is_forward:
-        _begin_backward(engine).reach(graph)
-
-
-def _need_weights(engine: Engine, use: Use, grads: object = None) -> None:
-    """Backward is about to read the weights of a unit. A prehook of nodes. Any number of calls for one use.
-
-    Raises:
-        ShardingError: ``create_graph=True``, or a backward inside a forward, and the unit's weights leave their slot.
-    """
-    unit, phase = use.unit, engine.phase
-    if phase is not None and phase.is_forward:
-        if unit.weight_slot.is_shared and not unit.is_bound:
-            raise ShardingError(
-                f"torch.autograd.grad or backward() inside the model's forward goes through {unit.name!r}, whose "
-                "weights have left their slot: keep them in place, StreamShard(model, resident=["
-                f"{unit.name!r}]), or differentiate outside of the forward"
-            )
-        refuse_changed(unit, use.versions)
-        if engine.ends is not None:
-            engine.ends.elsewhere.add(unit.index)
-        return
-    if torch.is_grad_enabled() and (unit.weight_slot.is_shared or unit.grads.slot.weights is not None):
-        raise ShardingError(
-            f"backward with create_graph=True through {unit.name!r}, whose weights leave their slot afterwards: take "
-            "gradients of inputs, torch.autograd.grad(loss, inputs, create_graph=True), with weight_slots='all'"
-        )
-    _begin_backward(engine).need(use)
-
-
-def register_gradient_hooks(engine: Engine, engine_of: Callable[[], Engine | None]) -> None:
-    """From now on the engine knows of each gradient that autograd makes for an unsharded parameter.
-
-    `engine_of` is weak, because the garbage collector does not see references of a tensor's hook.
-    """
-    for unit in engine.units:
-        for place, param in enumerate(unit.params):
-            if not param.form.is_packed:
-                hook = functools.partial(_on_gradient, engine_of, unit.index, place)
-                param.unsharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def register_tied_hook(engine_of: Callable[[], Engine | None], number: int, alias: nn.Parameter) -> None:
-    """From now on the engine knows of gradients of ``engine.tied[number].alias``. For `engine_of` see above."""
-    hook = functools.partial(_on_tied_gradient, engine_of, number)
-    alias.register_post_accumulate_grad_hook(hook)
-
-
-@skip
-def _on_tied_gradient(engine_of: Callable[[], Engine | None], number: int, alias: torch.Tensor) -> None:
-    """Autograd has made the gradient of a head: it takes the place of its weight, or waits as any other's."""
-    if (engine := engine_of()) is not None:
-        untraced(_take_tied_gradient, engine_of, engine, engine.tied[number], alias)
-
-
-def _take_tied_gradient(engine_of: Callable[[], Engine | None], engine: Engine, head: TiedHead, alias: Any) -> None:
-    unit, param = head.unit, head.param
-    with AsTensors():
-        grad = get_grad(alias)
-        set_grad(alias, None)
-    if grad is None:
-        return
-    is_ordinary = engine.reductions.is_open and not torch.is_grad_enabled() and param.has_room and not grad.is_sparse
-    if is_ordinary and head.pass_by():
-        engine.reductions.begin_grad(unit, param, grad)
-        return
-    with AsTensors():
-        own = get_grad(param.unsharded)
-        set_grad(param.unsharded, grad if own is None else own + grad)
-    _on_gradient(engine_of, unit.index, param.unsharded.place, param.unsharded)
-
-
-@skip
-def _on_gradient(engine_of: Callable[[], Engine | None], index: int, place: int, view: torch.Tensor) -> None:
-    """Autograd has made a gradient. It stays in ``.grad`` of the unsharded parameter until its unit is reduced."""
-    if (engine := engine_of()) is None:
-        return
-    param = engine.units[index].params[place]
-    if not param.has_room or not engine.reductions.is_open or torch.is_grad_enabled():
-        untraced(_accept_gradient, engine, param, view)
-    engine.reductions.note(index)
-
-
-def _accept_gradient(engine: Engine, param: Param, view: torch.Tensor) -> None:
-    """Raise if the gradient of `param` cannot be reduced. Begin a backward if none runs."""
-    with AsTensors():
-        grad = get_grad(view)
-        set_grad(view, None)
-    if grad is None:  # the parameter was frozen in this backward
-        return
-    refuse_without_room(param)
-    if grad.requires_grad:
-        raise ShardingError(
-            f"backward(create_graph=True): gradients of {param.name!r} cannot be differentiated again. Gradients of "
-            "inputs can, with weight_slots='all': torch.autograd.grad(loss, inputs, create_graph=True)"
-        )
-    if engine.phase is not None and engine.phase.is_forward:
-        raise ShardingError(
-            f"backward() inside the model's forward has made a gradient of {param.name!r}, which is reduced over ranks "
-            "only in a backward after it: use torch.autograd.grad(..., inputs) for what the forward needs"
-        )
-    _begin_backward(engine)
-    with AsTensors():
-        set_grad(view, grad)
-
-
-def refuse_without_room(param: Param) -> None:
-    """Raise if there is no memory for the gradient of `param`, which has one now."""
-    if not param.has_room:
-        raise ShardingError(
-            f"parameter {param.name!r} was frozen when StreamShard(model) was called and trains now: there is no room "
-            "for its gradient. Freeze it after StreamShard(model), as often as you like"
-        )
-
-
-def run_empty_backward(engine: Engine, graph: Graph) -> None:
-    """Run a backward through `graph` without any gradient: all its collectives, with zeros."""
-    loss = torch.zeros((), requires_grad=True) * 1.0
-    _watch_nodes(loss, 0, 0, (), engine, graph)
-    loss.backward()
 
 
 # -- weights that are read outside of their layer ---------------------------------------------------------------------

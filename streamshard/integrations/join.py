@@ -18,9 +18,9 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.core.edge import run_empty_backward
 from streamshard.core.engine import Inputs
 from streamshard.core.forward import begin_forward
+from streamshard.core.graph_hooks import run_empty_backward
 from streamshard.core.module_state import engine_of
 from streamshard.core.optimizer_kinds import params_in
 from streamshard.errors import ConfigError, ShardingError

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 
 from streamshard.core.backward import Backward
-from streamshard.core.edge import refuse_without_room
 from streamshard.core.engine import Engine, Graph
 from streamshard.core.forward import begin_forward
+from streamshard.core.graph_hooks import refuse_without_room
 from streamshard.core.unit import Unit
 from streamshard.layer_major.attributes import Attributes
 from streamshard.layer_major.micro_batch import MicroBatch, new_greenlets, refuse_pause

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard.config import Precision
-from streamshard.core import edge
+from streamshard.core import graph_hooks
 from tests.models import TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -117,14 +117,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 @contextlib.contextmanager
 def _counting() -> Iterator[list[int]]:
     """The number of look-ups whose gradients were kept."""
-    counts, keep = [0], edge._keep_lookup
+    counts, keep = [0], graph_hooks._keep_lookup
 
     def counted(*args: Any) -> Any:
         kept = keep(*args)
         counts[0] += kept is not None
         return kept
 
-    with mock.patch.object(edge, "_keep_lookup", counted):
+    with mock.patch.object(graph_hooks, "_keep_lookup", counted):
         yield counts
 
 
@@ -254,7 +254,7 @@ def _bits_of(
     with _counting() as counts:
         found = _trained(step, rank, tied, settings)
     assert counts[0] >= 4
-    with mock.patch.object(edge, "lookups_in", lambda output: ()):
+    with mock.patch.object(graph_hooks, "lookups_in", lambda output: ()):
         return found, _trained(step, rank, tied, settings)
 
 
