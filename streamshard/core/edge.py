@@ -27,7 +27,7 @@ from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.saved_tensors import holding_back_weights, noting_weights
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
-from streamshard.guards.weights import advice
+from streamshard.guards.weights import refuse_read
 from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in, waited
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
@@ -270,11 +270,8 @@ def ask_for(engine_of: Callable[[], Engine | None], index: int, layer: str) -> C
             )
         unit = engine.units[index]
         if unit.is_streamed and index not in engine.plan.ends:
-            raise ShardingError(
-                f"the weight {name!r} is computed with while its layer does not run, when other layers have its "
-                f"buffer: keep it in place, {advice(name)}, or all layers of its class, resident=[{layer!r}]; or call "
-                "the layer itself (not its forward, nor a module in it)"
-            )
+            call = "or call the layer itself (not its forward, nor a module in it)"
+            refuse_read(name, f", or all layers of its class, resident=[{layer!r}]; {call}")
         phase.read(unit, name)
 
     return ask

@@ -352,11 +352,11 @@ def advice(name: str) -> str:
     return f"StreamShard(model, resident=[{name.rpartition('.')[0]!r}])"
 
 
-def refuse_read(name: str) -> NoReturn:
-    """Raise, because the weight `name` is read while other layers have its buffer."""
+def refuse_read(name: str, otherwise: str = "") -> NoReturn:
+    """Raise, because the weight `name` is read while other layers have its buffer. `otherwise`: further advice."""
     raise ShardingError(
         f"the weight {name!r} is computed with while its layer does not run, when other layers have its buffer: keep "
-        f"it in place, {advice(name)}"
+        f"it in place, {advice(name)}{otherwise}"
     )
 
 
