@@ -151,6 +151,18 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 @skip
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors share the memory of `tensor`, in Python and in graphs."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
+
+
+def tensor_uses(tensor: Any) -> int:
+    """How often torch's graphs refer to `tensor` itself; and its Python object, once."""
+    uses: int = tensor._use_count()
+    return uses
+
+
 def untraced(function: Callable[..., _T], *args: Any) -> _T:
     """Call `function`, and the functions that it calls, uncompiled.
 

@@ -317,7 +317,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_on_cpu", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
     "core/reductions": [
-        ("Reductions.begin_grad", Drop("unit.guard.mark_one_gone"), "tied"),
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
@@ -337,9 +336,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Replicas.finish", Swap("sorted(self._unaveraged)", "()"), "replicas"),
     ],
     "core/tied": [
-        ("TiedHead.watch", Swap("keep, unpack", "keep, kept"), "tied"),
         ("TiedHead.pass_by", Swap("is_present=False", "is_present=True"), "tied"),
-        ("TiedHead.watch", Swap("others is None", "True"), "tied"),
+        ("TiedHead._is_kept", Swap("uses > _OWN_USES or ", ""), "tied"),
+        ("TiedHead._is_kept", Swap(" or storage_uses(self.unit.weight_slot.buffer) > self._least_uses", ""), "tied"),
+        ("TiedHead.begin", Swap("min(self._least_uses, ", "max(self._least_uses, "), "tied"),
+        ("TiedHead.put", Drop("with AsTensors():"), "tied"),
     ],
     "core/saved_tensors": [
         ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later"),

@@ -10,7 +10,6 @@ every exception, and is neither compiled by ``module.compile()`` nor recomputed 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
@@ -112,10 +111,7 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     )
     error: BaseException | None = None
     try:
-        with contextlib.ExitStack() as watched:
-            for head in engine.tied if torch.is_grad_enabled() else ():
-                watched.enter_context(head.watch(saved_tensors_hooks(False)))
-            output = call(*args, **kwargs)
+        output = call(*args, **kwargs)
     except BaseException as caught:
         error = caught
         raise

@@ -70,10 +70,10 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     for unit in engine.units:
         unit.expire(trusts_versions=is_current or unit.host is not None)  # a cast on the host takes time
         unit.grads.drop()
-    for head in engine.tied:
-        head.begin()
     forward = Forward(engine, units)
     forward.begin()
+    for head in engine.tied:
+        head.begin()
     engine.phase = forward
     return forward
 

@@ -148,7 +148,6 @@ class Reductions:
         self.note(unit.index)
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             unit.grads.begin(param, grad, self._scale, self._others.pop(unit.index, ()))
-        unit.guard.mark_one_gone(param.unsharded.place)
 
     def start_late(self, units: Iterable[Unit]) -> None:
         """Reduce those of `units` whose gradients came after their reduction."""

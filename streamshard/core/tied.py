@@ -9,24 +9,26 @@ slot at once, and look-ups are added there when the unit is reduced.
 The head's module computes with an *alias*, a leaf in the same memory. Autograd makes the alias's gradient when all its
 uses in this backward are over, those of other passes included.
 
-Any other use may need the weight later: a recomputed embedding, an embedding that scales by its weight, a soft prompt.
-So the first backward is watched: does anything unpack or read the weight behind the head? If so, the gradient waits as
-that of any other weight. A backward that begins to need the weight in a later step raises.
+Any other use may need the weight later: an embedding that scales by its weight, a soft prompt, a view that a hook has
+kept. Then a tensor or a graph refers to the weight's memory besides the engine, and the gradient waits as that of any
+other weight. Only code that runs again in backward, such as a checkpointed embedding, refers to a module. So the first
+backward is watched: does anything read the weight behind the head? Code that begins to do so in a later step raises.
 """
 
 from __future__ import annotations
 
 import enum
-from contextlib import AbstractContextManager, nullcontext
+import sys
 from typing import Any
 
-import torch
 from torch import nn
 
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import leaf_of
-from streamshard.torch_private import AsTensors, Kept, keep, kept, skip
+from streamshard.torch_private import AsTensors, storage_uses, tensor_uses
+
+_OWN_USES = 2  # of a parameter, as torch counts: its Python object, and the node that takes its gradient
 
 
 class _Found(enum.Enum):
@@ -55,33 +57,10 @@ class TiedHead:
         self.unit, self.param = unit, unit.params[place]
         self.alias: Any = leaf_of(self.param.unsharded, unit.guard.kinds[place])
         self._found = _Found.NOTHING
-        self._is_watched = False  # the forward of this backward
+        self._least_uses = sys.maxsize  # of the slot's memory: the engine's own
         self._is_behind = False  # the backward has made the alias's gradient
 
     # -- forward --------------------------------------------------------------------------------------------------
-
-    def watch(self, others: object) -> AbstractContextManager[None]:
-        """Saved-tensor hooks around a forward with gradients, if they may still show something.
-
-        Args:
-            others: such hooks of other code around it: it is not watched; None: there are none.
-        """
-        self._is_watched = others is None
-        if self._found is not _Found.NOTHING or others is not None:
-            return nullcontext()
-
-        @skip
-        def unpack(held: Kept) -> torch.Tensor:
-            if self._is_behind and self._holds(held.tensor):
-                self._found = _Found.NEEDED
-            return kept(held)
-
-        return torch.autograd.graph.saved_tensors_hooks(keep, unpack)
-
-    def _holds(self, tensor: torch.Tensor) -> bool:
-        with AsTensors():
-            start = self.param.unsharded.data_ptr()
-            return self.unit.weight_slot.holds(tensor) and 0 <= tensor.data_ptr() - start < self.param.unsharded.nbytes
 
     def put(self, module: nn.Module) -> list[str]:
         """Let `module`, which is about to compute, hold the alias.
@@ -106,7 +85,8 @@ class TiedHead:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A pass begins: the weight is in place."""
+        """A pass begins: the weight is in place. In the first one nobody has seen it yet."""
+        self._least_uses = min(self._least_uses, storage_uses(self.unit.weight_slot.buffer))
         if self._is_behind:
             self._is_behind = False
             self._set_class(is_present=True)
@@ -118,12 +98,20 @@ class TiedHead:
             Whether the gradient may take the weight's place.
         """
         self._is_behind = True
+        if self._found is _Found.FREE_BEHIND_HEAD and self._is_kept():
+            return False
         self._set_class(is_present=False)
         return self._found is _Found.FREE_BEHIND_HEAD
 
+    def _is_kept(self) -> bool:
+        """Whether a graph, or a tensor that is not the engine's, refers to the weight's memory."""
+        with AsTensors():
+            uses = tensor_uses(self.param.unsharded)
+        return uses > _OWN_USES or storage_uses(self.unit.weight_slot.buffer) > self._least_uses
+
     def end(self) -> None:
         """The backward has ended well."""
-        if self._found is _Found.NOTHING and self._is_watched and self._is_behind:
+        if self._found is _Found.NOTHING and self._is_behind:
             self._found = _Found.FREE_BEHIND_HEAD
         self.begin()
 

@@ -285,11 +285,6 @@ class WeightGuard:
         self.is_gone = True
         set_versions(self._aliases, [ABSENT_VERSION] * len(self._aliases))
 
-    def mark_one_gone(self, place: int) -> None:
-        """As `mark_gone`, for the weight at `place` alone. The unit stays in place."""
-        aliases = [alias for alias, each in zip(self._aliases, self._places, strict=True) if each == place]
-        set_versions(aliases, [ABSENT_VERSION] * len(aliases))
-
     def remember(self, index: int) -> None:
         """Copy the weight at `index`, because the forward may be about to write it through ``.data``."""
         if index not in self._before:
@@ -390,8 +385,8 @@ def explain_version(error: BaseException | None) -> str | None:
         "if your code changes nothing in place, backward has come to a layer by a tensor that this layer has not "
         "returned, such as an attribute, or attention maps that a hook took; or a layer computes with a view of a "
         "weight of another layer, which does not run. Let the layer return the tensor, give the view a clone(), or "
-        "keep weights in place: StreamShard(model, resident=[layer]), for a tied weight weight_slots='all'. Leave "
-        "compiled autograd out: it reads the weights of all layers first"
+        "keep weights in place: StreamShard(model, resident=[layer]). Leave compiled autograd out: it reads the "
+        "weights of all layers first"
     )
 
 
