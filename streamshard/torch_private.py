@@ -150,7 +150,6 @@ wait_tensor: OpOverload = torch.ops._c10d_functional.wait_tensor.default
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-@skip
 def storage_uses(tensor: torch.Tensor) -> int:
     """How many tensors share the memory of `tensor`, in Python and in graphs."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -163,6 +162,7 @@ def tensor_uses(tensor: Any) -> int:
     return uses
 
 
+@skip
 def untraced(function: Callable[..., _T], *args: Any) -> _T:
     """Call `function`, and the functions that it calls, uncompiled.
 

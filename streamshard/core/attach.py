@@ -106,10 +106,10 @@ def _tied_heads(root: nn.Module, engine: Engine) -> dict[nn.Module, TiedHead]:
     unit = engine.root_unit
     if unit.grads.slot.weights is None:  # gradients do not take the place of weights
         return {}
-    users: dict[Any, list[nn.Module]] = {}
-    for _, module in modules_of(root):
+    users: dict[Any, dict[nn.Module, str]] = {}
+    for name, module in modules_of(root):
         for weight in {*module._parameters.values()}:
-            users.setdefault(weight, []).append(module)
+            users.setdefault(weight, {})[module] = name
     found: dict[nn.Module, TiedHead] = {}
     for place, param in enumerate(unit.params):
         heads = [user for user in users.get(param.sharded, ()) if not isinstance(user, nn.Embedding)]
@@ -118,7 +118,7 @@ def _tied_heads(root: nn.Module, engine: Engine) -> dict[nn.Module, TiedHead]:
             continue
         full, room = param.unsharded, param.in_slot
         if (full.data_ptr(), full.dtype) == (room.data_ptr(), room.dtype) and full.requires_grad:
-            head = TiedHead(unit, place)
+            head = TiedHead(unit, place, users[param.sharded][heads[0]])
             engine.tied.append(head)
             found.update(dict.fromkeys(heads, head))
     if found:

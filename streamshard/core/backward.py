@@ -37,6 +37,7 @@ class Backward(Phase):
 
     Attributes:
         graph: of the pass that this backward has reached last; None if it has reached none.
+        task: number of autograd's task.
         callback_of: returns None once autograd is done with this backward. If this backward is still the engine's pass
             by then, an exception has ended it.
     """
@@ -47,6 +48,7 @@ class Backward(Phase):
 
     def __init__(self, engine: Engine) -> None:
         self.graph: Graph | None = None
+        self.task = graph_task_id()
         self._engine = engine
         self._computing: Unit | None = None  # its backward is running
         is_local = not engine.is_synced and not engine.is_whole

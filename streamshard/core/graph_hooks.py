@@ -32,6 +32,7 @@ from streamshard.nested import tensors_in
 from streamshard.torch_private import (
     AsTensors,
     get_grad,
+    graph_task_id,
     queue_callback,
     saved_as_it_is,
     set_grad,
@@ -183,7 +184,10 @@ def _take_tied_gradient(engine_of: Callable[[], Engine | None], engine: Engine, 
     if grad is None:
         return
     is_ordinary = engine.reductions.is_open and not torch.is_grad_enabled() and param.has_room and not grad.is_sparse
-    if is_ordinary and head.pass_by():
+    phase = engine.phase
+    # In a backward inside the backward, of a reentrant checkpoint, the next chunk may need the weight.
+    is_outer = isinstance(phase, Backward) and phase.task == graph_task_id()
+    if is_ordinary and is_outer and head.pass_by():
         engine.reductions.begin_grad(unit, param, grad)
         return
     with AsTensors():

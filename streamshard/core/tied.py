@@ -47,13 +47,15 @@ class TiedHead:
     Args:
         unit: the root unit.
         place: of the parameter in the unit. It is in place, and trains.
+        module: name of the head.
 
     Attributes:
         param: the parameter.
         alias: [full shape] compute dtype, the leaf that the head computes with.
     """
 
-    def __init__(self, unit: Unit, place: int) -> None:
+    def __init__(self, unit: Unit, place: int, module: str) -> None:
+        self._module = module
         self.unit, self.param = unit, unit.params[place]
         self.alias: Any = leaf_of(self.param.unsharded, unit.guard.kinds[place])
         self._found = _Found.NOTHING
@@ -123,8 +125,9 @@ class TiedHead:
         """
         if self._found is _Found.FREE_BEHIND_HEAD:
             raise ShardingError(
-                f"backward reads {self.param.name!r} behind the head, unlike in the first step, and its gradient has "
-                "taken its place: StreamShard(model, weight_slots='all')"
+                f"code that is recomputed in backward reads {self.param.name!r} behind the head, unlike in the first "
+                "step, and the gradient has taken its place: keep the head in a slot of its own, StreamShard(model, "
+                f"resident=[{self._module!r}])"
             )
         self._found = _Found.NEEDED
         self._set_class(is_present=True)

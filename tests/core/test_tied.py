@@ -118,6 +118,16 @@ class _InReentrantChunks(_InChunks):
     is_reentrant = True
 
 
+class _LateChunks(_InChunks):
+    is_penalised = False  # see `_from_step_2`
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Logits, in reentrant chunks from step 2 on."""
+        self.is_reentrant = True
+        out: Tensor = super().predict(x) if self.is_penalised else self.head(x)
+        return out
+
+
 class _TwoHeads(_Tied):
     def predict(self, x: Tensor) -> Tensor:
         """Of the embedding's weight, and of the head, to which backward comes first."""
@@ -249,18 +259,19 @@ def _from_step_2(model: Any, number: int) -> None:
 
 
 @on_ranks(2)
-def test_graphs_that_begin_to_need_the_weight_keep_it(context: RankContext) -> None:
+@pytest.mark.parametrize("build", [_Penalised, _LateChunks])
+def test_graphs_that_begin_to_need_the_weight_keep_it(context: RankContext, build: Any) -> None:
     with _counting() as counts:
-        assert_trains_like_plain(context, _Penalised, lm_step, prepare=_from_step_2, steps=4)
+        assert_trains_like_plain(context, build, lm_step, prepare=_from_step_2, steps=4)
     assert counts[0] == 1
 
 
 @on_ranks(2)
 def test_code_that_begins_to_recompute_with_the_weight_raises(context: RankContext) -> None:
     """With the alternative."""
-    with pytest.raises(ShardingError, match="weight_slots='all'"):
+    with pytest.raises(ShardingError, match=r"resident=\['head'\]"):
         assert_trains_like_plain(context, _LateRecomputing, lm_step, prepare=_from_step_2)
-    assert_trains_like_plain(context, _LateRecomputing, lm_step, prepare=_from_step_2, weight_slots="all")
+    assert_trains_like_plain(context, _LateRecomputing, lm_step, prepare=_from_step_2, resident=["head"])
 
 
 @on_ranks(2)
