@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard, load_checkpoint, save_checkpoint
-from streamshard.optim import WholeParameterOptimizer
+from streamshard.optim import WholeParameterOptimizer, update_parameters
 from tests.models import Adapter, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext
 from tests.reference import FP32, adamw, full_weights, sgd
@@ -128,6 +129,16 @@ def _by_1_norm(model: Any) -> Tensor:
     return norm
 
 
+def _average(model: Any) -> Tensor:
+    """Nothing is clipped: a running average of the weights. Its digest, as a number."""
+    average = model.__dict__.get("_average")
+    if average is None:
+        average = model.__dict__["_average"] = StreamShard(_model())
+    count = model.__dict__["_count"] = model.__dict__.get("_count", -1) + 1
+    update_parameters(average, model, count, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    return torch.tensor(float(int(_digest(average), 16)), dtype=torch.float64)
+
+
 def _momentum(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -195,6 +206,7 @@ CASES = {
     "clipped by torch, tied and rows cut": Case(lambda: _model(dim=20, tied=True), clip=_by_torch),
     "clipped by the 1-norm": Case(clip=_by_1_norm),
     "divided by each norm": Case(clip=_by_each_norm),
+    "a running average": Case(clip=_average),
 }
 
 

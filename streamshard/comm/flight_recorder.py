@@ -68,7 +68,7 @@ class RecordKind(enum.IntEnum):
     GATHER = "gathers {unit}"
     GATHER_FULL = "collects weights or optimizer state of {unit} (full_state_dict, summon_full_params)"
     REDUCE = "reduces the gradients of {unit}"
-    AVERAGE = "averages over replicas"
+    AVERAGE = "reduces over replicas"
     BROADCAST = "sends or receives a tensor of rank 0"
     SUM = "sums over all ranks (a norm, a check)"
     MEETING = "exchanges objects (set-up, an agreement in a forward, save_checkpoint, load_checkpoint, an export)"

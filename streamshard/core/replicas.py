@@ -103,7 +103,7 @@ class Replicas:
         unit, self._last = self._last, None
         if unit is None:
             return
-        with self.ranks.waiting("the average over replicas of", unit.name):
+        with self.ranks.waiting("the reduction over replicas of", unit.name):
             self._reduced.wait()  # rule 7
             if self.in_order:
                 self._send(unit)
@@ -134,7 +134,7 @@ class Replicas:
     def finish_average(self, unit: Unit) -> None:
         """More gradients of `unit` are about to be written: wait for its average. That of the unit before starts."""
         self.flush()
-        with self.ranks.waiting("the average over replicas of", unit.name):
+        with self.ranks.waiting("the reduction over replicas of", unit.name):
             if unit.index in self._sent:
                 self._start_result(unit.index)
             if unit.index in self._under_way:
