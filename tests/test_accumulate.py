@@ -586,6 +586,16 @@ def test_a_gradient_through_several_layers_inside_the_forward_is_refused(context
 
 
 @on_ranks(1)
+def test_micro_batches_with_graphs_are_refused(context: RankContext) -> None:
+    """The function that the message names computes them."""
+    model, scale = _model_after(), torch.ones((), requires_grad=True)
+    with pytest.raises(ShardingError, match="computed with gradients before the call: compute it in loss_of"):
+        model.accumulate([scale * vector_batch(1, number) for number in range(2)], lambda model, x: model(x).sum())
+    model.accumulate(range(2), lambda model, number: model(scale * vector_batch(1, number)).sum())
+    assert scale.grad is not None and scale.grad != 0.0
+
+
+@on_ranks(1)
 def test_a_layer_that_changes_its_input_is_refused(context: RankContext) -> None:
     torch.manual_seed(0)
     model: Any = StreamShard(_Changing())

@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 import torch
 
 from streamshard.core.engine import Engine
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.layer_major.attributes import Attributes
 from streamshard.layer_major.step import LayerMajorStep, can_run
 from streamshard.layer_major.sums import Sums
+from streamshard.nested import tensors_in
 
 HAS_DTENSORS = "the model has DTensors (tensor or expert parallelism)"
 
@@ -29,8 +30,14 @@ def accumulate(
         refuse_accumulation(HAS_DTENSORS)
     if engine.inputs.compares_steps:
         refuse_accumulation("it runs inside Join")
-    losses = [functools.partial(loss_of, model, micro_batch) for micro_batch in micro_batches]
+    given = list(micro_batches)
+    losses = [functools.partial(loss_of, model, micro_batch) for micro_batch in given]
     if len(losses) > 1 and can_run(engine):
+        if any(tensor.grad_fn is not None for tensor in tensors_in(given)):
+            raise ShardingError(
+                "accumulate: a micro-batch has a tensor that was computed with gradients before the call: compute it "
+                "in loss_of, or loop over micro-batches with loss.backward()"
+            )
         if engine.sums is None:
             engine.sums = Sums(engine)
         return LayerMajorStep(engine, engine.sums, Attributes(model), losses).run()
