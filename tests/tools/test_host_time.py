@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from streamshard.errors import ConfigError
-from streamshard.tools.host_time import MACHINES, Exchanged, Inputs, Load, Machine, parse_rate, predict
+from streamshard.tools.host_time import MACHINES, Exchanged, HostBytes, Load, Machine, parse_rate, predict
 
 P = 8_000_000_000
-DENSE = Inputs(trained=P, cast=2 * P, first_forward=0, forward=2 * P, backward=2 * P)
+DENSE = HostBytes(trained=P, cast=2 * P, first_forward=0, forward=2 * P, backward=2 * P)
 H100 = MACHINES["pcie5"]
 
 
@@ -18,14 +18,14 @@ def _load(tokens: int = 65536, micro_batches: int = 1, used: float = P, *, is_ch
     return Load(used, used, 0, 0, 1, tokens, micro_batches, is_checkpointed)
 
 
-def _shared(ranks: int) -> Inputs:
-    return Inputs(P // ranks, 2 * P // ranks, 0, 2 * P // ranks, 2 * P // ranks)
+def _shared(ranks: int) -> HostBytes:
+    return HostBytes(P // ranks, 2 * P // ranks, 0, 2 * P // ranks, 2 * P // ranks)
 
 
 def test_weights_hide_beside_a_forward_from_flops_over_link() -> None:
     """2 bytes per parameter take 2 P / B, computing takes 2 P T / F: 8k to 12k tokens on PCIe 5, whatever P is."""
     for numel in (P, 10 * P):
-        inputs = Inputs(numel, 2 * numel, 0, 2 * numel, 2 * numel)
+        inputs = HostBytes(numel, 2 * numel, 0, 2 * numel, 2 * numel)
         forward = predict(inputs, _load(micro_batches=2, used=numel), H100).passes[2]
         assert forward.name == "further forward"
         assert forward.hidden_tokens == pytest.approx(H100.flops / H100.link)
@@ -122,13 +122,13 @@ def test_a_part_of_the_state_on_the_device_hides_the_rest() -> None:
     """As large as the advice says."""
     told = predict(DENSE, _load(16_384), H100)
     (share,) = [float(advice.split()[2].rstrip("%")) / 100 for advice in told.advice if "device_budget" in advice]
-    rest = Inputs(*(round(n * (1 - share - 0.01)) for n in dataclasses.astuple(DENSE)))
+    rest = HostBytes(*(round(n * (1 - share - 0.01)) for n in dataclasses.astuple(DENSE)))
     assert 0.5 < share < 0.9 and predict(rest, _load(16_384), H100).advice == []
 
 
 def test_frozen_weights_only_come_in() -> None:
     """As with LoRA. Most bytes are weights, so fewer trained parameters would not help."""
-    lora = Inputs(P // 100, P // 50, 2 * P, 2 * P, 2 * P)
+    lora = HostBytes(P // 100, P // 50, 2 * P, 2 * P, 2 * P)
     told = predict(lora, _load(4096), H100)
     assert told.passes[0].in_bytes == 16 * P // 100 + 2 * P
     assert told.hidden_tokens < predict(DENSE, _load(4096), H100).hidden_tokens / 7
