@@ -30,6 +30,7 @@ from tests.reference import (
     sharded_model,
 )
 from tests.scenarios import BF16
+from tests.simulated import checking_streams, simulated_device
 
 
 class _ByItself(nn.Embedding):
@@ -296,4 +297,15 @@ def _freeze_at_2(model: Any, number: int) -> None:
 def test_a_frozen_weight_has_no_gradient_in_its_place(context: RankContext) -> None:
     with _counting() as counts:
         assert_trains_like_plain(context, _Tied, lm_step, prepare=_freeze_at_2, steps=4)
+    assert counts[0] == 2
+
+
+@on_ranks(2)
+def test_events_order_a_gradient_in_the_place_of_its_weight(context: RankContext) -> None:
+    with simulated_device() as device, checking_streams(device) as checker, _counting() as counts:
+        model = sharded_model(_Twice, precision=BF16)
+        with checker.of(model):
+            for step in range(3):
+                lm_step(model, Call(step, context.rank, 2, 1.0))
+                model.zero_grad()
     assert counts[0] == 2
