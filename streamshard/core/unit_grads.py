@@ -129,7 +129,7 @@ class UnitGrads:
             scale: multiplies gradients.
             others: further streams of the device on which some gradients were made.
         """
-        current = self._wait_for(others) if others else None
+        current: Any = self._wait_for(others) if others else None
         if self.state is GradState.GIVEN:
             self._take()
         is_empty = self.slot.content != self.index
@@ -174,7 +174,7 @@ class UnitGrads:
 
         The other weights of the unit stay. `collect` adds what comes later. See there for the arguments.
         """
-        current = self._wait_for(others) if others else None
+        current: Any = self._wait_for(others) if others else None
         if self.slot.weights is not None:
             self.slot.weights.read.complete()  # rule 6
         if scale != 1.0:
