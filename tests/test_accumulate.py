@@ -233,6 +233,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "several layers in a unit": (Stack, {"min_unit_size": 2000}),
     "resident layers": (Stack, {"resident": ["layers.1", "layers.2"]}),
     "a resident last layer": (_Skips, {"resident": ["layers.3"]}),
+    "a resident layer that runs twice": (_Twice, {"resident": ["layers.1"]}),
     "all weight slots": (Stack, {"weight_slots": "all"}),
     "a narrow wire": (Stack, {"precision": Precision(param_dtype=torch.float32, wire_dtype=torch.bfloat16)}),
 }
@@ -312,6 +313,16 @@ def test_gradients_are_those_of_a_loop(context: RankContext, name: str) -> None:
     """With micro-batches of different lengths. On one rank to the bit."""
     make, settings = MODELS[name]
     _check(context, make, contextlib.nullcontext, settings, is_exact=name not in ROUNDED)
+
+
+@on_ranks(1, 2)
+def test_a_model_whose_resident_last_layer_runs_twice_trains_in_a_loop(context: RankContext) -> None:
+    settings = {"resident": ["layers.3"]}
+    loop, accumulated = (
+        _trained(context, _Twice, each, contextlib.nullcontext, settings) for each in (_loop, _accumulate)
+    )
+    assert_same(accumulated[1], loop[1], "gradients", EXACT)
+    assert (accumulated[0], accumulated[2]) == (loop[0], loop[2])
 
 
 @on_ranks(1, 2)

@@ -126,7 +126,8 @@ class Reductions:
         if not (unit.is_trainable or unit.grads.has_unreduced) or not (self._is_last or is_new):
             return
         if self.replicas is not None:
-            self.replicas.finish_average(unit)
+            with self.ranks.streams.on_device_stream(self._stream):
+                self.replicas.finish_average(unit)
         self.collect(unit)
         if not self._is_last:
             return
@@ -147,7 +148,7 @@ class Reductions:
         """Write a gradient in the place of its weight. See `UnitGrads.begin`."""
         self.note(unit.index)
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            unit.grads.begin(param, grad, self._scale, self._others.pop(unit.index, ()))
+            unit.grads.begin(param, grad, self._scale, self._others.get(unit.index, ()))
 
     def start_late(self, units: Iterable[Unit]) -> None:
         """Reduce those of `units` whose gradients came after their reduction."""

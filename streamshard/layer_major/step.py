@@ -254,5 +254,11 @@ class LayerMajorStep:
 
 
 def can_run(engine: Engine) -> bool:
-    """Whether earlier passes have shown the order of layers, and where embedding and head lie."""
-    return engine.order.is_settled and engine.ends is None and any(unit.is_streamed for unit in engine.units)
+    """Whether earlier passes have shown the order of layers, and where embedding and head lie, and it can be run.
+
+    A resident unit that passes use last is reduced first. So it must not be used before, as a head for early exits is.
+    """
+    if not engine.order.is_settled or engine.ends is not None or not any(unit.is_streamed for unit in engine.units):
+        return False
+    *others, last = engine.order.order
+    return engine.units[last].is_streamed or last not in others
