@@ -232,7 +232,8 @@ class Transport(abc.ABC):
             observer.on_collective(self.stream, what, tag, reads, writes)
 
     def _issue_hop(self, hop: Hop, tensor: torch.Tensor, tag: int) -> None:
-        reads, writes = ((tensor,) if is_one else () for is_one in (hop is not Hop.RECEIVE, hop is not Hop.SEND))
+        reads = () if hop is Hop.RECEIVE else (tensor,)
+        writes = () if hop is Hop.SEND else (tensor,)
         kind = RecordKind.AVERAGE if hop is Hop.RESULT else None  # the logs of all ranks are equal
         self._issue(kind, Collective.ALL_REDUCE, tag, reads=reads, writes=writes)
 

@@ -48,6 +48,8 @@ class Replicas:
     def __init__(self, ranks: Communicator, *, in_order: bool) -> None:
         self.ranks, self.in_order = ranks, in_order
         self.averages_grads = True
+        if in_order:  # else NCCL makes a communicator for two ranks in the first backward
+            self._meet_neighbours()
         self._warmup_steps: int | None = None
         self._is_synced = True
         self._unaveraged: dict[int, Unit] = {}  # by index: reduced inside no_sync()
@@ -60,6 +62,14 @@ class Replicas:
         self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, target)
         what, target = "main grads of the replica before", StreamName.COMM
         self._received = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, what, target)
+
+    def _meet_neighbours(self) -> None:
+        transport, token = self.ranks.transport, torch.zeros(1, device=self.ranks.streams.device)
+        is_last = self.ranks.rank == self.ranks.world_size - 1
+        with self.ranks.waiting("the first meeting of neighbouring replicas"):
+            for hop in [Hop.RECEIVE] * (self.ranks.rank > 0) + [Hop.SEND] * (not is_last):
+                if (work := transport.start_hop(hop, token, 0)) is not None:
+                    work.wait()
 
     def begin(self, *, is_synced: bool) -> None:
         """A backward begins, outside of ``no_sync()`` (True) or inside."""
@@ -74,6 +84,7 @@ class Replicas:
         if not self.in_order or self.ranks.rank == 0:
             return False
         unit.grads.make_memory()
+        # Compute may have allocated, zeroed or clipped main grads, which are overwritten now.
         self._written.record()
         self._written.wait()  # rule 4
         with self.ranks.waiting("the gradients of earlier replicas of", unit.name):
@@ -121,7 +132,7 @@ class Replicas:
     def _start_result(self, index: int) -> None:
         unit, sends = self._sent.pop(index)
         result = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "main grads of all replicas")
-        # The next replica had received what was sent before the last one had the result, which overwrites it.
+        # The result overwrites main grads that this rank has sent. They have arrived: the last replica added to them.
         result.record(*sends, *self._start_hops(Hop.RESULT, unit))
         self._under_way[index] = result
 

@@ -7,7 +7,7 @@ backward needs no weight any more: a look-up's backward reads indices only. So t
 slot at once, and look-ups are added there when the unit is reduced.
 
 The head's module computes with an *alias*, a leaf in the same memory. Autograd makes the alias's gradient when all its
-uses in this backward are over, those of other passes included.
+uses in this backward are over, those of other passes included. (`model.accumulate` has leaves of its own, so no alias.)
 
 Any other use may need the weight later: an embedding that scales by its weight, a soft prompt, a view that a hook has
 kept. Then a tensor or a graph refers to the weight's memory besides the engine, and the gradient waits as that of any
@@ -87,7 +87,7 @@ class TiedHead:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A pass begins: the weight is in place. In the first one nobody has seen it yet."""
+        """A forward or backward begins, or has ended: the weight is in place. At first nobody has seen it yet."""
         self._least_uses = min(self._least_uses, storage_uses(self.unit.weight_slot.buffer))
         if self._is_behind:
             self._is_behind = False

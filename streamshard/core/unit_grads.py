@@ -3,7 +3,8 @@
     autograd -collect-> gradient slot -`Unit.start_reduce`-> main grads -give-> ``.grad``
 
 New gradients wait where autograd has made them: in ``.grad`` of unsharded parameters, in their own dtype, until the
-unit's backward is over. Then one call copies them into the slot. See [Note: slots] in `streamshard.planning.memory`.
+unit's backward is over. Then one call copies them into the slot. A tied head's gradient comes before ([Note: tied
+weights] in `streamshard.core.tied`). See [Note: slots] in `streamshard.planning.memory`.
 
 [Note: two gradients of one parameter]
 Within one backward autograd adds the gradients of a parameter, in the parameter's compute dtype, as under DDP and
@@ -35,7 +36,7 @@ class GradState(enum.IntEnum):
     """Where a unit's gradients are, besides new ones and those in its slot (`GradSlot.content`)."""
 
     GIVEN = enum.auto()
-    """``.grad`` of parameters is their part of main grads, or None. So it is between backwards."""
+    """``.grad`` of parameters is their part of main grads, or None. So it is between backwards, if none wait."""
     TAKEN = enum.auto()
     """A backward has taken ``.grad``, which no parameter had: the next reduction overwrites main grads."""
     KEPT = enum.auto()

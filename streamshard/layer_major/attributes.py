@@ -49,7 +49,7 @@ class Attributes:
         }
 
     def enter(self, own: Values) -> None:
-        """Set the attributes that a forward has set before, `own`; the others are as they were at the beginning."""
+        """Set the attributes that a forward has set before, `own`. Others that existed get their first values."""
         changed = {place: self._before[place] for place in self.leave() if place in self._before}
         for (number, key), value in {**changed, **own}.items():
             self._mappings[number][key] = value
