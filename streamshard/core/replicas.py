@@ -64,9 +64,10 @@ class Replicas:
         self._received = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, what, target)
 
     def _meet_neighbours(self) -> None:
-        transport, token = self.ranks.transport, torch.zeros(1, device=self.ranks.streams.device)
+        transport, streams = self.ranks.transport, self.ranks.streams
         is_last = self.ranks.rank == self.ranks.world_size - 1
-        with self.ranks.waiting("the first meeting of neighbouring replicas"):
+        with self.ranks.waiting("the first meeting of neighbouring replicas"), streams.on(self.ranks.stream):
+            token = torch.zeros(1, device=streams.device)
             for hop in [Hop.RECEIVE] * (self.ranks.rank > 0) + [Hop.SEND] * (not is_last):
                 if (work := transport.start_hop(hop, token, 0)) is not None:
                     work.wait()
