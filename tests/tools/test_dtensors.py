@@ -105,9 +105,11 @@ def test_a_plan_equals_the_live_memory_report(
 @on_ranks(2)
 def test_a_plan_of_tied_weights_equals_the_live_memory_report(context: RankContext, tmp_path: Path) -> None:
     """By transformers' own plan, which has the head too."""
+    own = tmp_path / str(context.rank)
+    own.mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
     build = builder_of(
-        str(_config(tmp_path, **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
+        str(_config(own, **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
     )
     world = tensors._mesh(1, 2)
     model: Any = build(world.tp)
