@@ -322,7 +322,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
         ("UsedParams._fetch_steps", Swap("non_blocking=True", "non_blocking=False"), "gpu:pinned"),
         ("Reductions.start", Drop("self.replicas.finish_average(unit)"), "replicas"),
-        ("Reductions.start", Swap("on_device_stream(self._stream)", "on(StreamName.COMPUTE)"), _STREAMS),
+        (
+            "Reductions.start",
+            Swap("unit.reducing, self.ranks.streams.on_device_stream(self._stream)", "unit.reducing"),
+            _STREAMS,
+        ),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
         ("Reductions.set_divide_factor", Swap("* ranks.n_parts", ""), "parallelism_config:penalties"),
         ("UsedParams.finish", Swap("not unit.grads.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),
