@@ -324,7 +324,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions.start", Drop("self.replicas.finish_average(unit)"), "replicas"),
         (
             "Reductions.start",
-            Swap("unit.reducing, self.ranks.streams.on_device_stream(self._stream)", "unit.reducing"),
+            Swap(
+                "unit.reducing, self.ranks.streams.on_device_stream(self._stream)",
+                "unit.reducing, self.ranks.streams.on(StreamName.COMPUTE)",
+            ),
             _STREAMS,
         ),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
