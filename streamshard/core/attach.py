@@ -77,9 +77,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             edits.add_hook(module, module.register_load_state_dict_pre_hook(hook))
         if module._parameters:
             edits.add_hook(module, module.register_state_dict_pre_hook(functools.partial(_before_saving, engine)))
-    tied = _tied_heads(root, engine)
-    for number, head in enumerate(engine.tied):
-        register_tied_hook(engine_of, number, head.alias)
+    tied = _tied_heads(root, engine, engine_of)
     members = Members(root)
     engine.members_of = weakref.ref(members)
     engine.progress.begin({param: shard.name for param, shard in shards.items()})
@@ -101,7 +99,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             watch(module, handle, edits, base if module is root else Watched)
 
 
-def _tied_heads(root: nn.Module, engine: Engine) -> dict[nn.Module, TiedHead]:
+def _tied_heads(root: nn.Module, engine: Engine, engine_of: Callable[[], Engine | None]) -> dict[nn.Module, TiedHead]:
     """By module, the head that computes with an embedding's weight. Fills ``engine.tied``."""
     unit = engine.root_unit
     if unit.grads.slot.weights is None:  # gradients do not take the place of weights
@@ -119,10 +117,11 @@ def _tied_heads(root: nn.Module, engine: Engine) -> dict[nn.Module, TiedHead]:
         full, room = param.unsharded, param.in_slot
         if (full.data_ptr(), full.dtype) == (room.data_ptr(), room.dtype) and full.requires_grad:
             head = TiedHead(unit, place, users[param.sharded][heads[0]])
+            register_tied_hook(engine_of, len(engine.tied), head.alias)
             engine.tied.append(head)
             found.update(dict.fromkeys(heads, head))
     if found:
-        unit.guard.ask = functools.partial(_read_behind_head, weakref.ref(engine))
+        unit.guard.ask = functools.partial(_read_behind_head, engine_of)
     return found
 
 

@@ -87,7 +87,7 @@ class Backward(Phase):
         engine.weights_written.record()
         engine.weights_written.wait()  # rule 5
         for head in engine.tied:
-            head.begin()
+            head.put_back()
         self._unshard(engine.root_unit, binds=True)
 
     def break_off(self, callback: object) -> None:

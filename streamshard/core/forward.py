@@ -73,7 +73,7 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     forward = Forward(engine, units)
     forward.begin()
     for head in engine.tied:
-        head.begin()
+        head.put_back()
     engine.phase = forward
     return forward
 

@@ -188,7 +188,7 @@ def _take_tied_gradient(engine_of: Callable[[], Engine | None], engine: Engine, 
     # In a backward inside the backward, of a reentrant checkpoint, the next chunk may need the weight.
     is_outer = isinstance(phase, Backward) and phase.task == graph_task_id()
     if is_ordinary and is_outer and head.pass_by():
-        engine.reductions.begin_grad(unit, param, grad)
+        engine.reductions.write_early(unit, param, grad)
         return
     with AsTensors():
         own = get_grad(param.unsharded)

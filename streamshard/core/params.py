@@ -55,7 +55,7 @@ class Param:
         in_slot: [full shape] grad_dtype, the gradient's place in the gradient slot.
         is_used: this rank's graphs have made a gradient since the last one was given; other ranks are told.
         is_kept: main grads hold ``.grad`` from before this backward, to which the reduction is added.
-        is_begun: a part of the gradient is in the slot already, see [Note: tied weights].
+        is_written_early: a part of the gradient is in the slot already, see [Note: tied weights].
         is_left: the gradient waits unreduced, or for an average over replicas, for a later backward.
         main_grads: [shard_numel] fp32, of the flat parameter; empty while they have no memory.
         lookups: gradients of outputs of an embedding, of which its gradient is made.
@@ -75,7 +75,7 @@ class Param:
         self.dtype = self.form.memory(param).dtype
         self._strides = torch.empty(self.piece.local_shape, device="meta").stride()
         self.has_room = False
-        self.is_used = self.is_kept = self.is_begun = self.is_left = False
+        self.is_used = self.is_kept = self.is_written_early = self.is_left = False
         self.given: ShardedTensor | None = None
         self.lookups: list[Lookup] = []
 
@@ -159,7 +159,7 @@ class Param:
 
     def discard_grad(self) -> None:
         """The backward has failed: forget every gradient of the parameter."""
-        self.is_used = self.is_kept = self.is_begun = self.is_left = False
+        self.is_used = self.is_kept = self.is_written_early = self.is_left = False
         self.lookups.clear()
         if self.has_room and self.sharded.grad is self.given:
             self.sharded.grad = None

@@ -144,11 +144,11 @@ class Reductions:
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             unit.collect(self._scale, self._others.pop(unit.index, ()))
 
-    def begin_grad(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
-        """Write a gradient in the place of its weight. See `UnitGrads.begin`."""
+    def write_early(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
+        """Write a gradient in the place of its weight. See `UnitGrads.write_early`."""
         self.note(unit.index)
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            unit.grads.begin(param, grad, self._scale, self._others.get(unit.index, ()))
+            unit.grads.write_early(param, grad, self._scale, self._others.get(unit.index, ()))
 
     def start_late(self, units: Iterable[Unit]) -> None:
         """Reduce those of `units` whose gradients came after their reduction."""

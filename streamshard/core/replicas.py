@@ -120,7 +120,7 @@ class Replicas:
             if self.in_order:
                 self._send(unit)
                 return
-            main_grads = [(flat.main_grads, flat.tag) for flat in unit.flat_params if flat.kind.trains]
+            main_grads = [(flat.main_grads, flat.tag) for flat in unit.trained]
             self._under_way[unit.index] = self._start(main_grads)
 
     def _send(self, unit: Unit) -> None:

@@ -86,7 +86,7 @@ class TiedHead:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def put_back(self) -> None:
         """A forward or backward begins, or has ended: the weight is in place. At first nobody has seen it yet."""
         self._least_uses = min(self._least_uses, storage_uses(self.unit.weight_slot.buffer))
         if self._is_behind:
@@ -115,7 +115,7 @@ class TiedHead:
         """The backward has ended well."""
         if self._found is _Found.NOTHING and self._is_behind:
             self._found = _Found.FREE_BEHIND_HEAD
-        self.begin()
+        self.put_back()
 
     def read(self) -> None:
         """Code reads the weight behind the head.

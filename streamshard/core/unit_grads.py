@@ -147,20 +147,20 @@ class UnitGrads:
             for param in self.params:
                 if (grad := get_grad(param.unsharded)) is not None:
                     set_grad(param.unsharded, None)
-                if param.is_begun and grad is not None:
-                    self.begin(param, grad, scale, ())
+                if param.is_written_early and grad is not None:
+                    self.write_early(param, grad, scale, ())
                     beside.append(grad)
                 if param.lookups:
                     beside += (lookup.grad for lookup in param.lookups)
-                    dense = param.in_slot if param.is_begun else grad
+                    dense = param.in_slot if param.is_written_early else grad
                     write_lookups(param.in_slot, param.lookups, dense, scale, adds=adds)
                     param.is_used = True
-                elif grad is None and not param.is_begun:
+                elif grad is None and not param.is_written_early:
                     absent.append(param.in_slot)
-                elif grad is not None and not param.is_begun:
+                elif grad is not None and not param.is_written_early:
                     made.append(param)
                     grads.append(grad)
-                param.is_begun = False
+                param.is_written_early = False
         if absent and not adds:  # the places of frozen parameters too: main grads may be kept and added to
             torch._foreach_zero_(absent)
         if scale != 1.0:
@@ -170,7 +170,7 @@ class UnitGrads:
         for grad in (*grads, *beside) if others else ():
             grad.record_stream(current)
 
-    def begin(self, param: Param, grad: torch.Tensor, scale: float, others: Collection[Any]) -> None:
+    def write_early(self, param: Param, grad: torch.Tensor, scale: float, others: Collection[Any]) -> None:
         """Write a gradient of `param`, or add it, in the place of its weight, which nobody needs any more.
 
         The other weights of the unit stay. `collect` adds what comes later. See there for the arguments.
@@ -180,8 +180,8 @@ class UnitGrads:
             self.slot.weights.read.complete()  # rule 6
         if scale != 1.0:
             grad.mul_(scale)
-        param.in_slot.add_(grad) if param.is_begun else param.in_slot.copy_(grad)
-        param.is_begun = param.is_used = True
+        param.in_slot.add_(grad) if param.is_written_early else param.in_slot.copy_(grad)
+        param.is_written_early = param.is_used = True
         if others:
             grad.record_stream(current)
 

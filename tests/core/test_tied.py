@@ -227,13 +227,13 @@ WAYS = {
 @contextlib.contextmanager
 def _counting() -> Iterator[list[int]]:
     """The number of gradients that took their weight's place."""
-    counts, begin = [0], Reductions.begin_grad
+    counts, begin = [0], Reductions.write_early
 
     def counted(*args: Any) -> None:
         counts[0] += 1
         begin(*args)
 
-    with mock.patch.object(Reductions, "begin_grad", counted):
+    with mock.patch.object(Reductions, "write_early", counted):
         yield counts
 
 
