@@ -7,7 +7,8 @@ the ``torch._foreach_`` functions.
 Imported under torch's own names:
 
 - ``AsyncCollectiveTensor``: a tensor that waits for a functional collective when it is used.
-- ``AllgatherOptions``: an all-gather with a timeout of its own; ``dist.all_gather`` has no such argument.
+- ``AllgatherOptions``, ``ReduceScatterOptions``: of the methods of a process group. The functions of torch.distributed
+  have no timeout, and make such an object in each call.
 - ``FakeTensorMode``: runs a model with tensors that have no memory. On meta, attention and experts do not run.
 - ``OpOverload``: the type of the operations that a ``TorchDispatchMode`` sees.
 - ``TorchDispatchMode``: sees every operation on tensors. torch's notes on extending PyTorch describe it.
@@ -35,6 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions as AllgatherOptions  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
@@ -150,16 +152,14 @@ wait_tensor: OpOverload = torch.ops._c10d_functional.wait_tensor.default
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
+# How often torch's graphs refer to a tensor itself; and its Python object, once.
+tensor_uses: Callable[[torch.Tensor], int] = _TensorBase._use_count
+
+
 def storage_uses(tensor: torch.Tensor) -> int:
     """How many tensors share the memory of `tensor`, in Python and in graphs."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses
-
-
-def tensor_uses(tensor: Any) -> int:
-    """How often torch's graphs refer to `tensor` itself; and its Python object, once."""
-    uses: int = tensor._use_count()
-    return uses
+    return uses - 1  # the storage object made here
 
 
 @skip

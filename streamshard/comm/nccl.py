@@ -27,10 +27,15 @@ from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Gather, Hop, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import ConfigError
+from streamshard.torch_private import AllgatherOptions, ReduceScatterOptions
 
-# torch 2.13 renamed these two functions and warns about the old names.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Methods of process groups: the functions of torch.distributed around them take as long again. torch 2.13 renamed both.
+_all_gather_single: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_reduce_scatter_single: Any = (
+    getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+)
+_GATHER, _SUM = AllgatherOptions(), ReduceScatterOptions()  # a sum is the default
+_GATHER.asyncOp = _SUM.asyncOp = False  # on the current stream
 
 # Of a reduction in parts: large enough that NCCL runs at full speed, on many ranks too.
 _STAGING_BYTES, _STAGING_BYTES_EACH = 64 << 20, 512 << 10
@@ -52,32 +57,38 @@ class NcclTransport(Transport):
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
             sent = shard if cast_to is None else cast_to.copy_(shard)
-            _all_gather_single(slot, sent, group=self.group)
+            self._wait(_all_gather_single(self.group, slot, sent, _GATHER))
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`, and [Note: sums]."""
         slot, out, scratch, mode, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
-        with self.streams.on(self.stream), torch.no_grad():
+        with self.streams.on(self.stream):
             if mode is ReductionMode.IN_ORDER:
                 self._exchange(reduction)
             elif mode is ReductionMode.FP32 and slot.dtype is not torch.float32:
                 self._reduce_in_parts(reduction)
             elif mode is ReductionMode.FP32 and not accumulate:
-                _reduce_scatter_single(out, slot, op=dist.ReduceOp.SUM, group=self.group)
+                self._wait(_reduce_scatter_single(self.group, out, slot, _SUM))
                 out.mul_(1.0 / divisor)
             else:  # the sum is added to main grads, or converted to fp32
                 before = _share_before(self.world_size) if slot.dtype is torch.float16 else 1
                 if before > 1:
                     slot.mul_(1.0 / before)
                 total = slot.narrow(0, self.rank * out.numel(), out.numel())  # in place, which NCCL allows
-                _reduce_scatter_single(total, slot, op=dist.ReduceOp.SUM, group=self.group)
+                self._wait(_reduce_scatter_single(self.group, total, slot, _SUM))
                 if accumulate:
                     out.add_(total, alpha=before / divisor)
                 else:
                     out.copy_(total).mul_(before / divisor)
         return None
+
+    @staticmethod
+    def _wait(work: Any) -> None:
+        """Let the current stream wait. NCCL has run the collective there; other backends return its work."""
+        if work is not None:
+            work.wait()
 
     def _reduce_in_parts(self, reduction: Reduction) -> None:
         """Sum 16-bit gradients in fp32: convert a part of each rank's chunk, and reduce it, before the next part."""
@@ -87,7 +98,7 @@ class NcclTransport(Transport):
             sent = staging.narrow(0, 0, chunks.numel())
             sent.view_as(chunks).copy_(chunks)
             total = sent.view_as(chunks)[self.rank] if reduction.accumulate else part
-            _reduce_scatter_single(total, sent, op=dist.ReduceOp.SUM, group=self.group)
+            self._wait(_reduce_scatter_single(self.group, total, sent, _SUM))
             part.add_(total, alpha=1.0 / divisor) if reduction.accumulate else part.mul_(1.0 / divisor)
 
     def _exchange(self, reduction: Reduction) -> None:

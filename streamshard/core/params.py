@@ -57,9 +57,10 @@ class Param:
         is_kept: main grads hold ``.grad`` from before this backward, to which the reduction is added.
         is_written_early: a part of the gradient is in the slot already, see [Note: tied weights].
         is_left: the gradient waits unreduced, or for an average over replicas, for a later backward.
-        main_grads: [shard_numel] fp32, of the flat parameter; empty while they have no memory.
+        main_grads: [shard_numel] fp32, of the flat parameter; without memory between steps, see `FlatParam.may_drop`.
         lookups: gradients of outputs of an embedding, of which its gradient is made.
-        given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made yet.
+        given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made.
+        was_given: `given` is ``.grad``, or was since its `Life` began or was found to have no other holder.
     """
 
     unsharded: UnshardedParameter
@@ -77,6 +78,7 @@ class Param:
         self.has_room = False
         self.is_used = self.is_kept = self.is_written_early = self.is_left = False
         self.given: ShardedTensor | None = None
+        self.was_given = False
         self.lookups: list[Lookup] = []
 
     @property
@@ -86,30 +88,23 @@ class Param:
         with AsTensors():
             return self.form.memory(self.sharded).detach().view(-1)
 
-    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """This parameter's range of `flat` [shard_numel], a view in the sharded parameter's shape."""
-        offset = flat.storage_offset() + self.local.shard_offset
-        return flat.as_strided(self.piece.local_shape, self._strides, offset)  # one call, 1 us; narrow and view take 4
-
     @property
     def main_grad(self) -> torch.Tensor:
         """[local shape] fp32, the parameter's part of the main grads, which have memory."""
-        return self.shaped(self.main_grads)
+        offset = self.main_grads.storage_offset() + self.local.shard_offset
+        return self.main_grads.as_strided(self.piece.local_shape, self._strides, offset)
 
     # -- the gradient ---------------------------------------------------------------------------------------------
 
-    def take_grad(self) -> bool:
-        """A backward begins to make gradients: move ``.grad``, if there is one, into the main grads.
+    def take_grad(self, grad: torch.Tensor) -> bool:
+        """A backward begins to make gradients: move `grad`, the parameter's ``.grad``, into the main grads.
 
         Inside `AsTensors`.
 
         Returns:
-            Whether ``.grad`` was `given`, still in the main grads' memory (``grad.data = x`` gives it other memory).
+            Whether `grad` was `given`, still in the main grads' memory (``grad.data = x`` gives it other memory).
         """
-        grad = get_grad(self.sharded)
-        self.is_kept = grad is not None
-        if grad is None:
-            return self.given is None
+        self.is_kept = True
         if not (is_same := self.is_given(grad)):
             self._adopt(grad)
         put_grad(self.sharded, None)
@@ -133,7 +128,7 @@ class Param:
         self.main_grad.copy_(grad)
 
     def give_grad(self, life: Life) -> None:
-        """Make the main grads ``.grad``. A gradient that autograd has put there meanwhile (of a penalty) is added.
+        """Make `given` ``.grad``. A gradient that autograd has put there meanwhile (of a penalty) is added.
 
         Inside `AsTensors`.
         """
@@ -143,11 +138,12 @@ class Param:
             self.piece.settle()
             self.given.add_(own)
         set_grad(self.sharded, self.given)
+        self.was_given = True
 
     def clear_main_grad(self) -> None:
         """Zero the main grads of the parameter, if they have memory."""
         self.piece.settle()
-        if self.main_grads.numel():
+        if self.main_grads.untyped_storage().nbytes():
             self.main_grad.zero_()
 
     def forget_grad(self, *, in_slot: bool) -> None:
@@ -183,7 +179,6 @@ def write_grads(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds:
         places, given = alike.setdefault((param.in_slot.dtype, grad.dtype), ([], []))
         places.append(param.in_slot)
         given.append(grad)
-        param.is_used = True
     for places, given in alike.values():
         torch._foreach_add_(places, given) if adds else torch._foreach_copy_(places, given)
 
@@ -212,7 +207,7 @@ class FlatParam:
         gathered: [padded_numel] wire_dtype, written by all-gathers; `weights` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype. Layers compute with views of it.
         grads: [padded_numel] grad_dtype, its range of the gradient slot; empty if it is frozen.
-        main_grads: [shard_numel] fp32; empty if it is frozen, and while main grads have no memory.
+        main_grads: [shard_numel] fp32; empty if it is frozen.
         scratch: grad_dtype, for its reductions; empty if it is frozen.
         is_main_in_slot: main grads are this rank's range of the gradient slot, until a reduction adds to them.
         may_drop: main grads have memory only from a reduction until ``zero_grad()``.
@@ -302,7 +297,8 @@ class FlatParam:
         if self.is_main_in_slot:
             self.main_grads = self.grads.narrow(0, self.ranks.rank * numel, numel)
         elif self.may_drop:
-            self.main_grads = torch.empty(0, dtype=torch.float32, device=self.main.device)
+            self.main_grads = torch.empty(numel, dtype=torch.float32, device=self.main.device)
+            self.drop_main_grads(is_shared=False)
             self._ledger.hold(Category.MAIN_GRADS, self.main_grads)
         else:
             self.main_grads = self._new_main_grads()
@@ -319,11 +315,13 @@ class FlatParam:
 
     def make_main_grads(self) -> None:
         """Allocate main grads, without values. Compute stream: it waits for the last use before it frees them."""
-        self.main_grads.data = torch.empty(self.layout.shard_numel, dtype=torch.float32, device=self.main.device)
+        self.main_grads.untyped_storage().resize_(4 * self.layout.shard_numel)
 
-    def drop_main_grads(self) -> None:
-        """Free main grads."""
-        self.main_grads.data = self.main_grads.new_empty(0)
+    def drop_main_grads(self, *, is_shared: bool) -> None:
+        """Leave the memory of main grads to others (`is_shared`), or free it."""
+        if is_shared:
+            self.main_grads.data = torch.empty_like(self.main_grads)
+        self.main_grads.untyped_storage().resize_(0)
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None

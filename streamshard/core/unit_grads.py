@@ -15,7 +15,10 @@ FSDP2: uses in one graph, and everything else that comes before the unit's reduc
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -29,7 +32,12 @@ from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
 from streamshard.guards.sharded_tensor import WHY_EARLIER, Life
-from streamshard.torch_private import AsTensors, get_grad, set_grad
+from streamshard.torch_private import AsTensors, get_grad, set_grad, storage_uses
+
+_REFERENCES = 1 + max(map(getrefcount, [object()]))  # to `Param.given` in Python: in the parameter and a list
+_ATTRIBUTES = 2  # of a gradient: its piece and its life
+_is_there = partial(operator.is_not, None)
+_sharded_of, _was_given = operator.attrgetter("sharded"), operator.attrgetter("was_given")
 
 
 class GradState(enum.IntEnum):
@@ -77,7 +85,7 @@ class UnitGrads:
 
     def __del__(self) -> None:
         """If the model goes in the middle of a backward, reductions may still write main grads on other streams."""
-        if self.state is not GradState.GIVEN:
+        if self.state is not type(self.state).GIVEN:  # at exit names of modules may be gone
             for flat in self._dropping:
                 self._ranks.streams.keep(flat.main_grads)
 
@@ -97,12 +105,16 @@ class UnitGrads:
         if not (self._dropping and self._has_memory) or self.has_unreduced:
             return
         with AsTensors():
-            if any(get_grad(param.sharded) is not None for param in self.params):
+            if any(map(_is_there, self._held())):
                 return
-        self._renew()
+        is_shared = not self._renew()
         self._has_memory = False
         for flat in self._dropping:
-            flat.drop_main_grads()
+            flat.drop_main_grads(is_shared=is_shared)
+
+    def _held(self) -> Iterator[torch.Tensor | None]:
+        """``.grad`` of the sharded parameters, in the order of `params`."""
+        return map(get_grad, map(_sharded_of, self.params))
 
     def make_memory(self) -> None:
         """Main grads are about to be written. Compute stream."""
@@ -147,20 +159,15 @@ class UnitGrads:
             for param in self.params:
                 if (grad := get_grad(param.unsharded)) is not None:
                     set_grad(param.unsharded, None)
-                if param.is_written_early and grad is not None:
-                    self.write_early(param, grad, scale, ())
-                    beside.append(grad)
-                if param.lookups:
-                    beside += (lookup.grad for lookup in param.lookups)
-                    dense = param.in_slot if param.is_written_early else grad
-                    write_lookups(param.in_slot, param.lookups, dense, scale, adds=adds)
-                    param.is_used = True
-                elif grad is None and not param.is_written_early:
+                if param.lookups or param.is_written_early:
+                    beside += self._write_parts(param, grad, scale, adds=adds)
+                elif grad is None:
                     absent.append(param.in_slot)
-                elif grad is not None and not param.is_written_early:
+                    continue
+                else:
                     made.append(param)
                     grads.append(grad)
-                param.is_written_early = False
+                param.is_used = True
         if absent and not adds:  # the places of frozen parameters too: main grads may be kept and added to
             torch._foreach_zero_(absent)
         if scale != 1.0:
@@ -169,6 +176,18 @@ class UnitGrads:
         write_grads(made, grads, adds=adds)
         for grad in (*grads, *beside) if others else ():
             grad.record_stream(current)
+
+    def _write_parts(self, param: Param, grad: torch.Tensor | None, scale: float, *, adds: bool) -> list[torch.Tensor]:
+        """Write a gradient made in parts: early (of a tied head), by look-ups, and `grad`. Returns the tensors read."""
+        parts = [lookup.grad for lookup in param.lookups]
+        if param.is_written_early and grad is not None:
+            self.write_early(param, grad, scale, ())
+            parts.append(grad)
+        if param.lookups:
+            dense = param.in_slot if param.is_written_early else grad
+            write_lookups(param.in_slot, param.lookups, dense, scale, adds=adds)
+        param.is_written_early = False
+        return parts
 
     def write_early(self, param: Param, grad: torch.Tensor, scale: float, others: Collection[Any]) -> None:
         """Write a gradient of `param`, or add it, in the place of its weight, which nobody needs any more.
@@ -198,20 +217,21 @@ class UnitGrads:
 
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
-        are_same, has_kept = True, False
         with AsTensors():
-            if not self._has_memory and any(get_grad(param.sharded) is not None for param in self.params):
-                self.make_memory()
-            for param in self.params:
-                are_same = param.take_grad() and are_same
-                has_kept = has_kept or param.is_kept
-        self.move(GradState.KEPT if has_kept else GradState.TAKEN)
-        if not are_same:
-            self._renew()
-        if has_kept:
-            for param in self.params:
-                if not param.is_kept:
-                    param.clear_main_grad()
+            held = list(self._held())
+            if not any(map(_is_there, held)):
+                self._renew()
+                self.move(GradState.TAKEN)
+                return
+            self.make_memory()
+            pairs = list(zip(self.params, held, strict=True))
+            are_same = [not param.was_given if grad is None else param.take_grad(grad) for param, grad in pairs]
+            if not all(are_same):
+                self._end_life()
+        self.move(GradState.KEPT)
+        for param in self.params:
+            if not param.is_kept:
+                param.clear_main_grad()
 
     def _leave_slot(self) -> None:
         """Main grads that lie in the slot are added to. Move them to memory of their own, unless they are all of it."""
@@ -222,14 +242,35 @@ class UnitGrads:
             for param in flat.params:
                 flat.place_grad(param)
         if moved:
-            self._renew()
+            self._end_life()
 
-    def _renew(self) -> None:
+    def _renew(self) -> bool:
+        """No parameter has ``.grad``. Its tensors serve again, unless others refer to one, or have marked it.
+
+        Returns:
+            Whether nobody else refers to their memory either.
+        """
+        if not any(map(_was_given, self.params)):
+            return True
+        with AsTensors():
+            given = [param.given for param in self.params if param.given is not None]
+            own = len(self.trained) + len(given)  # tensors in the memory of main grads
+            is_alone = sum(storage_uses(flat.main_grads) for flat in self.trained) == own
+            # A graph that refers to one notices by its version.
+            is_alone = is_alone and {*map(getrefcount, given)} == {_REFERENCES}
+            is_alone = is_alone and {*map(len, map(vars, given))} == {_ATTRIBUTES}
+        if not is_alone:
+            self._end_life()
+        for param in self.params:
+            param.was_given = False
+        return is_alone
+
+    def _end_life(self) -> None:
         """Gradients of the unit that the user still holds raise from now on."""
         self._life.why_over = WHY_EARLIER
         self._life = Life()
         for param in self.params:
-            param.given = None
+            param.given, param.was_given = None, False
 
     # -- the end of a backward ------------------------------------------------------------------------------------
 
@@ -251,12 +292,12 @@ class UnitGrads:
         new = []
         with AsTensors():
             for param, is_used in zip(params, used or map(use_of, params), strict=True):
-                param.is_used = False
                 is_new = is_used and param.has_room and (self.has_unreduced or param.unsharded.requires_grad)
                 if is_new or param.is_kept:
                     param.give_grad(self._life)
                 if is_new:
                     new.append(param.sharded)
+                param.is_used = param.is_kept = False
         self.move(GradState.GIVEN)
         self.has_unreduced = False
         return new

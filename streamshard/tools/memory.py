@@ -96,7 +96,7 @@ def report_memory(engine: Engine) -> MemoryReport:
         adam_bytes[flat.is_on_host] += 8 * numel
         if flat.may_drop:
             dropped += 4 * numel
-            held_bytes[Category.MAIN_GRADS.value] += 4 * numel - flat.main_grads.nbytes
+            held_bytes[Category.MAIN_GRADS.value] += 4 * numel - flat.main_grads.untyped_storage().nbytes()
     return MemoryReport(
         held_bytes=held_bytes,
         numel=sum(layout.numel for layout in layouts),

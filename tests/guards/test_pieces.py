@@ -260,6 +260,30 @@ def test_one_kept_gradient_or_a_view_of_it_raises(context: RankContext) -> None:
         assert not hasattr(weight.grad, "mark")
 
 
+@on_ranks(2)
+def test_gradients_that_nobody_keeps_serve_again(context: RankContext) -> None:
+    """The same tensors in new memory. A plain tensor in the old memory keeps its values, and marks end."""
+    model, _ = _pair()
+    weight = model.layers[1].linear.weight
+    wanted, number = weight.grad.clone(), id(weight.grad)
+
+    def step_again() -> None:
+        model.zero_grad()
+        stack_step(model, Call(0, 0, 1, 1.0))
+        assert torch.equal(weight.grad, wanted)
+
+    step_again()
+    assert id(weight.grad) == number
+    plain = weight.grad.as_subclass(torch.Tensor)
+    values = plain.clone()
+    step_again()
+    weight.grad.zero_()
+    assert torch.equal(plain, values)
+    weight.grad.mark = True
+    step_again()
+    assert not hasattr(weight.grad, "mark")
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("setting", ["data", "set_"])
 def test_a_backward_adds_to_a_gradient_that_was_given_other_memory(context: RankContext, setting: str) -> None:
