@@ -314,7 +314,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "norms": [
         ("local_norms", Swap("tensors)), dtype=torch.float64)", "tensors)))"), "same_bits:clipped"),
-        ("_on_cpu", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
+        ("_groups", Swap("numel + tensor.numel() > _GROUP", "len(group) == 1"), "norms"),
+        ("_groups", Swap("group, numel = [], 0", "group = []"), "norms"),
+        ("_norms_of_small", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
+        ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
     "core/reductions": [
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),

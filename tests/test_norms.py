@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard.norms import local_norms
 
-SIZES = [0, 1, 1000, 1 << 16, (1 << 16) + 1, 200_000]
+SIZES = [0, 1, 1000, 1 << 16, (1 << 16) + 1, 0, 1 << 17, 5, (1 << 17) + 1, 7, 0, 1 << 18, (1 << 18) + 1, 600_000]
 
 
 def _values(numel: int) -> torch.Tensor:
@@ -19,7 +21,7 @@ def _values(numel: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
 def test_norms_are_exact(order: float) -> None:
-    tensors = [_values(numel) for numel in SIZES[order == math.inf :]]
+    tensors = [_values(numel) for numel in SIZES if numel or order != math.inf]
     for found, tensor in zip(local_norms([*tensors, tensors[-1].view(2, -1).t()], order), tensors, strict=False):
         wanted = torch.linalg.vector_norm(tensor.double(), order) if tensor.numel() else torch.tensor(0.0).double()
         assert found.dtype is torch.float64 and found.shape == ()
@@ -37,15 +39,39 @@ def test_the_norm_of_pieces_is_the_norm_of_the_whole_to_the_bit() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.0])
 def test_norms_of_values_that_are_no_numbers(value: float) -> None:
-    for tensor in (torch.full((70_000,), value), torch.cat([torch.zeros(70_000), torch.tensor([value])])):
-        (found,) = local_norms([tensor], 2.0)
-        torch.testing.assert_close(found.float(), torch.tensor(abs(value)), equal_nan=True)
+    for size in (10, 300_000):  # converted with others, and in parts
+        tensors = [torch.full((size,), value), torch.ones(4), torch.cat([torch.zeros(size), torch.tensor([value])])]
+        found = torch.stack(local_norms(tensors, 2.0)).float()
+        torch.testing.assert_close(found, torch.tensor([abs(value), 2.0, abs(value)]), equal_nan=True)
 
 
-def test_norms_do_not_overflow() -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_norms_do_not_overflow(others: int) -> None:
     """Their squares do, in fp32."""
-    (large,), (small,) = (local_norms([torch.full((4,), value)], 2.0) for value in (1e30, 1e-30))
+    large, small = (local_norms([torch.full((4,), value)] * (1 + others), 2.0)[0] for value in (1e30, 1e-30))
     assert large.item() == pytest.approx(2e30) and small.item() == pytest.approx(2e-30)
+
+
+def test_tensors_of_several_dtypes_and_shapes_keep_all_their_digits() -> None:
+    tensors = [_values(60).bfloat16(), _values(61).double(), _values(62).half(), _values(64).view(8, 8).t()]
+    for found, tensor in zip(local_norms(tensors, 2.0), tensors, strict=True):
+        assert found.item() == pytest.approx(tensor.double().norm().item(), rel=1e-13)
+
+
+class _Calls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_many_small_tensors_take_few_calls() -> None:
+    """Calls would take most of the time."""
+    tensors = _values(300_000).split(1000)
+    with _Calls() as calls:
+        assert len(local_norms(tensors, 2.0)) == 300
+    assert calls.count < 20
 
 
 def test_no_tensors_have_no_norms() -> None:
