@@ -320,6 +320,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
     "core/reductions": [
+        ("Reductions.summing", Drop("self._divide_by(before)"), "transformers:training_equals"),
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
@@ -334,7 +335,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             _STREAMS,
         ),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
-        ("Reductions.set_divide_factor", Swap("* ranks.n_parts", ""), "parallelism_config:penalties"),
+        ("Reductions._divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:penalties"),
         ("UsedParams.finish", Swap("not unit.grads.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),
     ],
     "core/replicas": [
@@ -466,6 +467,19 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "layer_major/sums": [
         ("Sums.swap", Drop("setattr("), _LAYER_MAJOR),
+    ],
+    "integrations/transformers": [
+        ("StreamShardTrainerMixin._dividing_once", Swap("loss / n_ranks", "loss"), "transformers:training_equals"),
+        (
+            "StreamShardTrainerMixin._dividing_once",
+            Drop("if not is_multiplied"),
+            "transformers:divisor_of_ones_own",
+        ),
+        (
+            "StreamShardTrainerMixin._dividing_once",
+            Swap("self.accelerator.backward = divided", "self.accelerator.backward = backward"),
+            "transformers:same_global",
+        ),
     ],
     "integrations/join": [
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),

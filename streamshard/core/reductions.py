@@ -7,9 +7,10 @@ rank that has used all parameters knows the answer, and does not wait for the ex
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,10 +88,23 @@ class Reductions:
                 f"set_gradient_divide_factor: ranks have given {sorted(factors)}. Give one factor on all ranks, such "
                 "as the number of tokens of all ranks together"
             )
-        ranks.grad_divisor = factors.pop() / self._averaged
-        for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not ranks):
+        self._divide_by(factors.pop() / self._averaged)
+
+    def _divide_by(self, divisor: float) -> None:
+        self.ranks.grad_divisor = divisor
+        for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not self.ranks):
             # Of experts: for sums in a loss.
-            flat.ranks.grad_divisor = ranks.grad_divisor * ranks.n_parts / flat.ranks.n_parts
+            flat.ranks.grad_divisor = divisor * self.ranks.n_parts / flat.ranks.n_parts
+
+    @contextlib.contextmanager
+    def summing(self) -> Iterator[None]:
+        """Sums over the shard group are not divided inside, on any rank: for backwards whose losses are."""
+        before = self.ranks.grad_divisor
+        self._divide_by(1.0)
+        try:
+            yield
+        finally:
+            self._divide_by(before)
 
     def begin(self, *, is_synced: bool, is_last: bool, scale: float) -> None:
         """A backward begins, on the current stream.

@@ -16,7 +16,7 @@ import functools
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -106,7 +106,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in Trainer. With ``accumulate`` the last micro-batch of a step runs all, and returns the sum of losses."""
         if not self._accumulates:
-            return cast(torch.Tensor, super().training_step(model, inputs, *args, **kwargs))
+            with self._dividing_once(*args, **kwargs):
+                return cast(torch.Tensor, super().training_step(model, inputs, *args, **kwargs))
         self._waiting.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -127,6 +128,29 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         finally:
             del self.accelerator.backward  # the class has its own
         return torch.stack(losses).sum()
+
+    @contextlib.contextmanager
+    def _dividing_once(self, num_items_in_batch: Any = None, *_: Any, **__: Any) -> Iterator[None]:
+        """Trainer divides a loss by the tokens of all N ranks, and multiplies it by N, for a mean over ranks.
+
+        Multiplied by 3 and divided by 3 a gradient may have another last bit. So the loss is divided by N for the
+        backward, and gradients are summed. Nothing is rounded: autograd computes 1 / N * N, which is 1 for N up to 40.
+        """
+        engine, n_ranks, backward = engine_of(self.model), self.accelerator.num_processes, self.accelerator.backward
+        is_multiplied = num_items_in_batch is not None and self.args.average_tokens_across_devices
+        if not is_multiplied or engine.ranks.grad_divisor != n_ranks:
+            yield
+            return
+
+        def divided(loss: torch.Tensor, **kwargs: Any) -> None:
+            with engine.reductions.summing():
+                backward(loss / n_ranks, **kwargs)
+
+        self.accelerator.backward = divided
+        try:
+            yield
+        finally:
+            del self.accelerator.backward  # the class has its own
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from streamshard import StreamShard, load_safetensors
 from streamshard.comm.communicator import Communicator
+from streamshard.core.module_state import engine_of
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
@@ -136,10 +137,10 @@ def test_runs_go_on_at_another_number_of_processes(ranks: RankPool, before: int,
 
 
 def _global_batches(
-    context: RankContext, out: Path, resume: Path | None = None, accumulate: bool = False, **arguments: Any
+    context: RankContext, out: Path, resume: Path | None = None, accumulate: bool = False, of: int = 4, **arguments: Any
 ) -> Any:
-    """Eight examples in each step, in micro-batches of two: what was logged, and the weights."""
-    accumulated = 4 // context.world_size
+    """`of` micro-batches of two examples in each step: what was logged, and the weights."""
+    accumulated = of // context.world_size
     with launched(context):
         run = train(
             _trainers()[1], make_model("llama"), out, make_rows("llama", 64), resume=resume, max_steps=4,
@@ -154,13 +155,28 @@ _MAX_NORM = 0.05
 
 
 def test_the_same_global_batches_give_the_same_bits_on_any_number_of_processes(ranks: RankPool, tmp_path: Path) -> None:
-    alone, weights = ranks(1).run(_global_batches, tmp_path / "1")[0]
-    norms = [entry.get("grad_norm") for entry in alone]
-    assert norms[0] > _MAX_NORM
-    for count in (2, 4):
-        history, found = ranks(count).run(_global_batches, tmp_path / str(count))[0]
-        assert [entry.get("grad_norm") for entry in history] == norms
-        assert [name for name, weight in weights.items() if not torch.equal(weight, found[name])] == []
+    for of, counts in ((4, (2, 4)), (6, (2, 3))):
+        alone, weights = ranks(1).run(_global_batches, tmp_path / f"{of} 1", of=of)[0]
+        norms = [entry.get("grad_norm") for entry in alone]
+        assert norms[0] > _MAX_NORM
+        for count in counts:
+            history, found = ranks(count).run(_global_batches, tmp_path / f"{of} {count}", of=of)[0]
+            assert [entry.get("grad_norm") for entry in history] == norms
+            assert [name for name, weight in weights.items() if not torch.equal(weight, found[name])] == []
+
+
+@on_ranks(2)
+def test_a_divisor_of_ones_own_stays(context: RankContext, tmp_path: Path) -> None:
+    """Half of the ranks' number doubles gradients."""
+    norms = []
+    with launched(context):
+        for factor in (2.0, 1.0):
+            model: Any = StreamShard(make_model("llama"))
+            model.set_gradient_divide_factor(factor)
+            run = train(_trainers()[1], model, tmp_path / str(factor), make_rows("llama"), max_steps=1)
+            norms.append(run.history[0]["grad_norm"])
+            assert engine_of(model).ranks.grad_divisor == factor
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)
 
 
 def test_runs_go_on_with_the_same_bits_at_other_numbers_of_processes(ranks: RankPool, tmp_path: Path) -> None:
