@@ -26,8 +26,10 @@ from tests.integrations.models import make_rows
 from tests.integrations.trainers import launched, train
 from tests.launched import Launched, run_file
 from tests.models import token_batch
-from tests.ranks import RankContext
+from tests.ranks import RankContext, RankPool
 from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_weights, heard_collectives, sgd
+from tests.test_same_bits import RANKS, STEPS, Digests, merged
+from tests.test_same_bits import run as same_bits
 
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed")
 
@@ -88,6 +90,42 @@ def _trained(context: RankContext, kind: str = "lora", **settings: Any) -> Any:
 def test_every_method_trains_like_plain_pytorch(context: RankContext, kind: str) -> None:
     """Loss, gradients and weights, of what is frozen too."""
     assert_trains_like_plain(context, functools.partial(_build, kind), _step, steps=3, checked=(0, 2))
+
+
+_MAX_NORM = 0.05
+
+
+class _Logits(nn.Module):
+    """A model of PEFT, as `tests.test_same_bits` calls it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.inner(input_ids=tokens).logits
+        return logits
+
+
+def _with_dropout() -> nn.Module:
+    return _Logits(peft.get_peft_model(_base(), _lora(lora_dropout=0.1)))
+
+
+def _clip(model: Any) -> Tensor:
+    norm: Tensor = model.clip_grad_norm_(_MAX_NORM)
+    return norm
+
+
+def _same_bits(context: RankContext, name: str) -> Digests:
+    return same_bits(context, name, build=_with_dropout, clip=_clip)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32", "all slots", "replicas"])
+def test_lora_trains_to_the_same_bits_on_any_number_of_ranks(ranks: RankPool, name: str) -> None:
+    alone, *others = (merged(ranks(count).run(_same_bits, name)) for count in RANKS)
+    assert len(set(alone.weights)) == STEPS and min(alone.norms) > [_MAX_NORM]
+    assert others == [alone] * len(others)
 
 
 def _two_adapters() -> Any:
