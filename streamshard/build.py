@@ -51,6 +51,10 @@ from streamshard.planning.structure import (
 )
 
 _EXPERTS_STAY = 'offload="state": the model has DTensors of experts, whose state stays on the device'
+_REPLICAS_STAY = (
+    'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device. Shard over all ranks: '
+    "leave mesh away, or give a 1-D mesh"
+)
 
 
 class Checked(NamedTuple):
@@ -211,21 +215,28 @@ def make_engine(
 
 
 def plan_engine(
-    checked: Checked, ranks: Communicator, experts: Communicator | None = None, layouts: Sequence[UnitLayout] = ()
+    checked: Checked,
+    ranks: Communicator,
+    experts: Communicator | None = None,
+    layouts: Sequence[UnitLayout] = (),
+    replicas: Communicator | None = None,
 ) -> Engine:
     """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device.
 
     Args:
         checked, ranks, experts: see `make_engine`.
         layouts: see `plan_layouts`; empty: the model is not sharded.
+        replicas: the replicate axis, `PlannedRanks` too; None on a 1-D mesh.
 
     Raises:
-        ConfigError: `offload` with experts.
+        ConfigError: `offload` with experts or replicas.
     """
-    if experts is not None and checked.settings.offload is not None:
-        raise ConfigError(_EXPERTS_STAY)
+    settings = checked.settings
+    if settings.offload is not None and (experts is not None or replicas is not None):
+        raise ConfigError(_REPLICAS_STAY if experts is None else _EXPERTS_STAY)
     layouts = layouts or plan_layouts(checked, ranks, experts)
-    engine = make_engine(checked, layouts, ranks, None, lambda layout, flat_params: None, experts)
+    axis = None if replicas is None else Replicas(replicas, in_order=settings.precision.sums_in_rank_order)
+    engine = make_engine(checked, layouts, ranks, axis, lambda layout, flat_params: None, experts)
     engine.predict_ends()
     return engine
 
@@ -328,6 +339,7 @@ def _connect(
     if who.replicate is not None:
         holders = Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks)
         replicas = Replicas(holders, in_order=settings.precision.sums_in_rank_order)
+        replicas.meet()
     if who.experts is not None:
         group, parts = who.experts
         experts = Communicator(group, streams, StreamName.COMM, who.all_ranks, who.replica, parts)
@@ -344,10 +356,7 @@ def _problem_of_host(who: Groups, device: torch.device) -> ConfigError | None:
     if who.experts is not None:
         return ConfigError(_EXPERTS_STAY)
     if who.replicate is not None:
-        return ConfigError(
-            'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device. Shard over all '
-            "ranks: leave mesh away, or give a 1-D mesh"
-        )
+        return ConfigError(_REPLICAS_STAY)
     return None
 
 

@@ -48,8 +48,6 @@ class Replicas:
     def __init__(self, ranks: Communicator, *, in_order: bool) -> None:
         self.ranks, self.in_order = ranks, in_order
         self.averages_grads = True
-        if in_order:  # else NCCL makes a communicator for two ranks in the first backward
-            self._meet_neighbours()
         self._warmup_steps: int | None = None
         self._is_synced = True
         self._unaveraged: dict[int, Unit] = {}  # by index: reduced inside no_sync()
@@ -63,7 +61,10 @@ class Replicas:
         what, target = "main grads of the replica before", StreamName.COMM
         self._received = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, what, target)
 
-    def _meet_neighbours(self) -> None:
+    def meet(self) -> None:
+        """Let neighbours meet, if in order. Else NCCL would make communicators for two ranks in the first backward."""
+        if not self.in_order:
+            return
         transport, streams = self.ranks.transport, self.ranks.streams
         is_last = self.ranks.rank == self.ranks.world_size - 1
         with self.ranks.waiting("the first meeting of neighbouring replicas"), streams.on(self.ranks.stream):

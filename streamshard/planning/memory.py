@@ -37,7 +37,7 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
 
     main weights        4 S of flat parameters that train
     main grads          4 S of flat parameters that train, from a unit's reduction until a forward finds no ``.grad``;
-                        0 while they lie in "all" fp32 grad slots
+                        0 while they lie in "all" fp32 grad slots, which they do not with replicas in rank order
     frozen weights      m S of the others; m bytes per element of the storage dtype
     quantization        tensors beside packed weights, whole on each rank (`streamshard.forms`)
     wire buffers        w times the elements of the largest unit of each slot, if wire and compute dtype differ

@@ -20,7 +20,6 @@ from streamshard.tools.host_time import MACHINES, Machine, Step, parse_rate
 
 _ABOUT = "Plan memory, measure the machine, inspect and convert checkpoints, compare runs. Needs no GPU."
 _RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
-_SETTINGS = "min_unit_size precision offload device_budget"  # of StreamShard
 _EXIT_CODES = "Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage."
 
 
@@ -72,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--tp", type=int, default=1, metavar="K", help=about)
     about = "spread experts over K of them: a function builds MODEL on the mesh it is given"
     plan.add_argument("--ep", type=int, default=1, metavar="K", help=about)
+    about = "replicas of the model, each on N ranks of their own, as on a 2-D mesh"
+    plan.add_argument("--replicas", type=int, default=1, metavar="R", help=about)
+    about = "plan Precision(sums_in_rank_order=True)"
+    plan.add_argument("--sums-in-rank-order", action="store_true", help=about)
     plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80G or 80GiB: says what fits")
     plan.add_argument("--slots", type=int, metavar="K", dest="weight_slots", help="plan K weight slots too")
     about = "what connects the ranks: %(choices)s (%(default)s)"
@@ -143,7 +146,7 @@ def _add_step(plan: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from streamshard.config import parse_bytes
+    from streamshard.config import parse_bytes, parse_precision
     from streamshard.tools.model_source import builder_of
     from streamshard.tools.plan import plan, tokens_of
     from streamshard.tools.plan_ranks import plan_ranks
@@ -159,17 +162,17 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.ranks is None and arguments.budget is None:
         raise ConfigError("give --ranks, or --budget to see on how many ranks the model fits")
     machine, build = _machine(arguments), builder_of(arguments.model)
+    precision = dataclasses.replace(parse_precision(arguments.precision), **of("sums_in_rank_order"))
+    given = {**of("min_unit_size offload device_budget"), "precision": precision}
     if arguments.ranks is None:
-        ranks = Ranks(arguments.tp * arguments.ep, arguments.tp, arguments.ep, arguments.transport)
+        ranks = Ranks(arguments.tp * arguments.ep, **of("tp ep transport replicas"))
         tokens = tokens_of(arguments.batch, arguments.seq)
-        table = plan_ranks(
-            build, ranks=ranks, tokens=tokens, given=of(_SETTINGS), **of("units resident budget accumulate")
-        )
+        table = plan_ranks(build, ranks=ranks, tokens=tokens, given=given, **of("units resident budget accumulate"))
         _print(table, arguments.json)
         fits = table.fits
     else:
         step = None if machine is None else Step(machine, **of("micro_batches is_checkpointed active"))
-        given = of(f"units resident tp ep transport weight_slots budget batch seq accumulate {_SETTINGS}")
+        given |= of("units resident tp ep transport replicas weight_slots budget batch seq accumulate")
         planned = plan(build, arguments.ranks, step=step, **given)
         _print(planned, arguments.json)
         fits = planned.fit is None or planned.fit.choice is not None

@@ -160,7 +160,7 @@ def log_summary(engine: Engine, root: nn.Module) -> None:
 @contextlib.contextmanager
 def explaining_out_of_memory(accepted: Accepted) -> Iterator[None]:
     """If the body, which shards the model, is out of memory, log the bytes that the engine would hold."""
-    ranks, experts = accepted.ranks, accepted.experts
+    ranks, experts, replicas = accepted.ranks, accepted.experts, accepted.replicas
     layouts = plan_layouts(accepted.checked, ranks, experts)  # before `shard_model` changes the parameters
     try:
         yield
@@ -169,7 +169,8 @@ def explaining_out_of_memory(accepted: Accepted) -> Iterator[None]:
             transport = "nccl" if ranks.streams.has_streams else "sockets"
             planned = PlannedRanks(ranks.world_size, transport)
             beside = None if experts is None else PlannedRanks(experts.world_size, transport)
-            engine = plan_engine(accepted.checked, planned, beside, layouts)
+            axis = None if replicas is None else PlannedRanks(replicas.ranks.world_size, transport)
+            engine = plan_engine(accepted.checked, planned, beside, layouts, axis)
             log.error("%s", explain_out_of_memory(engine, ranks.streams, "would hold"))
         raise
 

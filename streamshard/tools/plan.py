@@ -30,9 +30,10 @@ class Plan:
     Attributes:
         model: the name of the model's class.
         numel: elements of all parameters.
-        world_size: the number of ranks.
+        world_size: the number of ranks of one replica.
         tp, ep: over how many of them matrices, or experts, are cut.
         transport: the transport between the ranks.
+        replicas: the number of replicas.
         units: the units, root unit first.
         stages: from ZeRO-3 to ZeRO-1; with ``offload``, without "all" slots.
         activation_bytes: at most, without checkpointing and with layers checkpointed; None: not known.
@@ -49,6 +50,7 @@ class Plan:
     tp: int
     ep: int
     transport: str
+    replicas: int
     units: Sequence[PlannedUnit]
     stages: Sequence[Stage]
     activation_bytes: Activations | None
@@ -76,6 +78,7 @@ class Plan:
 
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         ranks += f" (tensor parallel over {self.tp})" * (self.tp > 1) + f" (experts over {self.ep})" * (self.ep > 1)
+        ranks += f" in each of {self.replicas} replicas" * (self.replicas > 1)
         counted = self.fit is None or self.activation_bytes is not None or bool(self.activations_unknown)
         lines = [] if counted else [f"activations are not counted: {NO_TOKENS}"]
         lines += [f"{self.model}: {self.numel:,} parameters on {ranks}, over {self.transport}", ""]
@@ -92,7 +95,9 @@ class Plan:
                     lines.append(row(f"  {name}", sizes))
         count, of_all = self.accumulate, "" if self.accumulate is None else f" of {self.accumulate} micro-batches"
         lines += [
-            f"\nsent by a rank in a step{of_all}" + ", activations aside" * (self.tp * self.ep > 1),
+            f"\nsent by a rank in a step{of_all}"
+            + ", activations aside" * (self.tp * self.ep > 1)
+            + ", within its replica" * (self.replicas > 1),
             row("  all-gathers", (stage.all_gathers for stage in self.stages)),
             row("  reductions", (stage.reductions for stage in self.stages)),
             row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
@@ -159,6 +164,7 @@ def plan(
     tp: int = 1,
     ep: int = 1,
     transport: str = "nccl",
+    replicas: int = 1,
     weight_slots: int | None = None,
     budget: int | str | None = None,
     batch: int | None = None,
@@ -171,11 +177,13 @@ def plan(
 
     Args:
         model: not sharded, on any device; or a function that builds the model, which is called on the meta device.
-        world_size: the number of ranks that share the model, those of tensor parallelism too.
+        world_size: the number of ranks that share one replica of the model, those of tensor parallelism too.
         units, resident: as for `StreamShard`.
         tp, ep: over how many ranks DTensors of tensor parallelism, or of experts, are cut. A function that builds the
             model gets their mesh as its argument. Sizes are of the mesh's first rank, whose parts are the largest.
         transport: "nccl" (GPUs), "sockets" (CPUs of several machines) or "shared-memory" (CPUs of one machine).
+        replicas: how many groups of `world_size` ranks train the model together, on a 2-D mesh. What they send to each
+            other is not counted.
         weight_slots: add a stage with this number of weight slots. None: with a budget that ZeRO-3 fits and ZeRO-2 does
             not, the largest number that fits.
         budget: memory of a rank: bytes, or text such as "80GiB".
@@ -190,18 +198,20 @@ def plan(
         ShardingError, UnitError: as from `StreamShard`.
     """
     if "mesh" in given:
-        raise ConfigError("mesh: a plan is of the ranks that share one replica of the model, world_size says how many")
+        what = "mesh: a plan is of the ranks that share one replica of the model, world_size says how many"
+        raise ConfigError(f"{what}, and replicas how many replicas there are")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
     tokens = tokens_of(batch, seq)
-    if step is not None and (tokens is None or tp * ep > 1):
+    if step is not None and (tokens is None or tp * ep * replicas > 1):
         raise ConfigError(
-            "the time of a step is predicted with batch and seq, and without tp and ep, whose exchanges no plan knows"
+            "the time of a step is predicted with batch and seq, and without tp, ep and replicas, whose exchanges no "
+            "plan knows"
         )
     if step is not None and accumulate is not None:
         if step.micro_batches not in (1, accumulate):
             raise ConfigError(f"micro_batches={step.micro_batches}, accumulate={accumulate}: wanted one of the two")
         step = dataclasses.replace(step, micro_batches=accumulate)
-    with planning(model, Ranks(world_size, tp, ep, transport), units, resident, given, accumulate) as planner:
+    with planning(model, Ranks(world_size, tp, ep, transport, replicas), units, resident, given, accumulate) as planner:
         planned = _plan(planner, weight_slots, budget_bytes, tokens)
         if step is None or tokens is None:
             return planned

@@ -68,13 +68,14 @@ class Ranks(NamedTuple):
     """The ranks of a plan, which do not exist.
 
     Attributes:
-        world_size, tp, ep, transport: see `plan`.
+        world_size, tp, ep, transport, replicas: see `plan`.
     """
 
     world_size: int
     tp: int
     ep: int
     transport: str
+    replicas: int = 1
 
     @property
     def on_gpus(self) -> bool:
@@ -85,9 +86,10 @@ class Ranks(NamedTuple):
     def communicators(self) -> int | None:
         """The number of NCCL's communicators of a rank; None: it has no GPU.
 
-        Of all ranks and, if DTensors are cut over some of them: of these, and of the ranks with the same parts.
+        Of all ranks and, if DTensors are cut over some of them: of these, and of the ranks with the same parts. With
+        replicas: of all ranks, of one replica's, and of those with the same shards.
         """
-        return None if not self.on_gpus else 3 if max(self.tp, self.ep) > 1 else 1
+        return None if not self.on_gpus else 3 if max(self.tp, self.ep, self.replicas) > 1 else 1
 
 
 class Planner(NamedTuple):
@@ -167,7 +169,7 @@ class Planner(NamedTuple):
 
     def offloaded(self) -> Stage | None:
         """ZeRO-3 with state in host memory; None: it lies there already, or cannot."""
-        can = self.checked.settings.offload is None and self.ranks.on_gpus and self.ranks.ep == 1
+        can = self.checked.settings.offload is None and self.ranks.on_gpus and self.ranks.ep * self.ranks.replicas == 1
         return self.stage("ZeRO-3", 2, offload="state") if can else None
 
     def engine(self, **settings: Any) -> Engine:
@@ -175,7 +177,8 @@ class Planner(NamedTuple):
         ranks, changed = self.ranks, dataclasses.replace(self.checked.settings, **settings)
         experts = PlannedRanks(ranks.world_size // ranks.ep, ranks.transport) if ranks.ep > 1 else None
         others = PlannedRanks(ranks.world_size // ranks.tp, ranks.transport)
-        return plan_engine(self.checked._replace(settings=changed), others, experts)
+        replicas = PlannedRanks(ranks.replicas, ranks.transport) if ranks.replicas > 1 else None
+        return plan_engine(self.checked._replace(settings=changed), others, experts, replicas=replicas)
 
     def stage(self, name: str, weights: SlotCount, grads: GradSlots = None, **settings: Any) -> Stage:
         """Memory and communication with so many slots, and some other settings."""
@@ -221,6 +224,8 @@ def planning(
     accumulate: int | None,
 ) -> Iterator[Planner]:
     """Inside, the planner that is yielded plans `model` for `ranks`. For arguments and errors see `plan`."""
+    if not isinstance(ranks.replicas, int) or ranks.replicas < 1:
+        raise ConfigError(f"replicas={ranks.replicas!r}: wanted a positive number")
     if accumulate is not None and accumulate < 2:
         raise ConfigError(f"accumulate={accumulate}: wanted the number of micro-batches of a step, at least 2")
     if accumulate is not None and max(ranks.tp, ranks.ep) > 1:

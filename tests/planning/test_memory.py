@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,6 +122,19 @@ def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, wa
         assert _report(model).start_bytes == sum(_reachable_storages(model).values()), name
         assert report.numel == sum(edge) + sum(map(sum, blocks))
         assert report.world_size == context.world_size
+
+
+@on_ranks()
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_replicas_in_rank_order_hold_main_grads_beside_the_slots_of_gradients(context: RankContext) -> None:
+    """Whatever the number of slots."""
+    mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("replicate", "shard"))
+    for slots in ({}, {"weight_slots": "all"}, {"weight_slots": "all", "grad_slots": "all"}):
+        model: Any = StreamShard(TinyLM(), precision=replace(FP32, sums_in_rank_order=True), mesh=mesh, **slots)
+        _train(model, context, steps=2)
+        report = _report(model)
+        assert report.held_bytes["main grads"] == 4 * report.padded_numel // report.world_size
+        assert report.total_bytes == sum(_reachable_storages(model).values())
 
 
 def _train(model: nn.Module, context: RankContext, steps: int) -> None:

@@ -246,7 +246,7 @@ def test_the_command_plans_a_function_of_a_mesh(capsys: pytest.CaptureFixture[st
         (
             "build_parts",
             "--ranks 4 --tp 2 --machine pcie5",
-            "and without tp and ep, whose exchanges no plan knows",
+            "and without tp, ep and replicas, whose exchanges",
         ),
         ("gpt2", "--ranks 4 --tp 2", "transformers has no tensor parallel plan for GPT2LMHeadModel: give a function"),
     ],

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard import Precision, StreamShard, plan
 from streamshard.comm.streams import Collective, Observer, StreamName
@@ -61,12 +62,15 @@ def _assert_equal(planned: Stage, model: Any) -> None:
     assert planned.host_total_bytes == report.host_total_bytes + report.host_adam_bytes
 
 
-def _check(build: Callable[[], nn.Module], world_size: int, transport: str, **settings: Any) -> None:
+def _check(
+    build: Callable[[], nn.Module], world_size: int, transport: str, mesh: DeviceMesh | None = None, **settings: Any
+) -> None:
     """At each number of slots, the plan of a model without values equals the report of the live one."""
-    planned = plan(build, world_size, transport=transport, weight_slots=3, **settings)
+    replicas = 1 if mesh is None else mesh.size(0)
+    planned = plan(build, world_size // replicas, transport=transport, replicas=replicas, weight_slots=3, **settings)
     assert [stage.name for stage in planned.stages] == ["ZeRO-3", "3 slots", "ZeRO-2", "ZeRO-1"]
     for stage, slots in zip(planned.stages, SLOTS, strict=True):
-        model = StreamShard(build(), **slots, **settings)
+        model = StreamShard(build(), mesh=mesh, **slots, **settings)
         _assert_equal(stage, model)
         assert planned.numel == sum(param.numel() for param in model.parameters())
 
@@ -89,6 +93,23 @@ def test_a_plan_equals_the_live_memory_report(context: RankContext, transport: s
     with way():  # type: ignore[operator]  # each makes a context
         for name in names:
             _check(MODELS[name], context.world_size, transport, precision=PRECISIONS[precision])
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "transport"), [(2, "shared-memory"), (4, "shared-memory"), (4, "sockets"), (2, "nccl"), (4, "nccl")]
+)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_plan_of_two_replicas_equals_the_live_memory_report(
+    context: RankContext, transport: str, in_order: bool
+) -> None:
+    """Also in rank order, where main grads have memory beside "all" gradient slots."""
+    way = {"sockets": over_sockets, "nccl": simulated_device}.get(transport, nullcontext)
+    with way():  # type: ignore[operator]  # each makes a context
+        mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("replicate", "shard"))
+        for dtype in (torch.bfloat16, torch.float32):
+            precision = Precision(param_dtype=dtype, grad_dtype=torch.float32, sums_in_rank_order=in_order)
+            _check(MODELS["tied"], context.world_size, transport, mesh, precision=precision)
 
 
 @on_ranks()
@@ -462,10 +483,25 @@ def test_the_command_takes_units_resident_modules_and_sizes(capsys: pytest.Captu
     assert wanted.units != default.units
 
 
+def test_the_command_plans_replicas_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "tests.models:TinyLM", "--ranks", "2", "--replicas", "3", "--precision", "fp32"]
+    assert main([*command, "--sums-in-rank-order"]) == 0
+    precision = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
+    assert capsys.readouterr().out == f"{plan(TinyLM, 2, replicas=3, precision=precision)}\n"
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert told == f"{plan(TinyLM, 2, replicas=3, precision=Precision(param_dtype=torch.float32))}\n"
+    assert "parameters on 2 ranks in each of 3 replicas" in told and "sent by a rank in a step, within its" in told
+
+
 def test_a_plan_takes_no_mesh() -> None:
     """It has no process group. Other arguments that nobody knows are refused as by StreamShard."""
     with pytest.raises(ConfigError, match="mesh: a plan is of the ranks that share one replica.*world_size"):
         plan(TinyLM, 8, mesh=None)
+    with pytest.raises(ConfigError, match="replicas=0: wanted a positive number"):
+        plan(TinyLM, 8, replicas=0)
+    with pytest.raises(ConfigError, match="on a 2-D mesh: averages over replicas would need main grads on the device"):
+        plan(TinyLM, 8, replicas=2, offload="state")
     with pytest.raises(ConfigError, match="weight_slot is no argument of StreamShard: .* Did you mean 'weight_slots'"):
         plan(TinyLM, 8, weight_slot=3)
 
