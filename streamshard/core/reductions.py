@@ -139,13 +139,13 @@ class Reductions:
         self._made.discard(unit.index)
         if not (unit.is_trainable or unit.grads.has_unreduced) or not (self._is_last or is_new):
             return
-        if self.replicas is not None:
-            with self.ranks.streams.on_device_stream(self._stream):
-                self.replicas.finish_average(unit)
-        self.collect(unit)
-        if not self._is_last:
-            return
+        # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
+            if self.replicas is not None:
+                self.replicas.finish_average(unit)
+            unit.collect(self._scale, self._others.pop(unit.index, ()))
+            if not self._is_last:
+                return
             adds = self.replicas is not None and self.replicas.receive(unit)
             works = unit.start_reduce(adds=adds)
         self._under_way += works
@@ -154,7 +154,6 @@ class Reductions:
 
     def collect(self, unit: Unit) -> None:
         """Copy the unit's gradients that are made into its slot, or add them there. They are not reduced."""
-        # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             unit.collect(self._scale, self._others.pop(unit.index, ()))
 
