@@ -3,10 +3,10 @@
     python -m tests.mutants                    # all of them, one line each
     python -m tests.mutants engine settle      # those whose function or change has one of these words
 
-They are about streams, the bookkeeping of gradients, and publishing; `tests/test_waits.py` leaves out each wait of the
-ordering rules. Each is applied to a copy of the
-repository in a temporary directory, never to the tree. A mutant names a function and a fragment of it, so it survives
-whatever else changes in that function, and a rename that is made everywhere.
+They are about streams, the bookkeeping of gradients, and publishing; `tests/test_waits.py` leaves out each line that
+waits and says so (``# rule 5``). Each is applied to a copy of the repository in a temporary directory, never to the
+tree. A mutant names a function and a fragment of it, so it survives whatever else changes in that function, and a
+rename that is made everywhere.
 """
 
 from __future__ import annotations
@@ -357,8 +357,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later"),
     ],
     "core/slots": [
-        ("WeightSlot.leave", Drop("self.read.complete()"), "shared_memory matrix"),
-        ("WeightSlot.leave", Drop("self.move("), "matrix"),
+        ("GradSlot.open", Drop("self.weights.read.complete()"), "shared_memory matrix"),
+        ("GradSlot.open", Drop("self.weights.move("), "matrix"),
         ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
@@ -370,7 +370,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
         ("Unit.start_reduce", Swap("flat.ranks", "self.ranks"), "expert_parallel"),
-        ("Unit.start_reduce", Drop("grads.move(GradState.KEPT)"), "passes"),
+        ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "passes"),
     ],
     "core/ends": [
         ("Ends.use", Drop("self.elsewhere.add"), "ends:where_the_order"),
@@ -398,7 +398,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads._leave_slot", Swap("self._ranks.grad_divisor == 1.0 and", ""), "divide_factor:one_rank"),
         ("UnitGrads._leave_slot", Swap("all(", "any("), "expert_parallel:micro_batch"),
         ("UnitGrads.collect", Drop("self._leave_slot()"), "dial"),
-        ("UnitGrads.collect", Swap(" or self.adds_in_slot", ""), "loops graphs"),
+        ("UnitGrads.collect", Swap("is_filled or not is_empty", "not is_empty"), "loops graphs"),
         ("UnitGrads.collect", Drop("if absent and not adds:"), "execution"),
         ("UnitGrads._wait_for", Drop("current.wait_stream(stream)"), _STREAMS),
         ("UnitGrads.drop", Swap("not self._renew()", "False"), "pieces"),

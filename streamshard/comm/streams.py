@@ -243,17 +243,13 @@ class Fence:
                 self._event.synchronize()
             else:
                 self._streams.device_stream(target).wait_event(self._event)
-        elif self.works and not self._streams.observers:
-            works, self.works = self.works, ()
-            for work in works:
-                work.wait()
         elif self.works:
             self.complete()
         for observer in self._streams.observers:
             observer.on_wait(self, target)
 
     def complete(self) -> None:
-        """Complete pending works without telling observers of a wait: the host is about to reuse their buffers."""
+        """Complete pending works: the CPU is about to reuse their buffers. On an accelerator there are none."""
         works, self.works = self.works, ()
         if works:
             for observer in self._streams.observers:

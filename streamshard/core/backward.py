@@ -61,7 +61,7 @@ class Backward(Phase):
         # Resident units that this rank has called several times, until backward comes to the first call. Their
         # reduction would be too early before. Other ranks may have called them only once.
         self._waiting: set[int] = set()
-        self._read: set[Unit] = set()  # units that are used without being bound
+        self._unbound: set[Unit] = set()  # units that are used without being bound
         self._recomputing: list[Unit] = []  # units of the layers that run forward, one inside the other
 
     @property
@@ -81,7 +81,7 @@ class Backward(Phase):
         engine.progress.is_unreached = False
         engine.reductions.begin(
             is_synced=engine.is_synced,
-            is_last=not self._leaves_unreduced,
+            reduces=not self._leaves_unreduced,
             scale=engine.inputs.grad_scale,
         )
         engine.weights_written.record()
@@ -142,7 +142,7 @@ class Backward(Phase):
         if binds:
             unit.set_bound(True)
         else:
-            self._read.add(unit)
+            self._unbound.add(unit)
         if unit.guard.is_gone:
             unit.guard.begin_use()
 
@@ -215,9 +215,9 @@ class Backward(Phase):
         engine = self._engine
         engine.streams.observe(StepEvent.BACKWARD_ENDS, None)
         for unit in engine.units[1:]:
-            if unit.is_bound or unit in self._read:
+            if unit.is_bound or unit in self._unbound:
                 unit.release()
-        self._read.clear()
+        self._unbound.clear()
         self._computing = None
         engine.issue(self._schedule.finish())
         engine.reductions.start_late(engine.units[1:])

@@ -276,10 +276,10 @@ def ask_for(engine_of: Callable[[], Engine | None], index: int, layer: str) -> C
 @skip  # torch.compile breaks its graph where weights are read
 def read_weight(engine: Engine, unit: int, index: int) -> nn.Parameter:
     """An unsharded parameter, for a look-up inside a pass. A resident unit is all-gathered first."""
-    phase, read = engine.current, engine.units[unit]
-    if phase is not None and (not read.is_streamed or unit in engine.plan.ends):
-        untraced(phase.read, read)
+    phase, owner = engine.current, engine.units[unit]
+    if phase is not None and (not owner.is_streamed or unit in engine.plan.ends):
+        untraced(phase.read, owner)
     if engine.micro_batch is not None:
-        return engine.micro_batch.leaves_of(read)[index]
-    unsharded: nn.Parameter = read.params[index].unsharded
+        return engine.micro_batch.leaves_of(owner)[index]
+    unsharded: nn.Parameter = owner.params[index].unsharded
     return unsharded

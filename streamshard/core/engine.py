@@ -1,8 +1,8 @@
 """The common part of forwards and backwards: the units, the pass under way, and all-gathers.
 
 `streamshard.core.forward` and `streamshard.core.backward` have the events of a training step in their order, and
-`streamshard.core.edge` calls them. Units know how each transfer is done. See [Note: one program] in
-`streamshard.planning.program` and [Note: ordering rules] in `streamshard.comm.streams`.
+`streamshard.core.edge` and `streamshard.core.graph_hooks` call them. Units know how each transfer is done. See
+[Note: one program] in `streamshard.planning.program` and [Note: ordering rules] in `streamshard.comm.streams`.
 """
 
 from __future__ import annotations

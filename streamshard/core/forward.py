@@ -1,7 +1,6 @@
 """One forward pass, from the call of the model to its return, in the order of events.
 
-If a rank calls a unit without a visit left in the order, the rank runs *out of order*: it issues all remaining
-all-gathers first, and then all ranks all-gather the unit together. This can happen only until the order is settled.
+For a unit without a visit left in the order see [Note: out of order] in `streamshard.planning.program`.
 """
 
 from __future__ import annotations
@@ -33,26 +32,10 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
         RankMismatchError: see `refuse_other_inputs`.
         CommunicationError: the process group has been destroyed.
     """
-    if engine.phase is not None:
-        engine.recover()
-    if engine.phase is not None:
-        raise ShardingError(
-            "a forward begins in one thread while a backward of the same model runs in another, and their layers would "
-            "take each other's buffers: call the model after the backward"
-        )
-    if engine.is_summoned:
-        raise ShardingError(
-            "a forward inside summon_full_params, where parameters hold full tensors, but layers compute with "
-            "all-gathered ones. Call the model, or generate, outside of summon_full_params"
-        )
-    refuse_transforms(engine.streams)
+    engine.recover()
+    _refuse_pass(engine)
     if is_profiled() or engine.profiler.is_on:
         engine.profiler.look()
-    if engine.empty:
-        engine.refuse_empty("a forward")
-    if engine.host is not None:
-        engine.host.refuse_failed()
-    engine.ranks.refuse_destroyed()
     engine.inputs.before_pass()
     engine.watch_ends()
     if engine.ranks.n_parts > 1 and is_whole_model and torch.is_grad_enabled() and not engine.order.is_settled:
@@ -76,6 +59,26 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
         head.put_back()
     engine.phase = forward
     return forward
+
+
+def _refuse_pass(engine: Engine) -> None:
+    """Raise if no pass can begin. See `begin_forward`."""
+    if engine.phase is not None:
+        raise ShardingError(
+            "a forward begins in one thread while a backward of the same model runs in another, and their layers would "
+            "take each other's buffers: call the model after the backward"
+        )
+    if engine.is_summoned:
+        raise ShardingError(
+            "a forward inside summon_full_params, where parameters hold full tensors, but layers compute with "
+            "all-gathered ones. Call the model, or generate, outside of summon_full_params"
+        )
+    refuse_transforms(engine.streams)
+    if engine.empty:
+        engine.refuse_empty("a forward")
+    if engine.host is not None:
+        engine.host.refuse_failed()
+    engine.ranks.refuse_destroyed()
 
 
 class Forward(Phase):
@@ -124,13 +127,14 @@ class Forward(Phase):
             ShardingError: a layer of another streamed unit runs.
         """
         self._engine.streams.observe(StepEvent.FORWARD_BEGINS, unit.index)
-        if self._running and unit.is_streamed and (outer := self._running_beside(unit)) is not None:
+        outer = self._running_beside(unit)
+        if unit.is_streamed and outer is not None:
             raise ShardingError(
                 f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same "
                 f"buffers: keep one of them in place, StreamShard(model, resident=[{unit.name!r}])"
             )
         if self._engine.ends is not None:
-            self._engine.ends.use(unit, is_inside=self._running_beside(unit) is not None)
+            self._engine.ends.use(unit, is_inside=outer is not None)
         is_inside = bool(self._running) and not unit.is_streamed
         if is_inside:
             self._use_in_place(unit)

@@ -1,7 +1,8 @@
 """Where autograd calls a backward: nodes of the graph, gradients of look-ups, heads and parameters, and its end.
 
-Each function here reports one such event to `streamshard.core.backward`, and begins the backward if none runs. The file
-owns every closure that autograd holds for passes, and no state.
+Each function here reports one such event to `streamshard.core.backward`, and begins the backward if none runs. All
+hooks of autograd's nodes and parameters are here, and no state; hooks of saved tensors are in
+`streamshard.core.saved_tensors`.
 
 [Note: the end of a backward]
 torch tells of the end of a backward by `queue_callback` only if the backward succeeds. If an exception ends the

@@ -71,7 +71,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not is_elementwise_class(type(optimizer)) and not any(map(piece_of, params)):
             settle_state(optimizer)  # it steps whole parameters in host memory, at once
             return
-        _adopt(optimizer)
+        _adopt(optimizer)  # torch calls the new hook in this step too: it comes to the optimizer's own hooks next
     hooks.move_to_end(_HOOK)  # the last hook before the step itself: hooks of the user's may replace gradients
 
 

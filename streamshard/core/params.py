@@ -97,7 +97,7 @@ class Param:
     # -- the gradient ---------------------------------------------------------------------------------------------
 
     def take_grad(self, grad: torch.Tensor) -> bool:
-        """A backward begins to make gradients: move `grad`, the parameter's ``.grad``, into the main grads.
+        """The unit is about to be reduced: move `grad`, the parameter's ``.grad``, into the main grads.
 
         Inside `AsTensors`.
 

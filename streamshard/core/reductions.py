@@ -24,6 +24,7 @@ from streamshard.core.unit import Unit
 from streamshard.core.unit_grads import GradState
 from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.planning.memory import Category
+from streamshard.torch_private import AsTensors
 
 if TYPE_CHECKING:
     from streamshard.core.replicas import Replicas
@@ -54,7 +55,7 @@ class Reductions:
         self._averaged = 1 if replicas is None or replicas.in_order else ranks.n_replicas  # replicas average quotients
         self._units = units
         self._scale = 1.0
-        self._is_last = True
+        self._reduces = True
         self._stream: Any = None  # the device's stream of the backward; None on the CPU
         self._made: set[int] = set()  # indices of units with new gradients
         self._others: dict[int, set[Any]] = {}  # by unit, further streams on which some were made
@@ -106,15 +107,15 @@ class Reductions:
         finally:
             self._divide_by(before)
 
-    def begin(self, *, is_synced: bool, is_last: bool, scale: float) -> None:
+    def begin(self, *, is_synced: bool, reduces: bool, scale: float) -> None:
         """A backward begins, on the current stream.
 
         Args:
             is_synced: outside of ``no_sync()``.
-            is_last: gradients are reduced; False: they stay in their slots, for another backward to add to.
+            reduces: gradients are reduced; False: they stay in their slots, for another backward to add to.
             scale: multiplies gradients before they are reduced.
         """
-        self._is_last, self._scale, self.is_open = is_last, scale, True
+        self._reduces, self._scale, self.is_open = reduces, scale, True
         self._stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
         self._made.clear()
         self._others.clear()
@@ -137,14 +138,14 @@ class Reductions:
         """
         is_new = unit.index in self._made
         self._made.discard(unit.index)
-        if not (unit.is_trainable or unit.grads.has_unreduced) or not (self._is_last or is_new):
+        if not (unit.is_trainable or unit.grads.has_unreduced) or not (self._reduces or is_new):
             return
         # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             if self.replicas is not None:
                 self.replicas.finish_average(unit)
             unit.collect(self._scale, self._others.pop(unit.index, ()))
-            if not self._is_last:
+            if not self._reduces:
                 return
             adds = self.replicas is not None and self.replicas.receive(unit)
             works = unit.start_reduce(adds=adds)
@@ -301,10 +302,9 @@ class UsedParams:
         """
         if not self._stages:
             return None
-        is_complete = True
-        for unit in self._units:
-            for param in unit.params:
-                is_complete = is_complete and (param.is_used or not unit.grads.may_have_grad(param))
+        with AsTensors():
+            pairs = ((unit, param) for unit in self._units for param in unit.params)
+            is_complete = all(param.is_used or not unit.grads.may_have_grad(param) for unit, param in pairs)
         with self._exchanging:
             for stage in range(len(self._stages)):
                 if stage > 0:

@@ -104,7 +104,7 @@ class WeightState(enum.IntEnum):
 
 WEIGHT_TRANSITIONS = {
     WeightState.EMPTY: (WeightState.ARRIVING, WeightState.EMPTY),
-    WeightState.ARRIVING: (WeightState.READY, WeightState.ARRIVING, WeightState.EMPTY),  # the last two: never used
+    WeightState.ARRIVING: (WeightState.READY, WeightState.ARRIVING, WeightState.EMPTY),  # the last two: left unused
     WeightState.READY: (WeightState.READY, WeightState.ARRIVING, WeightState.EMPTY),
 }
 
@@ -142,22 +142,6 @@ class WeightSlot:
         if state not in WEIGHT_TRANSITIONS[self.state]:
             raise StateError(self.arrived.what, self.state.name, f"a state before {state.name}")
         self.state, self.content = state, content
-
-    def leave(self) -> bool:
-        """Compute has left the weights, and writes gradients into the slot: forget the weights.
-
-        Other ranks may still read this rank's part of them. A unit that this rank has skipped may still arrive.
-
-        Returns:
-            Whether there were weights: they were all-gathered behind the last reduction from the slot.
-        """
-        if self.content is None:
-            return False
-        if self.state is WeightState.ARRIVING:
-            self.arrived.wait()  # rule 1
-        self.read.complete()  # rule 6
-        self.move(WeightState.EMPTY, None)
-        return True
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the slot."""
@@ -227,8 +211,14 @@ class GradSlot:
         if self.content is not None:
             raise StateError(self.drained.what, f"with gradients of unit {self.content}", "an empty slot")
         self.content = unit
-        if self.weights is None or not self.weights.leave():
+        if self.weights is None or self.weights.content is None:
             self.drained.wait()  # rule 3
+            return
+        # The slot's weights were all-gathered behind its last reduction, and give way to gradients.
+        if self.weights.state is WeightState.ARRIVING:  # this rank has skipped the unit
+            self.weights.arrived.wait()  # rule 1
+        self.weights.read.complete()  # rule 6: other ranks may still read this rank's part of them
+        self.weights.move(WeightState.EMPTY, None)
 
     def finish_writing(self) -> None:
         """The gradients are written: the comm stream waits (rule 4)."""

@@ -10,8 +10,8 @@ The unit knows how to do each step, `streamshard.core.engine` and its passes kno
 A backward adds to the gradients that parameters hold when it begins (``.grad``), and to its own earlier reductions.
 
     main grads hold              where                 a gradient is        a reduction
-    nothing (TAKEN)              anywhere              copied to the slot   overwrites main grads
-    earlier gradients (KEPT)     memory of their own   copied to the slot   adds to main grads
+    nothing (EMPTY)              anywhere              copied to the slot   overwrites main grads
+    earlier gradients (FILLED)   memory of their own   copied to the slot   adds to main grads
     the same                     they are the slot     added to the slot    leaves them, on one rank
 """
 
@@ -163,8 +163,8 @@ class Unit:
         slot, transport = self.weight_slot, self.ranks.transport
         self._streams.observe(StepEvent.GATHER_BEGINS, self.index)
         slot.released.wait()  # rule 2
-        if self.grads.slot.weights is not None:  # on a device the comm stream orders reductions and all-gathers
-            self.grads.slot.drained.complete()  # rule 2
+        if self.grads.slot.weights is not None:
+            self.grads.slot.drained.complete()  # rule 2; on a device the comm stream orders both
             if self.host is not None:
                 self.grads.slot.drained.wait(StreamName.FETCH)  # rule 2
         slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
@@ -182,7 +182,7 @@ class Unit:
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
 
     def wait_until_ready(self) -> None:
-        """Let the compute stream wait until the weights are in the slot."""
+        """Let the compute stream wait until the weights are in the slot, and convert what was sent in another dtype."""
         slot = self.weight_slot
         with self.gathering:
             slot.arrived.wait()  # rule 1
@@ -267,7 +267,7 @@ class Unit:
         Args:
             adds: add to main grads also if this backward has written none.
         """
-        grads, adds = self.grads, adds or self.grads.state is GradState.KEPT
+        grads, adds = self.grads, adds or self.grads.state is GradState.FILLED
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
         grads.make_memory()  # not before: the copied gradients are freed now
         grads.slot.finish_writing()
@@ -275,11 +275,14 @@ class Unit:
         works = []
         for place, flat in enumerate(self.trained):
             out = staging[place] if staging else flat.main_grads
-            given = flat.grads, out, flat.scratch, flat.kind.mode, adds, flat.tag
-            works.append(flat.ranks.transport.start_reduce(Reduction(*given, self.ranks.grad_divisor)))
+            # The divisor is the unit's, of experts too: each rank of the shard group has a batch.
+            reduction = Reduction(
+                flat.grads, out, flat.scratch, flat.kind.mode, adds, flat.tag, divisor=self.ranks.grad_divisor
+            )
+            works.append(flat.ranks.transport.start_reduce(reduction))
         if self.host is not None:
             self.host.end_reduction(self, staging)
-        grads.move(GradState.KEPT)
+        grads.move(GradState.FILLED)
         grads.slot.drain(works)
         self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)
         return works

@@ -45,16 +45,16 @@ class GradState(enum.IntEnum):
 
     GIVEN = enum.auto()
     """``.grad`` of parameters is their part of main grads, or None. So it is between backwards, if none wait."""
-    TAKEN = enum.auto()
-    """A backward has taken ``.grad``, which no parameter had: the next reduction overwrites main grads."""
-    KEPT = enum.auto()
-    """In main grads: the ``.grad`` that a backward has taken, or its earlier reductions. The next one adds to them."""
+    EMPTY = enum.auto()
+    """In a backward: main grads hold nothing, so the next reduction overwrites them."""
+    FILLED = enum.auto()
+    """In a backward: main grads hold ``.grad`` from before, or earlier reductions, to which the next one adds."""
 
 
 GRAD_TRANSITIONS = {
-    GradState.GIVEN: (GradState.TAKEN, GradState.KEPT),
-    GradState.TAKEN: (GradState.KEPT,),
-    GradState.KEPT: (GradState.KEPT, GradState.GIVEN),
+    GradState.GIVEN: (GradState.EMPTY, GradState.FILLED),
+    GradState.EMPTY: (GradState.FILLED,),
+    GradState.FILLED: (GradState.FILLED, GradState.GIVEN),
 }
 
 
@@ -148,9 +148,11 @@ class UnitGrads:
         is_empty = self.slot.content != self.index
         if is_empty:
             self.slot.open(self.index)
-            if self.state is GradState.KEPT:
+            if self.state is GradState.FILLED:
                 self._leave_slot()
-        adds = not is_empty or self.adds_in_slot
+        # On one rank main grads may lie in the slot, and are added to there.
+        is_filled = self.state is GradState.FILLED and any(flat.is_main_in_slot for flat in self.trained)
+        adds = is_filled or not is_empty
         made: list[Param] = []
         grads: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -210,25 +212,22 @@ class UnitGrads:
             current.wait_stream(stream)
         return current
 
-    @property
-    def adds_in_slot(self) -> bool:
-        """Main grads lie in the slot, and are added to there. Only on one rank."""
-        return self.state is GradState.KEPT and any(flat.is_main_in_slot for flat in self.trained)
-
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
         with AsTensors():
             held = list(self._held())
             if not any(map(_is_there, held)):
                 self._renew()
-                self.move(GradState.TAKEN)
+                self.move(GradState.EMPTY)
                 return
             self.make_memory()
-            pairs = list(zip(self.params, held, strict=True))
-            are_same = [not param.was_given if grad is None else param.take_grad(grad) for param, grad in pairs]
-            if not all(are_same):
+            are_same = True
+            for param, grad in zip(self.params, held, strict=True):
+                is_same = not param.was_given if grad is None else param.take_grad(grad)
+                are_same = are_same and is_same
+            if not are_same:
                 self._end_life()
-        self.move(GradState.KEPT)
+        self.move(GradState.FILLED)
         for param in self.params:
             if not param.is_kept:
                 param.clear_main_grad()
@@ -275,9 +274,11 @@ class UnitGrads:
     # -- the end of a backward ------------------------------------------------------------------------------------
 
     def may_have_grad(self, param: Param) -> bool:
-        """Whether any rank may have a gradient of `param`: it is trainable, or has unreduced gradients."""
-        with AsTensors():  # the unsharded parameter may be absent
-            return param.has_room and (self.has_unreduced or param.unsharded.requires_grad)
+        """Whether any rank may have a gradient of `param`: it is trainable, or has unreduced gradients.
+
+        Inside `AsTensors`, because the unsharded parameter may be absent.
+        """
+        return param.has_room and (self.has_unreduced or param.unsharded.requires_grad)
 
     def give(self, params: Sequence[Param], used: Sequence[bool] | None) -> list[nn.Parameter]:
         """Make main grads ``.grad`` of parameters that held one, or that ranks have used.
@@ -292,7 +293,7 @@ class UnitGrads:
         new = []
         with AsTensors():
             for param, is_used in zip(params, used or map(use_of, params), strict=True):
-                is_new = is_used and param.has_room and (self.has_unreduced or param.unsharded.requires_grad)
+                is_new = is_used and self.may_have_grad(param)
                 if is_new or param.is_kept:
                     param.give_grad(self._life)
                 if is_new:

@@ -124,7 +124,7 @@ def _refuse_change(what: str, owner: str, key: str) -> NoReturn:
 
 
 class Progress:
-    """How far the training of a model has come. The engine holds it and sets its attribute.
+    """How far the training of a model has come. The engine holds it; passes and steps set it.
 
     Attributes:
         is_unreached: the model has run forward with gradients, and not backward since.

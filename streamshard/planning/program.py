@@ -15,8 +15,10 @@ the operations issued before, so all ranks decide alike.
 A visit is over when another unit is asked for, or the pass ends. So the program does not depend on which of a unit's
 layers run, in which order, or how often.
 
-A unit is used *out of order* if the program has no visit of the unit left. Until the order of all units is known, a
-single rank may do so: it first issues the rest of the program, and then requests the unit, which all ranks all-gather.
+[Note: out of order]
+A unit is used *out of order* if the program has no visit of the unit left. In passes with gradients, until the order of
+all units is known, a single rank may do so: it first issues the rest of the program, and then requests the unit, which
+all ranks all-gather. In every other pass the rank all-gathers the unit itself, so all ranks must use it there.
 
 A resident unit does not share its slot: once all-gathered, any rank can use it at any time in the pass, without a
 collective. If a rank calls it several times, the rank's backward does not issue the unit's reduction before it has come
