@@ -198,10 +198,13 @@ def test_waits_of_averages_and_for_them_are_needed(context: RankContext) -> None
 @on_ranks()
 @MESHES
 def test_the_wait_of_the_optimizer_for_averages_is_needed(context: RankContext, shape: tuple[int, int]) -> None:
-    """Rule 7: that for reductions says nothing of another stream. Flags come behind averages."""
+    """Rule 7: that for reductions says nothing of another stream. Flags come behind averages.
+
+    Without the wait for flags a rank may read those of the step before, and leave out parameters.
+    """
     found = _races_without(context, "plain", _mesh(*shape), "averaged main grads", "everybody's flags")
     category = Category.MAIN_GRADS if shape[1] > 1 else Category.GRAD_SLOTS
-    assert found - {(Category.FLAGS, Rule.RESULTS_ARRIVED)} == {(category, Rule.RESULTS_ARRIVED)}
+    assert (category, Rule.RESULTS_ARRIVED) in found
 
 
 @on_ranks(4)
