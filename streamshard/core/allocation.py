@@ -132,7 +132,7 @@ def join_slots(units: Sequence[Unit], plan: SlotPlan, ledger: Ledger) -> None:
         unit.weight_slot.read.complete()
         unit.grads.slot.drained.complete()
     for unit in joined:
-        unit.move(kept, grads.get(kept, unit.grads.slot))
+        unit.use_slots(kept, grads.get(kept, unit.grads.slot))
         if unit.index in plan.ends:
             unit.take_turns()
     kept.is_shared = True

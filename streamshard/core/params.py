@@ -57,7 +57,7 @@ class Param:
         is_kept: main grads hold ``.grad`` from before this backward, to which the reduction is added.
         is_written_early: a part of the gradient is in the slot already, see [Note: tied weights].
         is_left: the gradient waits unreduced, or for an average over replicas, for a later backward.
-        main_grads: [shard_numel] fp32, of the flat parameter; without memory between steps, see `FlatParam.may_drop`.
+        flat_main_grads: [shard_numel] fp32, of the flat parameter; may have no memory (`FlatParam.may_drop`).
         lookups: gradients of outputs of an embedding, of which its gradient is made.
         given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made.
         was_given: `given` is ``.grad``, or was since its `Life` began or was found to have no other holder.
@@ -65,7 +65,7 @@ class Param:
 
     unsharded: UnshardedParameter
     in_slot: torch.Tensor
-    main_grads: torch.Tensor
+    flat_main_grads: torch.Tensor
     _grad_piece: Piece
 
     def __init__(self, piece: Piece, aliases: tuple[str, ...], param: nn.Parameter) -> None:
@@ -91,8 +91,8 @@ class Param:
     @property
     def main_grad(self) -> torch.Tensor:
         """[local shape] fp32, the parameter's part of the main grads, which have memory."""
-        offset = self.main_grads.storage_offset() + self.local.shard_offset
-        return self.main_grads.as_strided(self.piece.local_shape, self._strides, offset)
+        offset = self.flat_main_grads.storage_offset() + self.local.shard_offset
+        return self.flat_main_grads.as_strided(self.piece.local_shape, self._strides, offset)
 
     # -- the gradient ---------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Param:
         with AsTensors():
             if grad is not self.given or not grad.numel():
                 return grad is self.given
-            return grad.data_ptr() == self.main_grads.data_ptr() + 4 * self.local.shard_offset
+            return grad.data_ptr() == self.flat_main_grads.data_ptr() + 4 * self.local.shard_offset
 
     def adopt_grad(self) -> None:
         """Copy ``.grad``, if the user has replaced it, into the main grads. Inside `AsTensors`."""
@@ -143,7 +143,7 @@ class Param:
     def clear_main_grad(self) -> None:
         """Zero the main grads of the parameter, if they have memory."""
         self.piece.settle()
-        if self.main_grads.untyped_storage().nbytes():
+        if self.flat_main_grads.untyped_storage().nbytes():
             self.main_grad.zero_()
 
     def forget_grad(self, *, in_slot: bool) -> None:
@@ -272,7 +272,7 @@ class FlatParam:
         )
         for param in self.params:
             whole = param.form.unsharded(self.part_of(self.weights.data, param.layout))
-            guard.move(param.unsharded.place, self.weights.data, whole, param.form.inner)
+            guard.use_memory(param.unsharded.place, self.weights.data, whole, param.form.inner)
 
     def move_grads(self, slot: GradSlot) -> None:
         """Go over to `slot`, which is empty."""
@@ -381,7 +381,7 @@ class FlatParam:
         """Tell `param` where its gradient lies in the slot and in the main grads."""
         param.has_room = True
         param.in_slot, param._grad_piece = self.part_of(self.grads, param.layout), param.piece.of_grad()
-        param.main_grads = self.main_grads
+        param.flat_main_grads = self.main_grads
 
     def leave_slot(self) -> None:
         """Give main grads memory of their own, because a reduction adds to them. Compute stream."""

@@ -113,7 +113,7 @@ class Unit:
         if not self.params:  # nothing will ever be gathered
             self.weight_slot.move(WeightState.ARRIVING, self.index)
 
-    def move(self, weight_slot: WeightSlot, grad_slot: GradSlot) -> None:
+    def use_slots(self, weight_slot: WeightSlot, grad_slot: GradSlot) -> None:
         """Go over to other slots. No pass runs, and neither slot has gradients."""
         for flat in self.flat_params:
             if weight_slot is not self.weight_slot:

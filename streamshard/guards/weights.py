@@ -207,8 +207,8 @@ class WeightGuard:
             self._versions.append(alias._version)
             self._absent.append(ABSENT_VERSION)
 
-    def move(self, place: int, weights: torch.Tensor, whole: torch.Tensor, inner: str) -> None:
-        """Move the parameter at `place` to other memory. The object stays, and its version counters.
+    def use_memory(self, place: int, weights: torch.Tensor, whole: torch.Tensor, inner: str) -> None:
+        """Let the parameter at `place` use other memory. The object stays, and its version counters.
 
         Args:
             place: see above.
