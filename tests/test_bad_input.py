@@ -182,13 +182,6 @@ def test_bad_settings_are_refused_by_name(context: RankContext, what: str) -> No
     assert_trains(context, model)
 
 
-@on_ranks(1)
-@pytest.mark.parametrize("precision", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
-def test_a_dtype_is_given_by_its_name_or_itself(context: RankContext, precision: Any) -> None:
-    """All of them mean the same."""
-    assert "computes in bfloat16" in repr(StreamShard(Stack(), precision=precision))
-
-
 @on_ranks(2)
 def test_a_word_that_is_almost_right_is_told_the_right_one(context: RankContext, tmp_path: Path) -> None:
     """Units, keys of a checkpoint, and arguments in another library's order."""

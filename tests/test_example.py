@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import io
 import json
 import multiprocessing
 import subprocess
@@ -23,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from streamshard.checkpoint.directory import open_verified
 from streamshard.checkpoint.json_codec import decode
 from streamshard.comm.ranks import RankGroup
-from tests.launched import ROOT, Launched, run_file
+from tests.launched import Launched, run_file
 
 JOB = "docs/examples/train_llama.py"
 SIZES = "--hidden 64 --layers 2 --batch-size 8 --seq-len 16 --held-out-every 20 --save-every 3 --precision fp32"
@@ -134,16 +132,3 @@ def test_the_launchers_last_words_are_the_jobs_error(tmp_path: Path) -> None:
     *_, before, last, after, border = told.rstrip().splitlines()
     assert last == "error: unrecognized arguments: --bogus (--help lists the options)"
     assert (before, after, set(border)) == ("", "", {"="})
-
-
-def test_without_a_cursor_progress_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten steps, of which the last is shown."""
-    monkeypatch.syspath_prepend(str((ROOT / JOB).parent))
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    progress = importlib.import_module("_progress").Progress(10, 0, is_shown=True)
-    for step in range(1, 11):
-        progress.step()
-        progress.show(f"loss {10 - step}.25, 5,000 tokens/s, 400 MiB in the process")
-    progress.close()
-    wanted = r"10/10, 00:00 left, loss 0.25, 5,000 tokens/s, 400 MiB in the process"
-    assert sys.stderr.getvalue().splitlines() == [wanted]  # type: ignore[attr-defined]

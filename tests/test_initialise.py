@@ -275,22 +275,6 @@ def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callab
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
-@on_ranks(2)
-def test_tensors_that_nothing_initialises_are_named(context: RankContext) -> None:
-    """The error recommends a function. All tensors stay empty."""
-    model: Any = StreamShard(on_meta(TinyLM), precision=FP32)
-    with pytest.raises(
-        ShardingError,
-        match=r"leaves parameter 'positions'.* without a .*of a TinyLM.*or a function, init_weights\(model",
-    ):
-        init_weights(model)
-    with pytest.raises(ShardingError, match=r"leaves buffer 'scale' without a value .*of a TinyLM"):
-        init_weights(model, lambda module: (_reset(module), nn.init.zeros_(model.positions)))
-    assert len(engine_of(model).empty) == 54
-    init_weights(model, _tiny_lm)
-    model(token_batch(0, 0))
-
-
 # What is done to a `Stack`, and what is said of it.
 IMPOSSIBLE: dict[str, tuple[Callable[[Any], object], str]] = {
     "a part": (

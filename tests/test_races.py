@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard
@@ -15,7 +14,7 @@ from tests.models import Stack, vector_batch
 from tests.races import Race, RaceDetector, RaceError, detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, engine_inside
-from tests.scenarios import BF16, RoutedStack, dropping, sharded, train
+from tests.scenarios import BF16, dropping, sharded, train
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
@@ -43,25 +42,6 @@ def test_the_detector_names_each_missing_rule(context: RankContext, rule: Rule) 
         assert {race.category for race in races.found} <= _PROTECTED[rule]
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_the_detector_names_a_missing_wait_for_readers(context: RankContext, precision: str) -> None:
-    """The user changes weights after a forward that has skipped layers, which were all-gathered all the same."""
-    model = StreamShard(RoutedStack(5), precision=PRECISIONS[precision])
-    with (
-        dropping(model, Rule.SHARDS_READ),
-        pytest.raises(RaceError, match="missing: rule 6 "),
-        detect_races(model) as races,
-        torch.no_grad(),
-    ):
-        for route in (range(5), [0], [0]):
-            model.route = route  # type: ignore[assignment]  # a RoutedStack
-            model(vector_batch(0, context.rank))
-            for param in model.parameters():
-                param.mul_(0.5)
-    assert {(race.rule, race.category) for race in races.found} == {(Rule.SHARDS_READ, Category.MAIN_WEIGHTS)}
-
-
 _PROTECTED = {
     Rule.WEIGHTS_ARRIVED: {Category.WEIGHT_SLOTS},
     Rule.SLOT_RELEASED: {Category.WEIGHT_SLOTS},
@@ -77,35 +57,6 @@ def _races_without(context: RankContext, scenario: str, precision: Precision, *w
     with dropping(model, *waits), detect_races(model, raise_at_exit=False) as races:
         train(model, scenario, context)
     return races.found
-
-
-# What waits guard, in which scenario; the buffer, the rule and the first stream of the races without them.
-_WAITS: dict[str, tuple[tuple[str, ...], str, Precision, Category, Rule, StreamName]] = {
-    "all-gathers for the optimizer, fp32": (
-        ("main weights",), "plain", FP32, Category.MAIN_WEIGHTS, Rule.SHARDS_WRITTEN, COMPUTE
-    ),
-    "all-gathers for the optimizer, bf16": (
-        ("main weights",), "plain", BF16, Category.MAIN_WEIGHTS, Rule.SHARDS_WRITTEN, COMPUTE
-    ),
-    "the optimizer for reductions": (
-        ("main grads", "everybody's flags"), "plain", BF16, Category.MAIN_GRADS, Rule.RESULTS_ARRIVED, COMM
-    ),
-    "the exchange for this rank's flags": (
-        ("flags",), "unused layers", BF16, Category.FLAGS, Rule.SHARDS_WRITTEN, COMPUTE
-    ),
-    "the host for all ranks' flags": (
-        ("everybody's flags", "main grads"), "unused layers", BF16, Category.FLAGS, Rule.RESULTS_ARRIVED, COMM
-    ),
-}  # fmt: skip
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("wait", _WAITS)
-def test_each_wait_of_rules_5_and_7_is_needed(context: RankContext, wait: str) -> None:
-    """Each wait of rules 5 and 7."""
-    fences, scenario, precision, category, rule, stream = _WAITS[wait]
-    found = _races_without(context, scenario, precision, *fences)
-    assert {(race.rule, race.first.stream) for race in found if race.category is category} == {(rule, stream)}
 
 
 # -- what it says -------------------------------------------------------------------------------------------------

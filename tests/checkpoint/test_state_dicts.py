@@ -177,16 +177,6 @@ def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("is_piece", [True, False])
-def test_assign_raises_whatever_is_given(context: RankContext, is_piece: bool) -> None:
-    """It would put other parameters under the optimizer."""
-    model, plain = _model()
-    state = model.state_dict() if is_piece else plain.state_dict()
-    with pytest.raises(ShardingError, match="assign=True.*'layers.0.linear.weight'"):
-        model.load_state_dict(state, assign=True)
-
-
-@on_ranks(1, 2)
 def test_views_of_main_weights_are_not_pickled(context: RankContext) -> None:
     """However it was come by, unless it is whole. A clone is the user's, who says that he knows."""
     model, _ = _model()

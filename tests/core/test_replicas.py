@@ -22,7 +22,6 @@ from streamshard import (
     export_safetensors,
     full_optimizer_state_dict,
 )
-from streamshard.comm.streams import Rule
 from streamshard.planning.memory import Category
 from tests.adversary import make_adversarial
 from tests.models import Stack, TinyLM, vector_batch
@@ -44,7 +43,7 @@ from tests.reference import (
     sharded_model,
     stack_step,
 )
-from tests.scenarios import BF16, SCENARIOS, dropping, reference, sharded, train, trained
+from tests.scenarios import BF16, SCENARIOS, reference, sharded, train, trained
 
 IN_ORDER = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
 ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
@@ -169,42 +168,6 @@ def test_averages_are_free_of_races(context: RankContext, shape: tuple[int, int]
         assert_same(found, trained(context, scenario, precision, mesh=_mesh(*shape)), scenario, EXACT)
     for other in everywhere(found):
         assert_same(other, found, "rank", EXACT)
-
-
-def _races_without(context: RankContext, scenario: str, mesh: DeviceMesh, *waits: str) -> set[tuple[Category, Rule]]:
-    """On any rank."""
-    model = sharded(scenario, BF16, mesh=mesh)
-    with dropping(model, *waits), detect_races(model, raise_at_exit=False) as races:
-        train(model, scenario, context)
-    return set().union(*everywhere({(race.category, race.rule) for race in races.found}))
-
-
-@on_ranks(4)
-def test_waits_of_averages_and_for_them_are_needed(context: RankContext) -> None:
-    """Rule 4 where the compute stream has written what is averaged, rule 7 where reductions have.
-
-    Rule 7 also where gradients that come in several parts are added to what is being averaged. In shard groups of one
-    rank main grads lie in gradient slots.
-    """
-    slots, main = Category.GRAD_SLOTS, Category.MAIN_GRADS
-    for scenario, shape, wait, race in (
-        ("plain", (4, 1), "main grads to average", (slots, Rule.GRADS_WRITTEN)),
-        ("plain", (2, 2), "main grads to average", (main, Rule.RESULTS_ARRIVED)),
-        ("a kept graph", (4, 1), "averaged main grads", (slots, Rule.RESULTS_ARRIVED)),
-    ):
-        assert race in _races_without(context, scenario, _mesh(*shape), wait)
-
-
-@on_ranks()
-@MESHES
-def test_the_wait_of_the_optimizer_for_averages_is_needed(context: RankContext, shape: tuple[int, int]) -> None:
-    """Rule 7: that for reductions says nothing of another stream. Flags come behind averages.
-
-    Without the wait for flags a rank may read those of the step before, and leave out parameters.
-    """
-    found = _races_without(context, "plain", _mesh(*shape), "averaged main grads", "everybody's flags")
-    category = Category.MAIN_GRADS if shape[1] > 1 else Category.GRAD_SLOTS
-    assert (category, Rule.RESULTS_ARRIVED) in found
 
 
 @on_ranks(4)

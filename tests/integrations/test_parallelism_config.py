@@ -26,7 +26,6 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism  #
 
 from streamshard import (  # noqa: E402
     ConfigError,
-    ShardingError,
     StreamShard,
     export_safetensors,
     full_optimizer_state_dict,
@@ -310,17 +309,6 @@ def test_a_parallelism_config_of_other_sizes_is_refused(context: RankContext) ->
     ):
         with launched(context), pytest.raises(ConfigError, match=told):
             StreamShardAccelerator(parallelism_config=config)
-
-
-@on_ranks(2)
-def test_an_optimizer_of_another_loop_raises_where_it_reads_old_dtensors(context: RankContext) -> None:
-    """Not prepared together with the model: it would clear nothing and step nothing."""
-    world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp of one", "tp of two"))
-    model = _parallel("llama", world["tp of two"])
-    optimizer = _adam(model)
-    StreamShard(model, mesh=world["dp of one"])
-    with pytest.raises(ShardingError, match=r"the DTensor '.*': the sharded model has another Parameter"):
-        optimizer.zero_grad()
 
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------

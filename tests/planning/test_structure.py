@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -135,28 +134,6 @@ def test_the_class_of_a_layer_makes_ordinary_layers(context: RankContext) -> Non
     fresh = type(model.layers[0])(DIM)
     assert type(fresh) is Layer
     assert fresh(torch.ones(1, DIM)).shape == (1, DIM)
-
-
-@on_ranks(2)
-def test_parameters_that_ddp_would_ignore_are_refused(context: RankContext) -> None:
-    model: Any = Stack()
-    model._ddp_params_and_buffers_to_ignore = ["head.weight"]
-    with pytest.raises(ShardingError, match=r"head\.weight.*_ddp_params_and_buffers_to_ignore"):
-        StreamShard(model, precision=FP32)
-
-
-@on_ranks(2)
-def test_torchscript_is_refused_where_it_has_parameters(context: RankContext) -> None:
-    """A scripted activation may stay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted, activation = torch.jit.script(nn.Linear(DIM, DIM)), torch.jit.script(nn.Tanh())
-    model: Any = Stack()
-    model.layers[1].linear = scripted
-    with pytest.raises(ShardingError, match=r"layers\.1\.linear.*TorchScript"):
-        StreamShard(model, precision=FP32)
-    model = StreamShard(nn.Sequential(Layer(), activation, Layer(), Layer()), precision=FP32)
-    stack_step(model, Call(0, context.rank, 2, 1.0))
 
 
 # ---------------------------------------------------------------------------------------------- devices, modes

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Observer, StepEvent
 from streamshard.core import backward
 from streamshard.errors import ShardingError, log
 from tests.models import Stack, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, engine_inside, lm_step
+from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, lm_step
 
 
 class Trouble(Exception):
@@ -39,32 +38,6 @@ class _RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         raise Trouble("backward")
-
-
-class _Forwards(Observer):
-    """Which units' forwards have begun, and which have ended."""
-
-    def __init__(self) -> None:
-        self.begun: list[int | None] = []
-        self.ended: list[int | None] = []
-
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        if moment in (StepEvent.FORWARD_BEGINS, StepEvent.FORWARD_ENDS):
-            (self.begun if moment is StepEvent.FORWARD_BEGINS else self.ended).append(unit)
-
-
-@on_ranks(2)
-def test_the_forward_of_a_layer_that_raises_ends_for_observers(context: RankContext) -> None:
-    model, seen = StreamShard(Stack(), precision=FP32), _Forwards()
-    model.get_submodule("layers.1").register_forward_pre_hook(_raise)
-    with engine_inside(model).streams.observed_by(seen), pytest.raises(Trouble):
-        model(vector_batch(0, context.rank))
-    assert seen.begun == [0, 1, 2]
-    assert seen.ended == [1, 2, 0]
-
-
-def _raise(*_: Any) -> None:
-    raise Trouble("forward")
 
 
 def _in_forward_of(name: str, kind: type[BaseException] = Trouble) -> Callable[[nn.Module, Call], None]:

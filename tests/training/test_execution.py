@@ -75,24 +75,6 @@ def test_ranks_may_run_different_layers(context: RankContext) -> None:
                 assert_trains_like_ddp(context, lambda: RoutedStack(4), planned_step(plans))
 
 
-REPEATED = [0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 2, 1, 0, 1, 3, 4], [2, 1, 0, 3, 4], [3, 4], [0, 1, 2, 3, 4, 2, 0, 0]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_ranks_alone_may_repeat_reorder_and_skip_resident_layers(context: RankContext, reentrant: bool | None) -> None:
-    """Once the order is settled. So do images and videos in the tower of a model for both."""
-    plans = {(step, step % 2): plan for step, plan in enumerate(REPEATED, 1)}
-
-    def step(model: Any, call: Call) -> Tensor:
-        model.route = plans.get((call.step, call.rank), range(5))
-        x = vector_batch(call.step, call.rank).requires_grad_()
-        return call.backward(model(x).square().mean())
-
-    resident = {"resident": ["layers.0", "layers.1", "layers.2"]}
-    assert_trains_like_plain(context, lambda: RoutedStack(5, reentrant), step, steps=1 + len(REPEATED), **resident)
-
-
 class CheckpointedTower(RoutedStack):
     """Three layers that one checkpoint recomputes, then two more. The route says which runs."""
 

@@ -83,6 +83,7 @@ PLAIN = (
     *("checkpointing", "reentrant checkpointing", "unused layers", "layers unused on some ranks", "layers used twice"),
     *("repeats under checkpointing", "an order that changes", "two forwards", "two backwards", "a kept graph"),
     *("freezing", "weights read elsewhere", "layers unused on some ranks, recomputed"),
+    "resident layers repeated on some ranks",
 )
 
 

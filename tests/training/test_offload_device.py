@@ -22,7 +22,6 @@ from tests.integrations.models import make_model
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, adamw, assert_same, built, case, engine_inside, full_grads, full_weights
-from tests.simulated import simulated_device
 from tests.training.test_offload_events import OFFLOAD, RESIDENT, device_of
 
 META = torch.device("meta")
@@ -210,47 +209,3 @@ def test_lists_of_gradients_may_lie_on_both_sides(context: RankContext, is_rever
         for budget in (0, "9KB"):
             found = _from_lists(context, is_reversed=is_reversed, **OFFLOAD, device_budget=budget)
             assert_same(found, wanted, f"norms and gradients, budget {budget}", EXACT)
-
-
-class _Nine(nn.Module):
-    """A layer of nine parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, DIM]"""
-        for part in self.parts:
-            x = x + part(x).tanh() * self.scale
-        return x
-
-
-class _Operators(TorchDispatchMode):
-    """Counts them."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _operators(depth: int, settings: dict[str, Any]) -> int:
-    """Of the fourth step."""
-    model: Any = StreamShard(nn.Sequential(*(_Nine() for _ in range(depth))), **settings)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for _ in range(4):
-        with _Operators() as operators:
-            model(vector_batch(0, 0)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return operators.count
-
-
-@on_ranks(1)
-def test_offload_takes_few_more_operators_for_each_layer(context: RankContext) -> None:
-    with simulated_device():
-        offload, resident = ((_operators(8, each) - _operators(4, each)) / 4 for each in (OFFLOAD, RESIDENT))
-    assert 0 < offload - resident <= 150

@@ -107,11 +107,6 @@ def compare(context: RankContext, event: Event, **options: Any) -> None:
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-def _options(run: Run) -> None:
-    for group in run.optimizer.param_groups:
-        group["lr"], group["betas"] = 0.5, (0.1, 0.2)
-
-
 def _options_in_place(run: Run) -> None:
     for group in run.optimizer.param_groups:
         group["lr"], group["betas"] = torch.tensor(0.01), (torch.tensor(0.9), torch.tensor(0.99))
@@ -352,11 +347,6 @@ def _averaged(run: Run) -> Any:
     return full_weights(average)
 
 
-def _two_steps(run: Run) -> None:
-    run.optimizer.step()
-    run.optimizer.step()
-
-
 def _no_backward(run: Run) -> None:
     run.optimizer.step()
     run.optimizer.zero_grad()
@@ -416,10 +406,6 @@ def _group_added(run: Run) -> None:
     run.optimizer.step()
     run.optimizer.param_groups.pop()
     run.optimizer.state.pop(extra)
-
-
-def _nothing(run: Run) -> None:
-    pass
 
 
 def _gradients_given_up(run: Run) -> None:
