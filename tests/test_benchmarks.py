@@ -11,11 +11,9 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from benchmarks.__main__ import Benchmark, main
-from benchmarks._picture import draw, draw_memory
+from benchmarks.__main__ import main
+from benchmarks._picture import draw_memory
 from benchmarks._report import render
-from streamshard.comm.streams import StreamName
-from streamshard.tools.spans import FOR_WEIGHTS, Span, Trace
 from tests.launched import ROOT
 
 STEP_TIME = ROOT / "benchmarks" / "results" / "step_time-cpu-8x512-256.json"
@@ -54,11 +52,6 @@ def test_the_list_names_every_script_that_measures(
     assert names == scripts - {"facts", "one_device", "overlap", "parity"}
 
 
-def test_what_a_benchmark_lacks_is_named() -> None:
-    lacking = Benchmark("some.thing", "", 1.0, "", needs=("json", "no_such_package", "nor_this"))
-    assert lacking.missing() == "needs no_such_package, nor_this"
-
-
 def test_a_report_has_medians_intervals_peers_and_what_is_missing(tmp_path: Path) -> None:
     shutil.copy(STEP_TIME, tmp_path / "step_time.json")
     jobs = {
@@ -78,24 +71,6 @@ def test_a_report_has_medians_intervals_peers_and_what_is_missing(tmp_path: Path
     missing = {"gpu": "needs GPU", "slow": "out of time", "broken": "failed: exit code 1", "late": "3 s were left"}
     assert page.splitlines()[-4:] == [f"- {name} is missing or not complete: {why}" for name, why in missing.items()]
     assert (tmp_path / "step_time.png").exists()
-
-
-def test_the_picture_of_a_trace_has_rows_labels_and_a_legend_in_plain_words(tmp_path: Path) -> None:
-    """An SVG names its texts in comments. A short span has no label."""
-    trace = Trace("rank 0 of 2 on cpu", ["the root unit", "blocks.7", "blocks.8"], total_us=1000.0)
-    trace.spans = [
-        Span(StreamName.COMM, "all_gather", 1, 0.0, 300.0),
-        Span(StreamName.COMPUTE, FOR_WEIGHTS, None, 100.0, 300.0),
-        Span(StreamName.COMM, "all_gather", 2, 200.0, 500.0),  # beside the other one
-        Span(StreamName.COMPUTE, "forward", 1, 300.0, 800.0),
-        Span(StreamName.COMPUTE, "forward", 2, 800.0, 800.1),
-    ]
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw(trace, tmp_path / "step.svg")
-    drawn = (tmp_path / "step.svg").read_text()
-    for words in ("compute", "all-gather", "computes forward", "waits for weights"):
-        assert f">{words}<" in drawn
-    assert (drawn.count(">7<"), drawn.count(">8<")) == (2, 1)
 
 
 def test_the_picture_of_memory_has_what_was_computed_and_that_equals_what_was_measured(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The run on a GPU, ``benchmarks/gpu.py``: what it keeps of jobs that fail, and which jobs it runs.
 
-``.ci/run`` rehearses the whole run.
+So does its largest job, ``benchmarks/host_memory.py``, with its parts. ``.ci/run`` rehearses the whole run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +95,6 @@ wait_for_ever()
     assert found["hang"]["output"].count("in wait_for_ever") == 2
 
 
-def test_a_second_run_replaces_the_results_of_its_own_jobs_only(tmp_path: Path) -> None:
-    first, second = (_job(tmp_path, name, 'found.write_text(\'{"told": "one"}\')') for name in ("first", "second"))
-    assert _run(tmp_path, first, second)[0]
-    again = _job(tmp_path, "second", 'found.write_text(\'{"told": "two"}\')')
-    assert {name: job["brief"] for name, job in _run(tmp_path, again)[1].items()} == {"first": "one", "second": "two"}
-
-
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_substitute_runs_only_if_its_job_has_failed(tmp_path: Path, code: int) -> None:
     """A substitute that is not needed is no failure."""
@@ -146,3 +142,88 @@ def test_jobs_of_a_run_on_a_gpu_are_chosen_by_name(gpu: Any, monkeypatch: pytest
     assert _call(gpu, monkeypatch, "--only", "parity.gloo", "facts") == 0
     assert [(job.name, job.instead_of) for job in gpu.chosen] == [("facts", None), ("parity.gloo", None)]
     assert "--only fact: wanted some of facts parity.one" in str(_call(gpu, monkeypatch, "--only", "fact"))
+
+
+# -- host memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("host_memory")
+
+
+def _measured(tokens: int, step_ms: float) -> dict[str, Any]:
+    """What a part tells of one number of tokens."""
+    facts = dict.fromkeys(("tokens_per_s", "tflops", "peak_device_bytes", "host_bytes"), 1.0)
+    return {"tokens": tokens, "step_ms": {"median": step_ms}, **facts}
+
+
+def _sleep(tell: Callable[..., None]) -> None:
+    time.sleep(600)
+
+
+def _die(tell: Callable[..., None]) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def _raise(tell: Callable[..., None]) -> None:
+    tell("failed", "ValueError: of the part")
+    tell("done", None)
+
+
+def _end(tell: Callable[..., None]) -> None:
+    tell("cell", {"tokens": 2048, "not_run": "out of memory"})
+    tell("done", None)
+    time.sleep(600)  # an end that hangs costs no time
+
+
+@pytest.mark.parametrize(
+    ("ending", "why", "has_failed"),
+    [
+        (_sleep, "out of time after 1 s", True),
+        (_die, "ended with exit code -9", True),
+        (_raise, "ValueError: of the part", True),
+        (_end, "out of memory", False),
+    ],
+)
+def test_a_part_that_fails_leaves_the_reason_and_what_it_has_measured(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any, why: str, has_failed: bool
+) -> None:
+    def measure(part: Any, limit_s: float, is_rehearsal: bool, pipe: Any) -> None:
+        pipe.send(("cell", _measured(1024, 4.0)))
+        ending(lambda *told: pipe.send(told))
+
+    monkeypatch.setattr(benchmark, "_measure", measure)
+    parts = [benchmark.Part(f"3B.{name}", (1024, 2048), 60.0) for name in ("streamshard", "fsdp2")]
+    results = benchmark.Results(parts, tmp_path / "found.json")
+    benchmark._run(parts[0], 1.0, results, is_rehearsal=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["cells"]["3B, 1k tokens"]["streamshard"]["step_ms"] == {"median": 4.0}
+    assert found["not_run"] == {
+        "3B, 2k tokens, streamshard": why,
+        "3B, 1k tokens, fsdp2": "no time was left",
+        "3B, 2k tokens, fsdp2": "no time was left",
+    }
+    assert results.has_failed is has_failed
+
+
+def test_the_most_valuable_parts_run_first_and_without_time_each_row_says_so(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run: list[str] = []
+    monkeypatch.setattr(benchmark, "_run", lambda part, limit_s, results, is_rehearsal: run.append(part.name))
+    monkeypatch.setattr(benchmark, "_import_once", lambda: None)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for within in ("240", "0"):
+        output = tmp_path / f"{within}.json"
+        monkeypatch.setattr(sys, "argv", ["host_memory.py", "--within", within, "--output", str(output)])
+        with pytest.raises(SystemExit) as ended:
+            benchmark.main()
+        assert ended.value.code == 0
+    assert run == [part.name for part in benchmark.PARTS]
+    assert run[:4] == ["link", "3B.alone", "3B.streamshard", "3B.fsdp2"]
+    assert sum(part.limit_s for part in benchmark.PARTS[:3]) <= 115.0  # what ``gpu.py`` gives them
+    not_run = json.loads((tmp_path / "0.json").read_text())["not_run"]
+    assert len(not_run) == 1 + sum(len(part.counts) for part in benchmark.PARTS)
+    assert set(not_run.values()) == {"no time was left"}

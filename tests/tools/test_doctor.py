@@ -151,22 +151,6 @@ def test_memory_that_cannot_be_pinned_is_noted(monkeypatch: pytest.MonkeyPatch) 
 # -- measurements -----------------------------------------------------------------------------------------------------
 
 
-def test_host_memory_is_read_and_written_on_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch has the caller's threads again afterwards."""
-    monkeypatch.setattr(speed, "_COPIED_BYTES", 1 << 16)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
-    before, seen = torch.get_num_threads(), set[int]()
-
-    def medians(ranks: Any, device: torch.device, copy: Callable[[], object]) -> list[float]:
-        copy()
-        seen.add(torch.get_num_threads())
-        return [1.0]
-
-    monkeypatch.setattr(speed, "medians_ms", medians)
-    assert speed.host_gb_s() == 2 * (1 << 16) / 1e6
-    assert seen == {3} and torch.get_num_threads() == before
-
-
 def test_a_link_is_measured_alone_and_both_ways_with_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of both ways are on streams of their own."""
     monkeypatch.setattr(speed, "_COPIED_BYTES", 1 << 16)
