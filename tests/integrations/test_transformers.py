@@ -107,35 +107,6 @@ def test_ddp_and_streamshard_continue_from_each_others_checkpoints(
             assert_equal(resumed, whole[0], resumed=True)
 
 
-def _at_other_size(context: RankContext, out: Path, stored: Path | None) -> dict[str, Any]:
-    """Train with both trainers, each going on from the other's checkpoint if there is one; the same global batch."""
-    data = make_rows("llama")
-    weights = {}
-    with launched(context):
-        for number, trainer_class in enumerate(_trainers()):
-            other = _trainers()[1 - number].__name__
-            run = train(
-                trainer_class,
-                make_model("llama"),
-                out / trainer_class.__name__,
-                data,
-                resume=None if stored is None else stored / other / "checkpoint-2",
-                per_device_train_batch_size=4 // context.world_size,
-                **_SAVING,
-            )
-            weights[trainer_class.__name__] = run.weights
-    return weights
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_runs_go_on_at_another_number_of_processes(ranks: RankPool, before: int, after: int, tmp_path: Path) -> None:
-    stored, resumed = tmp_path / "stored", tmp_path / "resumed"
-    whole = ranks(before, backend="of accelerator").run(_at_other_size, stored, None)[0]["Trainer"]
-    for weights in ranks(after, backend="of accelerator").run(_at_other_size, resumed, stored)[0].values():
-        for name, weight in whole.items():
-            torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-6)
-
-
 def _global_batches(
     context: RankContext, out: Path, resume: Path | None = None, accumulate: bool = False, of: int = 4, **arguments: Any
 ) -> Any:

@@ -23,7 +23,6 @@ from tests.reference import (
     engine_inside,
     full_weights,
     lm_step,
-    piece_of,
 )
 
 WIDTHS = (24, 40, 56, 24)
@@ -69,19 +68,6 @@ def test_blockwise_state_is_that_of_the_unsharded_model(context: RankContext) ->
     plain, model = _train_both()
     weights = full_weights(model)
     assert any(not torch.equal(weights[name], value) for name, value in plain.state_dict().items())
-
-
-@on_ranks(4)
-def test_pieces_begin_where_blocks_do(context: RankContext) -> None:
-    """What `local_ranges` says is what parameters hold."""
-    model: Any = StreamShard(Stack(WIDTHS), precision=FP32, align_pieces_to=16)
-    whole = full_weights(model)
-    for name, param in model.named_parameters():
-        local = model.local_ranges()[name]
-        assert local.start % 16 == 0
-        assert local.stop % 16 == 0 or local.stop == whole[name].numel()
-        assert torch.equal(piece_of(param).flatten(), whole[name].flatten()[local.start : local.stop])
-        assert piece_of(param).shape == (*[1] * (whole[name].ndim - 1), local.numel)
 
 
 @on_ranks()

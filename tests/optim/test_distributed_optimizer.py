@@ -121,13 +121,6 @@ def test_without_the_lock_concurrent_steps_are_lost(context: RankContext) -> Non
     assert not _steps_in_threads_equal_serial_ones(context, is_locked=False)
 
 
-@pytest.mark.gpu
-@on_ranks(2, backend="nccl")
-def test_concurrent_steps_equal_serial_ones_on_a_gpu(context: RankContext) -> None:
-    """What torch's DistributedOptimizer does not do on CUDA tensors."""
-    assert _steps_in_threads_equal_serial_ones(context, is_locked=True)
-
-
 # -- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +137,9 @@ class Fallible(torch.optim.SGD):
         return super().step(closure)
 
 
-def _an_error_reaches_all(context: RankContext) -> None:
+@on_ranks(2, 3)
+def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankContext) -> None:
+    """It names the rank and the error; afterwards steps are those of plain torch from the weights as they are."""
     model = _sharded(context)
     fallible = Fallible(model.parameters(), lr=0.05)
     optimizer = DistributedOptimizer(fallible, model)
@@ -172,18 +167,6 @@ def _an_error_reaches_all(context: RankContext) -> None:
             each.zero_grad()
     found = full_weights(model)
     assert_same(found, {name: value.cpu() for name, value in plain.state_dict().items()}, "weights")
-
-
-@on_ranks(2, 3)
-def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankContext) -> None:
-    """It names the rank and the error; afterwards steps are those of plain torch from the weights as they are."""
-    _an_error_reaches_all(context)
-
-
-@pytest.mark.gpu
-@on_ranks(2, backend="nccl")
-def test_an_error_on_one_rank_reaches_all_on_a_gpu(context: RankContext) -> None:
-    _an_error_reaches_all(context)
 
 
 @on_ranks(2)

@@ -122,47 +122,6 @@ def test_ranks_alone_may_run_resident_layers_inside_one_checkpoint(context: Rank
     assert_trains_like_plain(context, lambda: CheckpointedTower(5, reentrant), step, steps=len(routes), **resident)
 
 
-def _vision_language_model() -> Any:
-    transformers = pytest.importorskip("transformers")
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    text = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope}
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 2}
-    tokens = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
-    config = transformers.Qwen2VLConfig(text_config={**text, **heads}, vision_config=vision, **tokens)
-    return transformers.Qwen2VLForConditionalGeneration(config)
-
-
-def _mixed_batch(step: int, rank: int, kinds: str) -> dict[str, Tensor]:
-    """Text, and for each letter of `kinds` four patches: of an image ("i") or a video ("v")."""
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    tokens = torch.randint(0, 60, (1, 12), generator=generator)
-    batch = {"input_ids": tokens, "labels": tokens, "mm_token_type_ids": torch.zeros(1, 12, dtype=torch.int)}
-    grid = torch.tensor([[1, 2, 2]])
-    for kind, place, values, sizes in (
-        ("i", 1, "pixel_values", "image_grid_thw"),
-        ("v", 6, "pixel_values_videos", "video_grid_thw"),
-    ):
-        if kind in kinds:
-            tokens[0, place : place + 2] = torch.tensor([62, 60 if kind == "i" else 61])
-            batch["mm_token_type_ids"][0, place + 1] = 1 if kind == "i" else 2
-            batch |= {values: torch.randn(4, 24, generator=generator), sizes: grid}
-    return batch
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("first", ["", "i"])
-def test_images_and_videos_in_any_mixture_over_ranks_train_like_plain_pytorch(context: RankContext, first: str) -> None:
-    """The image tower runs once, twice or not at all on each rank, whatever the first batches were. It is resident."""
-    kinds = [(first, first), ("i", "iv"), ("", "v"), ("iv", ""), ("iv", "iv"), ("v", "i")]
-
-    def step(model: Any, call: Call) -> Tensor:
-        return call.backward(model(**_mixed_batch(call.step, call.rank, kinds[call.step][call.rank])).loss)
-
-    model: Any = assert_trains_like_plain(context, _vision_language_model, step, steps=len(kinds), optimizer=adamw)
-    assert "resident: model.visual.blocks.*" in repr(model)
-
-
 class Experts(nn.Module):
     """Each token goes to one expert; experts that get no token do not run. A weight is never used."""
 

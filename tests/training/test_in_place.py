@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 
 import pytest
-import torch
 from torch import nn
 
 from streamshard import StreamShard
-from tests.models import Stack, TinyConfig, TinyLM
+from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, lm_step, stack_step
+from tests.reference import FP32, Call, lm_step
 
 
 @on_ranks(1, 2)
@@ -51,27 +50,3 @@ def test_names_attributes_and_parameters_stay(context: RankContext, tied: bool) 
             assert param is before[name]
             assert isinstance(param, nn.Parameter) and param.is_leaf and param.requires_grad
         lm_step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-@on_ranks(2)
-def test_full_parameters_can_be_summoned_and_written_back(context: RankContext) -> None:
-    """Inside: original names, full shapes, fp32, the right values. Outside: the shards, with the changes."""
-    torch.manual_seed(4)
-    plain = Stack()
-    torch.manual_seed(4)
-    model = StreamShard(Stack())
-    shards = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
-    with model.summon_full_params(writeback=False):
-        found = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert {value.dtype for value in found.values()} == {torch.float32}
-    assert_same(found, dict(plain.named_parameters()), "summoned")
-    with pytest.raises(KeyError, match="mine"), model.summon_full_params():
-        raise KeyError("mine")
-    for name, p in model.named_parameters():
-        assert p is shards[name][0]
-        assert torch.equal(p, shards[name][1]), name
-    other = Stack()
-    with model.summon_full_params():
-        model.load_state_dict(other.state_dict())
-    assert_same(model.full_state_dict(rank0_only=False), other.state_dict(), "weights")
-    stack_step(model, Call(0, context.rank, 2, 1.0))

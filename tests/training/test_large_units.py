@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.errors import CommunicationError, ShardingError
@@ -17,11 +15,9 @@ from tests.models import DIM, Block, Layer, TinyConfig, TinyLM, next_token_loss,
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
-    SETTINGS,
     Call,
     assert_trains_like_plain,
     case,
-    each_setting,
     engine_inside,
 )
 
@@ -30,20 +26,10 @@ BLOCKS = [f"blocks.{k}" for k in range(4)]
 
 
 class LargeLM(TinyLM):
-    """Embedding and head are larger than a block; `logits` is how the head is used."""
+    """Embedding and head are larger than a block."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__(TinyConfig(vocabulary=VOCABULARY, tied=tied))
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[rows, length] tokens -> [rows, length, vocabulary] logits"""
-        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
-        return self.logits(self.norm(self.run_blocks(x, mask)))
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[rows, length, dim] -> [rows, length, vocabulary]"""
-        out: Tensor = self.head(x)
-        return out
 
 
 def large_step(model: nn.Module, call: Call) -> Tensor:
@@ -82,61 +68,14 @@ def test_large_modules_beside_the_layers_are_units(context: RankContext) -> None
     assert _units(StreamShard(LargeLM(), units=Block, precision=FP32)) == BLOCKS
 
 
-class Chunked(LargeLM):
-    """The head's weight is read, some positions at a time, as losses do that save memory; each time once more."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """See `LargeLM`."""
-        parts: Any = [checkpoint(self.some, part, use_reentrant=False) for part in x.split(2, dim=1)]
-        return torch.cat(parts, dim=1)
-
-    def some(self, x: Tensor) -> Tensor:
-        """Logits of some positions."""
-        return F.linear(x, self.head.weight)
-
-
-class TiedByReading(LargeLM):
-    """The embedding is called, and its weight read at the end; the head is not used."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """See `LargeLM`."""
-        return F.linear(x, self.embedding.weight)
-
-
-class Supervised(LargeLM):
-    """The head is called between layers, too."""
-
-    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """See `TinyLM`."""
-        for block in self.blocks:
-            x = block(x)
-            x = x + self.head(x).square().mean()
-        return x
-
-
-USES: dict[str, Callable[[], nn.Module]] = {
-    "read and recomputed": Chunked,
-    "tied by reading": TiedByReading,
-    "between layers": Supervised,
-}
-
-
-@on_ranks()
-@each_setting
-def test_however_a_head_is_used_it_trains_like_plain_pytorch(context: RankContext, settings: str) -> None:
-    """Read in chunks, recomputed, tied by reading the embedding. `tests.scenarios` calls it."""
-    for name, build in USES.items():
-        with case(name):
-            assert_trains_like_plain(context, build, large_step, steps=2, checked=(1,), **SETTINGS[settings])
-
-
 @on_ranks(2)
 def test_the_head_can_be_called_by_itself(context: RankContext) -> None:
     """In a pass of its own, as losses do that want the layers' output first."""
 
     class Headless(LargeLM):
-        def logits(self, x: Tensor) -> Tensor:
-            return x
+        def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+            return self.norm(self.run_blocks(x, mask))  # type: ignore[no-any-return]
 
     def step(model: Any, call: Call) -> Tensor:
         tokens = token_batch(call.step, call.rank, vocabulary=VOCABULARY)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -163,49 +160,6 @@ def test_layers_compute_in_param_dtype(context: RankContext) -> None:
         assert out.dtype == (SINGLE if casts else BF16)
         for name, p in model.named_parameters():
             assert p.dtype == p.grad.dtype == SINGLE, name
-
-
-@dataclass(frozen=True)
-class _State:
-    x: Tensor
-    target: Tensor
-
-
-class _OfState(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, state: _State) -> _State:
-        return replace(state, x=self.linear(state.x).float())
-
-
-class _Stateful(nn.Module):
-    """Takes a batch of any class; its layers get and return a dataclass of fp32 tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_OfState() for _ in range(3))
-
-    def forward(self, batch: Any) -> _State:
-        state = _State(batch["x"].float(), batch["target"].float())
-        for layer in self.layers:
-            state = layer(state)
-        return state
-
-
-@on_ranks(1, 2)
-def test_calling_a_model_never_writes_into_its_arguments(context: RankContext) -> None:
-    """Layers and outputs are cast in dataclasses, and in subclasses of dict."""
-    model = StreamShard(_Stateful())
-    kinds: list[Any] = [dict, OrderedDict, UserDict, partial(defaultdict, list)]
-    for kind in kinds:
-        batch = kind(x=torch.ones(2, 8), target=torch.full((2, 8), 1.001))
-        given = dict(batch)
-        output = model(batch)
-        assert output.x.dtype is output.target.dtype is SINGLE
-        assert all(batch[key] is given[key] for key in given)
-        (output.x - batch["target"]).square().mean().backward()
 
 
 class _Collecting(nn.Module):
