@@ -91,34 +91,3 @@ def test_the_picture_of_memory_has_what_was_computed_and_that_equals_what_was_me
     assert f"main grads have no memory yet: {start['streamshard']:.1f} GiB, FSDP2 {start['fsdp2']:.1f}" in readme
     for moment in moments.values():  # less than FSDP2 on every number of ranks
         assert all(row["streamshard"] < row["fsdp2"] for row in moment.values())
-
-
-def test_a_run_on_a_gpu_is_one_table_and_one_picture(tmp_path: Path) -> None:
-    """Of the run's own directory, or of the one above. A job that found nothing has its row with the reason."""
-    facts = {"exit_code": 0, "timed_out": False, "seconds": 7.0}
-    system = {name: {"median": 2.0, "median_low": 1.0, "median_high": 3.0} for name in ("step_ms", "host_us_per_layer")}
-    llama = {"systems": {"streamshard": {**system, "memory": {"step_peak_bytes": 2**31}}, "fsdp2": {}}}
-    overlap = {"profile": {"collectives": 2, "collectives_ms": 4.0, "hidden_share": 0.75}}
-    cells = {"3B, 4k tokens": {"alone": {}, "streamshard": {"share_of_alone": 0.5}}}
-    host_memory = {"cells": cells, "not_run": {"3B, 4k tokens, fsdp2": "no time was left"}}
-    killed = {"exit_code": -9, "timed_out": False, "seconds": 3.0, "reason": "no output", "brief": "found nothing"}
-    run = {
-        "benchmark": "gpu",
-        "command": "python benchmarks/gpu.py",
-        "is_rehearsal": False,
-        "environment": json.loads(STEP_TIME.read_text())["environment"],
-        "jobs": {
-            "llama": {**facts, "brief": "2.0 ms a step; all well", "found": llama},
-            "overlap": {**facts, "brief": "75% hidden", "found": overlap},
-            "host_memory": {**facts, "brief": "half as fast", "found": host_memory},
-            "compiled": {**killed, "found": None},
-        },
-    }
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu" / "results.json").write_text(json.dumps(run))
-    for directory in (tmp_path, tmp_path / "gpu"):
-        page = render(directory).read_text()
-        assert "| llama | ended well (7 s) | 2.0 ms a step<br>all well |" in page
-        assert "| compiled | FAILED: SIGKILL (3 s) | found nothing<br>no output |" in page
-        assert page.count(".png)") == page.count("| job |") == 1
-        assert (directory / "gpu.png").read_bytes().startswith(b"\x89PNG")

@@ -22,7 +22,7 @@ from streamshard.pinned import PinnedMemory
 from streamshard.tools.memory import _report_at_exit, explain_out_of_memory
 from tests.launched import free_port, launched_environment
 from tests.models import TinyConfig, TinyLM
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import Call, adamw, engine_inside, lm_step
 from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
@@ -119,9 +119,12 @@ def test_what_a_model_with_dtensors_would_hold_is_what_it_holds(context: RankCon
     assert wanted in told.call_args.args[1]
 
 
-@on_ranks(2)
-def test_a_rank_that_cannot_pin_host_memory_says_what_it_would_hold(context: RankContext) -> None:
+def test_a_rank_that_cannot_pin_host_memory_says_what_it_would_hold(ranks: RankPool) -> None:
     """On the device, whose use torch knows, and in host memory. The others name this rank."""
+    ranks(2, group_timeout_s=3.0).run(_pin_on_rank_0)  # rank 0 waits for it in a broadcast of the played device
+
+
+def _pin_on_rank_0(context: RankContext) -> None:
     map_block = PinnedMemory._map
 
     def map_little(self: PinnedMemory, n_bytes: int) -> torch.Tensor:

@@ -61,8 +61,6 @@ class ConvLM(nn.Module):
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "Llama": (lambda: _make("LlamaForCausalLM", _GROUPED), "bf16"),
-    "Llama that classifies": (lambda: _make("LlamaForSequenceClassification", {**_GROUPED, "num_labels": 3}), "fp32"),
-    "Qwen3": (lambda: _make("Qwen3ForCausalLM", {**_GROUPED, "head_dim": 16}), "fp32"),
     "GPT-2 with dropout": (
         lambda: _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 1024}),
         "bf16",
@@ -79,35 +77,20 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "fp32",
     ),
     "Mixtral": (lambda: _make("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}), "fp32"),
-    "CLIP": (
-        lambda: _make(
-            "CLIPModel",
-            {
-                "text_config": {**_TEXT, **_ENDS, "max_position_embeddings": SEQ},
-                "vision_config": {**_WIDE, "image_size": 32, "patch_size": 8},
-            },
-        ),
-        "fp32",
-    ),
     "convolutions": (ConvLM, "bf16"),
 }
 
 
 def _inputs(name: str) -> dict[str, torch.Tensor]:
     tokens = torch.randint(3, 1000, (BATCH, SEQ))
-    classes = torch.zeros(BATCH, dtype=torch.long)
     if name == "ViT":
-        return {"pixel_values": torch.randn(BATCH, 3, 64, 64), "labels": classes}
-    if name == "CLIP":
-        return {"input_ids": tokens, "pixel_values": torch.randn(BATCH, 3, 32, 32)}
-    return {"input_ids": tokens, "labels": classes if "classifies" in name else tokens}
+        return {"pixel_values": torch.randn(BATCH, 3, 64, 64), "labels": torch.zeros(BATCH, dtype=torch.long)}
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def _loss(name: str, output: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     if name == "convolutions":
         return nn.functional.cross_entropy(output.flatten(0, 1), inputs["labels"].flatten())
-    if name == "CLIP":
-        return nn.functional.cross_entropy(output.logits_per_image, torch.arange(BATCH))
     loss: torch.Tensor = output.loss
     return loss
 
