@@ -222,7 +222,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),
         ("Fence.wait", Swap("device_stream(target)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
-        ("RankWait.__exit__", Drop("self._log.waits.pop()"), "streams"),
+        ("RankWait.__exit__", Drop("self._log.waits.pop()"), "rank_group"),
         ("Streams.__init__", Swap("Stream(device, ", "Stream("), _STREAMS),
         ("Streams.__init__", Swap(", priority=-1", ""), _STREAMS),
         ("Streams.__init__", Swap("StreamName.REPLICA, ", ""), _STREAMS),
@@ -537,7 +537,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "core/ranges": [
         ("joined", Swap("and distance == to_first.distance(to)", ""), "offload_events:frozen"),
-        ("Range.distance", Swap("mine._base is None or ", ""), "ranges"),
+        ("Range.distance", Swap("mine._base is None or ", ""), "late_step:joined"),
     ],
 }
 

@@ -74,16 +74,6 @@ class _Twice(Stack):
         return x
 
 
-class _Repeated(Stack):
-    """Each layer runs three times in a row."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            for _ in range(3):
-                x = layer(x)
-        return x
-
-
 class _Scaled(Stack):
     """A parameter outside of the layers is used behind each of them."""
 
@@ -218,7 +208,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "skips": (_Skips, {}),
     "skips in fp32": (_Skips, {"precision": FP32}),
     "twice": (_Twice, {}),
-    "repeated": (_Repeated, {}),
     "scaled": (_Scaled, {}),
     "scaled before and behind": (_Around, {}),
     "routed": (_Routed, {}),
@@ -270,13 +259,18 @@ def _accumulate(model: Any, micro_batches: list[tuple[int, int]]) -> list[Tensor
 
 
 def _trained(
-    context: RankContext, make: Callable[[], nn.Module], run_step: Any, around: Around, settings: dict[str, Any]
+    context: RankContext,
+    make: Callable[[], nn.Module],
+    run_step: Any,
+    around: Around,
+    settings: dict[str, Any],
+    steps: int = 4,
 ) -> tuple[list[Any], dict[str, Tensor], int]:
     """Losses, gradients of each step, buffers; and all-gathers of the last step."""
     torch.manual_seed(0)
     model: Any = StreamShard(make(), **settings)
     optimizer, losses, grads, gathers = sgd(model), [], {}, 0
-    for step in range(4):
+    for step in range(steps):
         mine = [(step, context.world_size * number + context.rank) for number in range(4)]
         with around(), heard_collectives(engine_inside(model)) as heard:
             losses.append([loss.item() for loss in run_step(model, mine)])

@@ -1,18 +1,30 @@
-"""Every change of a model's modules is listed, and can be undone."""
+"""Every change of a model's modules is listed, and can be undone; guards change no number."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard, register_forward_method
+from streamshard.core import backward as backward_module
+from streamshard.core import forward, optimizer_hooks, saved_tensors
+from streamshard.guards import sharded_tensor
+from streamshard.guards.loop import Members
 from streamshard.guards.modules import MISSING
+from streamshard.guards.weights import WeightGuard
 from streamshard.planning.structure import modules_of
+from streamshard.torch_private import AsTensors
+from tests import scenarios
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import engine_inside
+from tests.reference import Call, adamw, engine_inside, lm_step
+from tests.simulated import simulated_device
 
 _STATE = ("_parameters", "_load_state_dict_pre_hooks", "_state_dict_pre_hooks")
 
@@ -66,3 +78,77 @@ def test_all_changes_of_modules_are_listed_and_can_be_undone(context: RankContex
         assert after[name][1].keys() == entries.keys(), name
         assert all(after[name][1][key] is entries[key] or after[name][1][key] == entries[key] for key in _STATE), name
     assert edits.edits == []
+
+
+# -- without guards ---------------------------------------------------------------------------------------------------
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Instead of a guard."""
+
+
+def _as_tensor(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Pieces are ordinary tensors of this rank's elements."""
+    with AsTensors():
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_guards() -> Iterator[None]:
+    """Inside, nothing is refused: absent weights, writes, exchanged modules, operations on pieces, forgotten steps."""
+    with contextlib.ExitStack() as stack:
+        for name in ("check", "set_present", "begin_use", "end_use", "mark_absent", "mark_gone", "remember"):
+            stack.enter_context(mock.patch.object(WeightGuard, name, _nothing))
+        for owner, names in (
+            (Members, ["check"]),
+            (forward, ["refuse_transforms"]),
+            (backward_module, ["refuse_changed"]),
+            (optimizer_hooks, ["refuse_unreached"]),
+            (saved_tensors, ["refuse_absent"]),
+        ):
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, _nothing))
+        closed_list = classmethod(_as_tensor)
+        stack.enter_context(mock.patch.object(sharded_tensor.ShardedTensor, "__torch_function__", closed_list))
+        yield
+
+
+def _trained(context: RankContext, **settings: Any) -> list[Tensor]:
+    """A language model's loss, norm and weights after three clipped steps, the second one of two micro-batches."""
+    torch.manual_seed(0)
+    model = StreamShard(TinyLM(), **settings)
+    optimizer = adamw(model)
+    found: list[Tensor] = []
+    for step in range(3):
+        if step == 1:
+            with model.no_sync():
+                lm_step(model, Call(7, context.rank, context.world_size, 1.0))
+        found.append(lm_step(model, Call(step, context.rank, context.world_size, 1.0)))
+        found.append(model.clip_grad_norm_(1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*(each.detach().clone() for each in found), *model.full_state_dict(rank0_only=False).values()]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}, {"offload": "state"}])
+def test_without_guards_all_numbers_are_the_same(context: RankContext, precision: str, slots: dict[str, Any]) -> None:
+    """To the bit: losses, norms and weights."""
+    settings = {"precision": precision, **slots}
+    with simulated_device() if "offload" in slots else contextlib.nullcontext():
+        wanted = _trained(context, **settings)
+        with without_guards():
+            found = _trained(context, **settings)
+    assert len(found) == len(wanted) > 10
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scenario", ["reentrant checkpointing", "adapters", "weights read elsewhere"])
+def test_other_ways_of_training_give_the_same_without_guards(context: RankContext, scenario: str) -> None:
+    """Recomputed layers, frozen weights, and weights that other layers read."""
+    wanted = scenarios.trained(context, scenario, scenarios.BF16)
+    with without_guards():
+        found = scenarios.trained(context, scenario, scenarios.BF16)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

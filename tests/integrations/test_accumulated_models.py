@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamshard import ShardingError, StreamShard
-from streamshard.comm.streams import Collective
+from streamshard import ShardingError
 from tests import families
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, Tolerance, assert_same, engine_inside, full_grads, heard_collectives, sgd
+from tests.reference import EXACT, assert_same
+from tests.test_accumulate import NEAR, _loop, _trained
 
 pytest.importorskip("transformers", reason="needs transformers")
 
-NEAR = Tolerance(1e-4, 1e-5)  # sums in another order
 NEEDS_DIFFUSERS = pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers")
 
 _DECODER: dict[str, Any] = {
@@ -148,33 +148,20 @@ MODELS = {
 }
 
 
-def _trained(context: RankContext, kind: _Model, *, accumulates: bool) -> tuple[dict[str, Tensor], list[float], int]:
-    """The gradients of each of three steps, the losses, and the all-gathers of the last step."""
-    torch.manual_seed(0)
-    model: Any = StreamShard(kind.make(), **kind.settings)
-    optimizer, grads, losses, gathers = sgd(model), {}, [], 0
+def _train(context: RankContext, kind: _Model, *, accumulates: bool) -> Any:
+    """See `_trained`; three steps."""
 
-    def loss_of(model: Any, seed: int) -> Tensor:
+    def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+        seed = 100 * micro_batch[0] + micro_batch[1]
         torch.manual_seed(seed)
         return kind.loss_of(model, torch.Generator().manual_seed(seed), 6 + seed % 3) / 4
 
-    for step in range(3):
-        seeds = [100 * step + context.world_size * number + context.rank for number in range(4)]
-        with heard_collectives(engine_inside(model)) as heard:
-            if accumulates:
-                made = model.accumulate(seeds, loss_of)
-            else:
-                made = []
-                for seed in seeds:
-                    made.append(loss_of(model, seed))
-                    made[-1].backward()
-        gathers = len(heard[Collective.ALL_GATHER])
-        losses += [loss.item() for loss in made]
-        found = {name: grad for name, grad in full_grads(model).items() if grad is not None}
-        grads.update({f"{name} of step {step}": grad.clone() for name, grad in found.items()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return grads, losses, gathers
+    def run_step(model: Any, micro_batches: list[tuple[int, int]]) -> Any:
+        if accumulates:
+            return model.accumulate(micro_batches, loss_of)
+        return _loop(model, micro_batches, loss_of)
+
+    return _trained(context, kind.make, run_step, contextlib.nullcontext, kind.settings, steps=3)
 
 
 @on_ranks(1, 2)
@@ -185,11 +172,11 @@ def test_unedited_models_have_the_gradients_of_a_loop(context: RankContext, name
     """On one rank to the bit, with half of the all-gathers at most."""
     with warnings.catch_warnings():  # some compute their loss in bf16
         warnings.simplefilter("ignore", UserWarning)
-        loop, accumulated = (_trained(context, MODELS[name], accumulates=each) for each in (False, True))
-    assert_same(accumulated[0], loop[0], "gradients", EXACT if context.world_size == 1 else NEAR)
+        loop, accumulated = (_train(context, MODELS[name], accumulates=each) for each in (False, True))
+    assert_same(accumulated[1], loop[1], "gradients", EXACT if context.world_size == 1 else NEAR)
     assert 2 * accumulated[2] <= loop[2]
     if context.world_size == 1:
-        assert accumulated[1] == loop[1]
+        assert accumulated[0] == loop[0]
 
 
 @on_ranks(1)
@@ -202,5 +189,5 @@ def test_unedited_models_have_the_gradients_of_a_loop(context: RankContext, name
 )
 def test_models_that_need_a_loop_are_refused(context: RankContext, kind: _Model) -> None:
     with pytest.raises(ShardingError, match="of which one was computed from the other.*or loop"):
-        _trained(context, kind, accumulates=True)
-    _trained(context, kind, accumulates=False)
+        _train(context, kind, accumulates=True)
+    _train(context, kind, accumulates=False)

@@ -1,26 +1,43 @@
-"""The late step of ``offload="state"``: in which settings and with which hooks it runs, and what it costs the host."""
+"""The late step of ``offload="state"``: its settings, hooks and cost; what is refused; late steps that fail."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard import StreamShard
+from streamshard import StreamShard, load_checkpoint, save_checkpoint
+from streamshard.core.ranges import Range, joined
+from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.nested import map_tensors
-from streamshard.optim import elementwise
+from streamshard.optim import WholeParameterOptimizer, elementwise
 from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, built, full_weights, lm_step, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    built,
+    engine_inside,
+    full_weights,
+    lm_step,
+    stack_step,
+)
 from tests.scenarios import BF16, sharded
-from tests.simulated import simulated_device
-
-OFFLOAD: dict[str, Any] = {"offload": "state"}
+from tests.simulated import late, simulated_device
+from tests.training.test_offload_events import OFFLOAD, RESIDENT, Run, compare
 
 
 @on_ranks(1)
@@ -180,3 +197,226 @@ def test_hooks_run_as_often_as_without_offload(context: RankContext) -> None:
             handle.remove()
             counts.append(seen)
     assert counts[0] == counts[1] == ["own", "all"] * 2
+
+
+# -- what is refused, and late steps that fail ------------------------------------------------------------------------
+
+
+# -- late steps that fail ---------------------------------------------------------------------------------------------
+
+
+class Breaking(torch.optim.SGD):
+    """Raises where it steps parameters, in its third step if `is_breaking`."""
+
+    is_breaking = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """See torch's."""
+        if self.is_breaking and any(group["params"] for group in self.param_groups):
+            raise ValueError("out of luck")
+        super().step(closure)
+
+
+def _breaking(model: Any) -> Breaking:
+    elementwise(Breaking)
+    return Breaking(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@on_ranks(1, 2)
+def test_after_a_late_step_has_failed_everything_raises_until_all_is_loaded(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """The next forward raises the error, on all ranks. A checkpoint brings back training, to the bit."""
+    with simulated_device():
+        run, other = (Run(context, OFFLOAD, make=_breaking) for _ in range(2))
+        for each in (run, other):
+            each.step(2)
+        saved = save_checkpoint(tmp_path, run.model, run.optimizer)
+        run.optimizer.is_breaking = True
+        run.step()
+        run.optimizer.is_breaking = False
+        with pytest.raises(ValueError, match="out of luck"):
+            run.loss()
+        reads: list[Callable[[], Any]] = [
+            run.loss,
+            lambda: next(run.model.parameters()).sum(),
+            run.model.full_state_dict,
+            run.optimizer.state_dict,
+            lambda: save_checkpoint(tmp_path, run.model, run.optimizer),
+        ]
+        for read in reads:
+            with pytest.raises(
+                (ShardingError, CheckpointError), match=r"step has failed \(ValueError: out of luck\).*load_checkpoint"
+            ):
+                read()
+        load_checkpoint(saved.wait(), run.model, run.optimizer)
+        run.number = other.number
+        for each in (run, other):
+            each.step(2)
+        assert_same(full_weights(run.model), full_weights(other.model), "weights", EXACT)
+
+
+@on_ranks(2)
+def test_a_late_step_that_fails_on_one_rank_leaves_ranks_in_step(context: RankContext) -> None:
+    """Both issue the collectives of the whole forward."""
+    with simulated_device():
+        run = Run(context, OFFLOAD, make=_breaking)
+        run.step(2)
+        run.optimizer.is_breaking = context.rank == 1
+        run.step()
+        with pytest.raises(ValueError, match="out of luck") if context.rank == 1 else contextlib.nullcontext():
+            run.loss()
+        ranks = engine_inside(run.model).ranks
+        assert len(set(ranks.gather_objects(ranks.recorder.log.count))) == 1
+
+
+@on_ranks(2)
+def test_weights_of_a_model_that_is_gone_raise_if_their_step_was_late(context: RankContext) -> None:
+    with simulated_device():
+        run = Run(context, OFFLOAD)
+        run.step(2)
+        kept, optimizer = next(run.model.parameters()), run.optimizer
+        del run
+        gc.collect()
+        for use in (kept.norm, optimizer.step):
+            with pytest.raises(ShardingError, match="'layers.0.linear.weight' was kept when its model was freed"):
+                use()
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _step_in_backward(run: Run) -> None:
+    """One optimizer for each parameter steps in a hook, and clears the gradient."""
+    optimizers = {param: adamw(nn.ParameterList([param])) for param in run.model.parameters()}
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    hooks = [param.register_post_accumulate_grad_hook(step) for param in optimizers]
+    for _ in range(3):
+        run.loss().backward()
+    for hook in hooks:
+        hook.remove()
+
+
+@on_ranks(1, 2)
+def test_steps_in_hooks_of_gradients_change_no_bit(context: RankContext) -> None:
+    compare(context, _step_in_backward)
+
+
+@on_ranks(1, 2)
+def test_after_its_first_step_an_optimizer_has_all_of_its_state(context: RankContext) -> None:
+    """Code that reads it directly finds each entry; later ones may be those before a late step."""
+    with simulated_device():
+        states = []
+        for settings in (RESIDENT, OFFLOAD):
+            run = Run(context, settings)
+            run.step()
+            states.append([{key: value.clone() for key, value in own.items()} for own in run.optimizer.state.values()])
+        for resident, offloaded in zip(*states, strict=True):
+            assert_same(offloaded, resident, "state", EXACT)
+
+
+def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+
+def _step_with_closure(run: Run) -> Any:
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        run.number = 0
+        loss = run.loss()
+        loss.backward()
+        return loss
+
+    return [run.optimizer.step(closure).detach() for _ in range(3)] + list(full_weights(run.model).values())
+
+
+@on_ranks(1)
+def test_on_one_rank_an_optimizer_of_whole_parameters_steps_at_once(context: RankContext) -> None:
+    """It takes several forwards in one step, each with the last one's weights."""
+    with simulated_device():
+        found = []
+        for settings in (RESIDENT, OFFLOAD):
+            run = Run(context, settings, make=_lbfgs)
+            with late(run.model):
+                found.append(dict(enumerate(_step_with_closure(run))))
+        assert_same(found[1], found[0], "losses and weights", EXACT)
+
+
+_IN_BLOCKS: Any = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "torchao.optim.adam"})  # by this name
+_REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "of whole parameters": (
+        functools.partial(WholeParameterOptimizer, optimizer_class=torch.optim.SGD),
+        "steps whole parameters",
+    ),
+    "8-bit": (_IN_BLOCKS, "AdamW8bit keeps state in blocks of elements"),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", _REFUSED)
+def test_optimizers_without_a_state_for_each_element_are_refused(context: RankContext, name: str) -> None:
+    make, message = _REFUSED[name]
+    with simulated_device():
+        run = Run(context, OFFLOAD, make=lambda model: make(model.parameters()))
+        run.loss().backward()
+        with pytest.raises(ShardingError, match=f"{message}.*'layers.0.*take an elementwise optimizer such as"):
+            run.optimizer.step()
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+_PENALTIES: dict[str, Callable[[list[Any]], Any]] = {
+    "squares": lambda params: sum(param.square().sum() for param in params),
+    "norms": lambda params: sum(param.norm() for param in params),
+    "of copies": lambda params: sum((param.clone() - 1.0).abs().mean() for param in params),
+    "of lists": lambda params: sum(norm.sum() for norm in torch._foreach_mul(params, 2.0)),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", _PENALTIES)
+def test_a_backward_through_weights_in_host_memory_raises(context: RankContext, name: str) -> None:
+    """Autograd would run it in a thread of its own. The values are there, and training goes on."""
+    with simulated_device():
+        run, other = Run(context, OFFLOAD), Run(context, RESIDENT)
+        run.step(2)
+        other.step(2)
+        penalties = [_PENALTIES[name](list(each.model.parameters())) for each in (run, other)]
+        assert torch.equal(*(each.detach() for each in penalties))
+        with pytest.raises(ShardingError, match=r"a loss contains parameter '.*'.*host memory.*param.grad.add_\("):
+            (run.loss() + penalties[0]).backward()
+        other.number = run.number
+        run.step()
+        other.step()
+        assert_same(full_weights(run.model), full_weights(other.model), "weights", EXACT)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_settings_that_do_not_go_with_offload_are_refused(context: RankContext) -> None:
+    """Each error says what to do."""
+    with pytest.raises(ConfigError, match="whose memory is the host's: leave it out"):
+        StreamShard(built(), **OFFLOAD)
+    with simulated_device():
+        for slots in ({"weight_slots": "all"}, {"grad_slots": "all"}):
+            with pytest.raises(ConfigError, match="streams layers from host memory through a few slots"):
+                StreamShard(built(), **OFFLOAD, **slots)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        with pytest.raises(ConfigError, match="on a 2-D mesh.*leave mesh away"):
+            StreamShard(built(), mesh=mesh, **OFFLOAD)
+
+
+# -- copies of several parameters -------------------------------------------------------------------------------------
+
+
+def test_copies_from_two_tensors_are_not_joined_although_their_ranges_follow_each_other() -> None:
+    buffer, first, second = (torch.zeros(8) for _ in range(3))
+    copies = [(Range(buffer, 0, 4), Range(first, 0, 4)), (Range(buffer, 4, 4), Range(second, 4, 4))]
+    assert len(joined(copies)) == 2
