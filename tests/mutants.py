@@ -131,7 +131,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("publish_checkpoint", Swap("and each.path != directory", ""), "find"),
         ("_next_generation", Swap("unread * _AHEAD", "0"), "find"),
         ("_delete_old", Swap("len(own) - keep", "len(own) + 1 - keep"), "directory"),
-        ("read_entry", Drop("check_sizes(path, manifest)"), "directory"),
+        ("read_entry", Drop("check_sizes(path, manifest)"), "find"),
         ("Entry.order", Swap("made.generation, made.number", "made.number, made.generation"), "directory"),
         ("open_verified", Drop('run_on_all_ranks(ranks, f"verify {path}"'), "find"),
     ],

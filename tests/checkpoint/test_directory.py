@@ -15,7 +15,7 @@ import pytest
 
 from streamshard import latest
 from streamshard.checkpoint.directory import next_number, open_intact, remove_partial
-from streamshard.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from streamshard.checkpoint.manifest import read_manifest
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import FILE, begin, few_files, publish, put
@@ -30,22 +30,6 @@ def _assert_whole(directory: Path, *names: str) -> None:
     for name in names:
         read_manifest(directory / name)
         assert (directory / name / FILE).read_bytes() == b"1234"
-
-
-@pytest.mark.parametrize("damage", ["cut", "longer", "lost", "manifest"])
-def test_a_checkpoint_that_is_not_whole_is_never_the_latest(tmp_path: Path, damage: str) -> None:
-    """`keep` does not delete it: it is for people to look at."""
-    first, second = put(tmp_path, 1), put(tmp_path, 2)
-    assert latest(tmp_path) == second
-    if damage == "lost":
-        os.unlink(second / FILE)
-    else:
-        path = second / (MANIFEST_NAME if damage == "manifest" else FILE)
-        content = path.read_bytes()
-        path.write_bytes({"cut": content[:-1], "longer": content + b" "}.get(damage, content.replace(b"2026", b"2027")))
-    assert latest(tmp_path) == open_intact(tmp_path, RankGroup())[0].root == first
-    assert put(tmp_path, 3, keep=1) == latest(tmp_path)
-    assert _names(tmp_path) == {"checkpoint-2", "checkpoint-3"}
 
 
 def test_the_last_save_is_the_latest_whatever_clocks_and_numbers_say(tmp_path: Path) -> None:

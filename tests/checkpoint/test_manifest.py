@@ -92,22 +92,15 @@ def test_files_that_are_cut_lost_longer_or_flipped_are_named_before_anything_cha
 
 
 @on_ranks(2)
-def test_a_directory_loads_its_newest_intact_checkpoint_and_one_checkpoint_is_refused(
-    context: RankContext, tmp_path: Path
-) -> None:
-    """Whatever the damage. The result names the others on every rank, and the log on the first."""
+def test_a_directory_loads_its_newest_intact_checkpoint_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
+    """The result names the others on every rank, and the log on the first."""
     run = start(0)
-    for step in (1, 2, 3, 4):
+    for step in (2, 3, 4):
         save_checkpoint(tmp_path, *run, step=step)
-    paths = {step: tmp_path / f"checkpoint-{step}" for step in (1, 2, 3, 4)}
-
-    def damage(*steps: int) -> None:
-        for step in steps if context.rank == 0 else ():
-            _flip_last(paths[step] / "rank-00001-of-00002.safetensors")
-        dist.barrier()
-
-    damage(4)
-    if context.rank == 0:  # files that match their checksums, and not the list of tensors
+    paths = {step: tmp_path / f"checkpoint-{step}" for step in (2, 3, 4)}
+    if context.rank == 0:
+        _flip_last(paths[4] / "rank-00001-of-00002.safetensors")
+        # Files that match their checksums, and not the list of tensors.
         rewrite(paths[3], lambda content: _set(content, "tensors", "model/norm.bias", "dtype", "int32"))
     dist.barrier()
     with mock.patch.object(log, "warning") as warn:
@@ -117,15 +110,9 @@ def test_a_directory_loads_its_newest_intact_checkpoint_and_one_checkpoint_is_re
     assert loaded.passed_over.keys() == {paths[3], paths[4]}
     assert "is damaged: its checksums differ" in loaded.passed_over[paths[4]]
     assert "safetensors does not have the piece of" in loaded.passed_over[paths[3]]
-    assert not load_checkpoint(paths[2], *run).passed_over
     words = "checkpoint-4/rank-00001.* is damaged: .* newest intact checkpoint beside it is .*/checkpoint-2$"
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(paths[4], *run)
-    damage(1, 2)
-    for directory in (tmp_path, paths[4]):
-        with pytest.raises(CheckpointError, match="checkpoint-4/rank-00001.* is damaged") as caught:
-            load_checkpoint(directory, *run)
-        assert "newest intact" not in str(caught.value)
 
 
 def _flip_last(file: Path) -> None:
