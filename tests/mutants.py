@@ -459,7 +459,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("MicroBatch.cut_inputs", Drop("self._segments[-1].append("), "accumulate:contexts"),
         ("MicroBatch._run_part_backward", Drop("roots.update("), _LAYER_MAJOR),
         ("MicroBatch._keep", Swap("dense[place] + grad if place in dense else grad", "grad"), _LAYER_MAJOR),
-        ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:not_return"),
+        ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:cannot_run"),
     ],
     "layer_major/thread_state": [
         ("ThreadState.put", Drop("torch.set_grad_enabled("), _LAYER_MAJOR),

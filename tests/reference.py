@@ -8,6 +8,7 @@ public API is used, but for counting collectives.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Observer, StreamName
@@ -442,6 +443,18 @@ def heard_collectives(
         yield collectives.units
 
 
+class Operators(TorchDispatchMode):
+    """Counts operators by name, such as ``aten.add.Tensor``: on a device each is a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def counted_collectives(model: nn.Module) -> Iterator[dict[str, int]]:
     """Count the collectives issued inside, by name: torch's own without overload (``_allgather_base_``), and ours.
@@ -451,18 +464,16 @@ def counted_collectives(model: nn.Module) -> Iterator[dict[str, int]]:
     Args:
         model: a sharded model.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     counts: dict[str, int] = {}
 
     def count(name: str) -> None:
         counts[name] = counts.get(name, 0) + 1
 
-    class Counter(TorchDispatchMode):
+    class Counted(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.namespace == "c10d":
                 count(func.__name__.split(".")[0])
             return func(*args, **(kwargs or {}))
 
-    with heard_collectives(engine_inside(model), lambda collective, _: count(collective.value)), Counter():
+    with heard_collectives(engine_inside(model), lambda collective, _: count(collective.value)), Counted():
         yield counts

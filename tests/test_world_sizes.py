@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import ConfigError, Precision, StreamShard
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective
 from tests.models import Stack
-from tests.reference import engine_inside, heard_collectives
+from tests.reference import Operators, engine_inside, heard_collectives
 from tests.scenarios import BF16
 from tests.simulated import simulated_device
 
@@ -34,30 +33,17 @@ def _one_of(world_size: int, rank: int = 3) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Ops(TorchDispatchMode):
-    """Counts operators, each of which is a launch on a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "aten":
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _counts_of_a_step(world_size: int, precision: Precision) -> dict[str, object]:
     """What building a model takes and what a steady step does, as one of `world_size` ranks."""
     with _one_of(world_size), simulated_device():
         torch.manual_seed(0)
-        with _Ops() as building:
+        with Operators() as building:
             model: Any = StreamShard(Stack((64,) * 9), precision=precision)
         engine = engine_inside(model)
         assert isinstance(engine.ranks.transport, NcclTransport)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
-            with _Ops() as step, heard_collectives(engine) as heard:
+            with Operators() as step, heard_collectives(engine) as heard:
                 model(torch.ones(2, 64)).float().sum().backward()
                 model.clip_grad_norm_(1.0)
             optimizer.step()

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from streamshard import StreamShard
 from tests import families
 from tests.models import token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains_like_plain, full_weights, seed
+from tests.reference import EXACT, Call, adamw, assert_same, assert_trains_like_plain, full_weights
 
 torchao: Any = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install streamshard[test]")
 peft: Any = pytest.importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")
@@ -58,19 +57,3 @@ def test_adapters_on_a_loaded_base_train_as_in_one_process(context: RankContext,
     )
     assert sum(name.endswith("qdata") for name in wanted) == 21
     assert_same(found, wanted, "packed weights", EXACT)
-
-
-@on_ranks(2)
-def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Path) -> None:
-    path, kind = _saved(context, tmp_path / "base"), "Int8WeightOnlyConfig"
-    seed(3)
-    model: Any = StreamShard(_adapted(path, kind), precision=FP32)
-    optimizer = adamw(model)
-    _step(model, Call(0, context.rank, 2, 1.0))
-    optimizer.step()
-    model.eval()
-    model.save_pretrained(tmp_path / "adapter")
-    tokens = token_batch(5, 0)
-    loaded = peft.PeftModel.from_pretrained(_base(path, kind), tmp_path / "adapter").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=tokens).logits, loaded(input_ids=tokens).logits)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.core.ranges import Range, joined
@@ -27,6 +26,7 @@ from tests.reference import (
     EXACT,
     FP32,
     Call,
+    Operators,
     adamw,
     assert_same,
     built,
@@ -81,26 +81,16 @@ def test_a_backward_after_a_step_leaves_it_the_gradients_of_other_layers(context
     assert_same(found[1], found[0], "weights", EXACT)
 
 
-class _Operators(TorchDispatchMode):
-    """Counts operators."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _operators(depth: int, settings: dict[str, Any]) -> int:
     """Of one step of a model with so many layers."""
     model: Any = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=BF16, **settings)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for step in range(3):  # the first one makes the state, the second one carries it out
-        with _Operators() as operators:
+        with Operators() as operators:
             lm_step(model, Call(step, 0, 1, 1.0))
             optimizer.step()
             optimizer.zero_grad()
-    return operators.count
+    return operators.counts.total()
 
 
 @on_ranks(1)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import LocalSGD, Precision, StreamShard
 from streamshard.checkpoint.disk_layout import TensorPiece
@@ -25,7 +24,18 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, Tolerance, adamw, assert_same, engine_inside, full_weights, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Operators,
+    Tolerance,
+    adamw,
+    assert_same,
+    engine_inside,
+    full_weights,
+    stack_step,
+)
 from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, RoutedStack, reference, sharded, train
 from tests.simulated import (
     CPU,
@@ -193,18 +203,6 @@ def test_main_grads_outlive_a_model_that_goes_in_the_middle_of_a_backward(contex
         grads.discard(())
 
 
-class _Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def counting_waits(device: SimulatedDevice) -> Iterator[list[str]]:
     """What the host has waited for: values of tensors, copies to the host and from it, the device."""
@@ -224,7 +222,7 @@ def counting_waits(device: SimulatedDevice) -> Iterator[list[str]]:
             stack.enter_context(counted(Tensor, name))
         stack.enter_context(counted(torch, "tensor"))  # a copy from memory that is not pinned
         stack.enter_context(counted(device, "synchronize"))
-        operators = stack.enter_context(_Operators())
+        operators = stack.enter_context(Operators())
         yield waits
     waits += ["a value"] * sum(operators.counts[f"aten.{name}.default"] for name in ("_local_scalar_dense", "nonzero"))
 
