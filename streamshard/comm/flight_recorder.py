@@ -13,6 +13,10 @@ The watchdog, a thread (`streamshard.comm.ranks`), looks twice a second whether 
   group's timeout ends such a wait.
 - On devices no host waits for collectives. There a rank counts as waiting when it has issued nothing for 30 seconds.
 
+A missing rank may stand in a collective of another model, and wait for this one there. All ranks call the collectives
+of all models in one order. So if a missing rank has issued more of another model's collectives than this rank, or has
+started another model, neither can go on, and the watchdog ends the wait.
+
 A missing rank may stand in another library's collective (``accelerator.gather``, ``dist.barrier()``) and wait for this
 one. torch counts the collectives of the default process group, which all ranks call in one order. So if a missing rank
 has called more of them than this rank, neither can go on, and on CPUs the watchdog ends the wait. The missing rank's
@@ -25,6 +29,8 @@ import enum
 import json
 import re
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +48,9 @@ PATIENCE_S = 1.0  # length of a wait before ranks compare logs
 _REPORT_AFTER_S = 30.0  # length of a wait before the first warning
 _SHOW_AFTER_S = 3.0  # a rank that has issued nothing for this time shows its log
 _LOGS_WITHIN_S = 1.5  # after an error, the longest wait for the logs of other ranks
+
+_recorders: tuple[weakref.ref[FlightRecorder], ...] = ()  # of all models of this process
+_started = Counter[tuple[int, ...]]()  # by ranks, the number of models that this process has started on them
 
 _ADVICE = (
     "All ranks have to call forward (evaluation and generate() too), backward, norms, and functions that collect or "
@@ -85,6 +94,7 @@ class Shown(NamedTuple):
         others: the number of collectives on the default process group so far, other libraries' included.
         place: the line of its script that the rank has reached, see `line_reached`.
         has_left: the rank's model is gone, so that nothing follows.
+        models: the number of models that the rank has started on these ranks.
     """
 
     entries: Mapping[int, Entry]
@@ -93,6 +103,7 @@ class Shown(NamedTuple):
     others: int
     place: str = ""
     has_left: bool = False
+    models: int = 0
 
     @classmethod
     def of(cls, log: IssueLog) -> Shown:
@@ -154,8 +165,13 @@ class FlightRecorder:
         self._reports = 0  # warnings of this wait so far: after 30, 60, 120, .. seconds
         self._key = ""
         self._store: Any = None  # None: there is one rank, or the process that hosts the store has ended
+        self._members: tuple[int, ...] = ()
         if group is not None and self._world_size > 1:
             self._store, self._key = log_store(group)
+            self._members = tuple(dist.get_process_group_ranks(group))
+            _started[self._members] += 1
+            global _recorders
+            _recorders = (*(known for known in _recorders if known() is not None), weakref.ref(self))
 
     # -- logs in the store ------------------------------------------------------------------------------------------
 
@@ -181,7 +197,7 @@ class FlightRecorder:
             self._write(shown)
 
     def _write(self, shown: Shown) -> None:
-        shown = shown._replace(place=line_reached())
+        shown = shown._replace(place=line_reached(), models=_started[self._members])
         self._ask("set", f"{self._key}{self._rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
 
     def leave(self) -> None:
@@ -225,6 +241,20 @@ class FlightRecorder:
             if not self._has_streams and shown.total < own.total and shown.others > own.others:
                 where = f"another library's collective on the default process group, which rank {self._rank}"
                 return f"rank {peer} has not come: it is in {where} has not called: {shown.place}. {_ADVICE}"
+            if shown.total < own.total and (does := self._found_elsewhere(peer, shown, own.total)):
+                return f"rank {peer} has not come: it {does}, unlike rank {self._rank}, at {shown.place}. {_ADVICE}"
+        return None
+
+    def _found_elsewhere(self, peer: int, shown: Shown, total: int) -> str | None:
+        """What `peer` does with another model, before this rank; `shown` has less than `total` entries of its log."""
+        if shown.models > _started[self._members]:
+            return "has started another StreamShard(model)"
+        for other in (known() for known in _recorders):
+            if other is None or other is self or other._members != self._members:
+                continue
+            theirs, later = other._read().get(peer), self._read().get(peer)  # in this order: `peer` may go on meanwhile
+            if theirs is not None and theirs.total > other.log.count and later is not None and later.total < total:
+                return f"{theirs.last(other.names)} of another model"
         return None
 
     def _describe_missing(self, logs: Mapping[int, Shown], *, among_shown: bool = False) -> str | None:

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -115,6 +115,39 @@ def test_ranks_that_differ_raise_and_say_what_each_does(ranks: Any, over: str, w
     assert first == second
     assert "rank 0 " in first
     assert ", rank 1 " in first
+
+
+def _another_model_first(rank: int, models: Sequence[Any]) -> None:
+    for model in models[:: 1 - 2 * rank]:
+        model(vector_batch(0, rank))
+
+
+def _another_model_on_one_rank(rank: int, models: Sequence[Any]) -> None:
+    if rank == 0:
+        _model("shared memory")
+    models[0](vector_batch(0, rank))
+
+
+def _caught_in_models(context: RankContext, over: str, way: Callable[[int, Sequence[Any]], None]) -> str:
+    with mock.patch.object(recorder, "PATIENCE_S", 0.1), mock.patch.object(recorder, "_SHOW_AFTER_S", 0.2):
+        models = [_model(over), _model(over)]
+        with pytest.raises(CommunicationError, match="Join") as caught:
+            way(context.rank, models)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("over", "way", "does"),
+    [
+        ("shared memory", _another_model_first, "of another model"),  # sockets take the message of the other model
+        ("shared memory", _another_model_on_one_rank, "has started another"),
+        ("sockets", _another_model_on_one_rank, "has started another"),
+    ],
+)
+def test_ranks_that_are_in_different_models_raise(ranks: Any, over: str, way: Any, does: str) -> None:
+    """A teacher and a student, an actor and a critic: each rank would wait for the other one until the timeout."""
+    told = ranks(2).run(_caught_in_models, over, way)
+    assert any(does in each for each in told), told
 
 
 @pytest.mark.parametrize("over", TRANSPORTS)
