@@ -15,7 +15,7 @@ part of communication. Nothing is measured outside of `trace`. torch.profiler sh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -45,16 +45,15 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         ShardingError: `model` is not sharded.
     """
     recorder = _Recorder(engine_of(model))
-    hooks = [
-        register_optimizer_step_pre_hook(skip(lambda *_: recorder.on_event(StepEvent.OPTIMIZER_BEGINS, None))),
-        register_optimizer_step_post_hook(skip(lambda *_: recorder.on_event(StepEvent.OPTIMIZER_ENDS, None))),
-    ]
-    try:
-        with recorder.streams.observed_by(recorder):
-            yield recorder.trace
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def noting(event: StepEvent) -> Callable[..., None]:
+        return skip(lambda *_: recorder.on_event(event, None))
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(noting(StepEvent.OPTIMIZER_BEGINS)).remove)
+        stack.callback(register_optimizer_step_post_hook(noting(StepEvent.OPTIMIZER_ENDS)).remove)
+        stack.enter_context(recorder.streams.observed_by(recorder))
+        yield recorder.trace
     recorder.finish()
 
 
