@@ -172,13 +172,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         gathered = super().gather(tensor)
         if not self._takes_rows:
             return gathered
-        ranks = self._ranks_of_rows()
-
-        def take(rows: torch.Tensor) -> torch.Tensor:
-            taken: torch.Tensor = rows.unflatten(0, (self.num_processes, -1))[ranks].flatten(0, 1)
-            return taken
-
-        return recursively_apply(take, gathered)
+        ranks, shape = self._ranks_of_rows(), (self.num_processes, -1)
+        return recursively_apply(lambda rows: rows.unflatten(0, shape)[ranks].flatten(0, 1), gathered)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As in accelerate: each row once, although ranks along the axis "tp" have the same rows."""
