@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -23,19 +23,19 @@ from streamshard.build import Checked, check_model, plan_engine
 from streamshard.comm.communicator import PlannedRanks
 from streamshard.config import GradSlots, SlotCount
 from streamshard.core.engine import Engine
+from streamshard.core.params import FlatParam
 from streamshard.core.unit import Unit
 from streamshard.dtensors import axes_of, mark_experts
 from streamshard.errors import ConfigError
 from streamshard.initialise import takes
 from streamshard.layer_major import HAS_DTENSORS, refuse_accumulation
 from streamshard.layer_major.sums import Sums
-from streamshard.planning.discovery import ResidentArgument, UnitsArgument
-from streamshard.planning.structure import list_of
+from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument
+from streamshard.planning.structure import list_of, modules_inside
 from streamshard.tools.activations import Activations, Build, estimate_activations
 from streamshard.tools.fit import Room, Stage, fewer_tokens, fewest_ranks
-from streamshard.tools.host_time import Step, StepTime, predict
+from streamshard.tools.host_time import Exchanged, HostBytes, Load, Step, StepTime, predict
 from streamshard.tools.memory import report_memory
-from streamshard.tools.plan_step import exchanged_of, gathers_of, inputs_of, load_of
 from streamshard.torch_private import fake_ranks
 
 BuildOnMesh = Callable[[DeviceMesh], nn.Module]
@@ -151,11 +151,11 @@ class Planner(NamedTuple):
         Raises:
             ConfigError: nothing is copied from host memory, and nothing accumulated.
         """
-        load = load_of(self.model, self.checked.found, tokens, step)
+        load = _load_of(self.model, self.checked.found, tokens, step)
         loads = [load, dataclasses.replace(load, is_layer_major=True)][: 1 + self.is_layer_major]
         machine = dataclasses.replace(step.machine, ranks=min(step.machine.ranks, self.ranks.world_size))
         if self.checked.settings.offload is not None:
-            inputs = inputs_of(self.engine(weight_slots=stage.weight_slots, grad_slots=None))
+            inputs = _inputs_of(self.engine(weight_slots=stage.weight_slots, grad_slots=None))
             return [predict(inputs, each, machine) for each in loads]
         if self.accumulate is None:
             told = 'a step without offload copies nothing from host memory: give offload="state", or accumulate'
@@ -183,7 +183,7 @@ class Planner(NamedTuple):
     def stage(self, name: str, weights: SlotCount, grads: GradSlots = None, **settings: Any) -> Stage:
         """Memory and communication with so many slots, and some other settings."""
         engine = self.engine(weight_slots=weights, grad_slots=grads, **settings)
-        exchanged = loop = exchanged_of(engine)
+        exchanged = loop = _exchanged_of(engine)
         if self.is_layer_major:
             for flat in (flat for unit in engine.units for flat in unit.trained if flat.is_main_in_slot):
                 flat.leave_slot()  # the first steps are loops, which add to main grads
@@ -191,8 +191,8 @@ class Planner(NamedTuple):
         report = report_memory(engine)
         if engine.sums is not None:
             engine.sums.swap()  # gradients are sent from there
-            exchanged = exchanged_of(engine)
-        visits = itertools.chain(*gathers_of(engine))
+            exchanged = _exchanged_of(engine)
+        visits = itertools.chain(*_gathers_of(engine))
         gathered = [flat for unit in visits for flat in unit.flat_params if flat.layout.params]
         reduced = [flat for unit in engine.units for flat in unit.trained]
         gathered, reduced = ([flat for flat in each if flat.ranks.world_size > 1] for each in (gathered, reduced))
@@ -287,3 +287,69 @@ def _check_parts(model: nn.Module, ranks: Ranks) -> Sequence[int]:
         wanted = f"tp={found}, or ep={found} if they are experts" if found > 1 else "neither of the two"
         raise ConfigError(f"tp={ranks.tp}, ep={ranks.ep}: the model has {what}: wanted {wanted}")
     return () if axis is None else axis.ranks
+
+
+# -- a step: see `streamshard.tools.host_time` ------------------------------------------------------------------------
+
+
+def _load_of(model: nn.Module, found: Sequence[FoundUnit], tokens: tuple[int, int], step: Step) -> Load:
+    """The load of a rank that trains `model`, with the units `found`, in a loop over micro-batches of `tokens`."""
+    tables = [module for module in modules_inside(model) if isinstance(module, nn.Embedding)]
+    others = [module for module in modules_inside(model) if not isinstance(module, nn.Embedding)]
+    params = {param for module in others for param in module._parameters.values() if param is not None}
+    used = sum(param.numel() for param in params)
+    trained = sum(param.numel() for param in params if param.requires_grad)
+    share = 1.0 if step.active is None else step.active / used
+    layers = sum(len(each.modules) for each in found if not each.is_resident)
+    width = max((table.embedding_dim for table in tables), default=0)
+    return Load(share * used, share * trained, layers, width, *tokens, step.micro_batches, step.is_checkpointed)
+
+
+def _gathers_of(engine: Engine) -> tuple[list[Unit], list[Unit]]:
+    """The units that a forward and a backward all-gather, from the second step on."""
+    plan, units = engine.plan, engine.units
+    content: dict[int, int] = {}
+    for _ in range(2):
+        # Frozen weights in host memory do not change. Gradients have taken the slots of trained units.
+        content = {
+            slot: unit for slot, unit in content.items() if units[unit].host is not None and not units[unit].trained
+        }
+        forward = plan.gathers(range(len(units)), content)
+        backward = plan.gathers(reversed(range(len(units))), content, plan.weightless)
+    return [units[unit] for unit in forward], [units[unit] for unit in backward]
+
+
+def _inputs_of(engine: Engine) -> HostBytes:
+    """What the rank of a planned engine has in host memory."""
+    forward, backward = _gathers_of(engine)
+
+    def size(flats: Iterable[FlatParam]) -> int:
+        return sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in flats)
+
+    def flats(units: Iterable[Unit]) -> Iterator[FlatParam]:
+        return (flat for unit in units if unit.host is not None for flat in unit.flat_params)
+
+    trained = [flat for flat in flats(engine.units) if flat.kind.trains]
+    return HostBytes(
+        trained=sum(flat.layout.shard_numel for flat in trained),
+        cast=size(flat for flat in trained if flat.kind.wire_dtype is not flat.kind.main_dtype),
+        first_forward=size(flat for flat in flats(forward) if not flat.kind.trains),
+        forward=size(flats(forward)),
+        backward=size(flats(backward)),
+    )
+
+
+def _exchanged_of(engine: Engine) -> Exchanged:
+    """What the rank of a planned engine sends, with gradients in the slots that units have now."""
+
+    def sent(flat: FlatParam, dtype: torch.dtype) -> int:
+        # Each other rank receives this rank's shards, and chunks of this rank's gradients.
+        return (flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize
+
+    forward, backward = (
+        sum(sent(flat, flat.kind.wire_dtype) for unit in units for flat in unit.flat_params)
+        for units in _gathers_of(engine)
+    )
+    reduced = [flat for unit in engine.units for flat in unit.trained]
+    grads = sum(sent(flat, flat.ranks.transport.sent_dtype(flat.kind.mode, flat.grads.dtype)) for flat in reduced)
+    return Exchanged(forward, backward, grads, engine.plan.keeps_weights, engine.plan.keeps_grads)
