@@ -14,8 +14,9 @@ The watchdog, a thread (`streamshard.comm.ranks`), looks twice a second whether 
 - On devices no host waits for collectives. There a rank counts as waiting when it has issued nothing for 30 seconds.
 
 A missing rank may stand in a collective of another model, and wait for this one there. All ranks call the collectives
-of all models in one order. So if a missing rank has issued more of another model's collectives than this rank, or has
-started another model, neither can go on, and the watchdog ends the wait.
+of all models in one order. So if a missing rank has started another model, neither can go on, and the watchdog ends the
+wait. So it does if the missing rank has waited for 30 seconds in another model, of which it has issued more collectives
+than this rank. (If a rank skips layers, orders may differ for a while in a backward through two models.)
 
 A missing rank may stand in another library's collective (``accelerator.gather``, ``dist.barrier()``) and wait for this
 one. torch counts the collectives of the default process group, which all ranks call in one order. So if a missing rank
@@ -95,6 +96,7 @@ class Shown(NamedTuple):
         place: the line of its script that the rank has reached, see `line_reached`.
         has_left: the rank's model is gone, so that nothing follows.
         models: the number of models that the rank has started on these ranks.
+        is_waiting: its host waits for other ranks.
     """
 
     entries: Mapping[int, Entry]
@@ -104,6 +106,7 @@ class Shown(NamedTuple):
     place: str = ""
     has_left: bool = False
     models: int = 0
+    is_waiting: bool = False
 
     @classmethod
     def of(cls, log: IssueLog) -> Shown:
@@ -197,7 +200,7 @@ class FlightRecorder:
             self._write(shown)
 
     def _write(self, shown: Shown) -> None:
-        shown = shown._replace(place=line_reached(), models=_started[self._members])
+        shown = shown._replace(place=line_reached(), models=_started[self._members], is_waiting=bool(self.log.waits))
         self._ask("set", f"{self._key}{self._rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
 
     def leave(self) -> None:
@@ -253,7 +256,10 @@ class FlightRecorder:
             if other is None or other is self or other._members != self._members:
                 continue
             theirs, later = other._read().get(peer), self._read().get(peer)  # in this order: `peer` may go on meanwhile
-            if theirs is not None and theirs.total > other.log.count and later is not None and later.total < total:
+            if theirs is None or later is None or not theirs.is_waiting:
+                continue
+            idle_s = time.time() - max(theirs.time_s, later.time_s)
+            if theirs.total > other.log.count and later.total < total and idle_s > _REPORT_AFTER_S:
                 return f"{theirs.last(other.names)} of another model"
         return None
 

@@ -129,7 +129,8 @@ def _another_model_on_one_rank(rank: int, models: Sequence[Any]) -> None:
 
 
 def _caught_in_models(context: RankContext, over: str, way: Callable[[int, Sequence[Any]], None]) -> str:
-    with mock.patch.object(recorder, "PATIENCE_S", 0.1), mock.patch.object(recorder, "_SHOW_AFTER_S", 0.2):
+    patience = {"PATIENCE_S": 0.1, "_SHOW_AFTER_S": 0.2, "_REPORT_AFTER_S": 0.5}
+    with mock.patch.multiple(recorder, **patience):
         models = [_model(over), _model(over)]
         with pytest.raises(CommunicationError, match="Join") as caught:
             way(context.rank, models)
