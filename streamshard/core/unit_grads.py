@@ -32,7 +32,7 @@ from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
 from streamshard.guards.sharded_tensor import WHY_EARLIER, Life
-from streamshard.torch_private import AsTensors, get_grad, set_grad, storage_uses
+from streamshard.torch_private import AsTensors, get_grad, set_grad, storage_uses, tensor_uses
 
 _REFERENCES = 1 + max(map(getrefcount, [object()]))  # to `Param.given` in Python: in the parameter and a list
 _ATTRIBUTES = 2  # of a gradient: its piece and its life
@@ -255,8 +255,8 @@ class UnitGrads:
             given = [param.given for param in self.params if param.given is not None]
             own = len(self.trained) + len(given)  # tensors in the memory of main grads
             is_alone = sum(storage_uses(flat.main_grads) for flat in self.trained) == own
-            # A graph that refers to one notices by its version.
             is_alone = is_alone and {*map(getrefcount, given)} == {_REFERENCES}
+            is_alone = is_alone and {*map(tensor_uses, given)} == {1}  # by graphs; torch 2.13 counts both
             is_alone = is_alone and {*map(len, map(vars, given))} == {_ATTRIBUTES}
         if not is_alone:
             self._end_life()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_tensor import ShardedTensor
-from tests.models import Stack
+from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, case, counted_collectives, full_grads, full_weights, stack_step
 
@@ -279,6 +279,16 @@ def test_gradients_that_nobody_keeps_serve_again(context: RankContext) -> None:
     step_again()
     weight.grad.zero_()
     assert torch.equal(plain, values)
+    step_again()
+    factor = torch.ones_like(plain, requires_grad=True)
+    with torch._C.DisableTorchFunctionSubclass():
+        penalty = (factor * weight.grad).sum()
+    model.zero_grad()
+    with torch.no_grad():
+        model(vector_batch(0, 0))
+    penalty.backward()  # its graph has the earlier gradient
+    assert factor.grad is not None and torch.equal(factor.grad, values)
+    step_again()
     weight.grad.mark = True
     step_again()
     assert not hasattr(weight.grad, "mark")
