@@ -128,6 +128,16 @@ def _another_model_on_one_rank(rank: int, models: Sequence[Any]) -> None:
     models[0](vector_batch(0, rank))
 
 
+def _first_layers_left_out(rank: int, models: Sequence[Any]) -> None:
+    """In a backward through both models, by one rank. It reduces these layers last, behind the inner model's."""
+    inner, outer = models
+    for step in range(3):
+        if step == 2 and rank == 1:
+            outer.route = range(2, 5)
+        x = vector_batch(step, rank)
+        outer(x * inner(x)).sum().backward()
+
+
 def _caught_in_models(context: RankContext, over: str, way: Callable[[int, Sequence[Any]], None]) -> str:
     patience = {"PATIENCE_S": 0.1, "_SHOW_AFTER_S": 0.2, "_REPORT_AFTER_S": 0.5}
     with mock.patch.multiple(recorder, **patience):
@@ -141,6 +151,7 @@ def _caught_in_models(context: RankContext, over: str, way: Callable[[int, Seque
     ("over", "way", "does"),
     [
         ("shared memory", _another_model_first, "of another model"),  # sockets take the message of the other model
+        ("shared memory", _first_layers_left_out, "of another model"),
         ("shared memory", _another_model_on_one_rank, "has started another"),
         ("sockets", _another_model_on_one_rank, "has started another"),
     ],
