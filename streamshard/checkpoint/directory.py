@@ -195,42 +195,30 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
 
     Raises:
         CheckpointError: on every rank; says why the checkpoint `root`, or each checkpoint in `root`, is not intact.
-            Names the newest intact checkpoint beside the checkpoint `root`.
     """
-    files, failed = _newest_intact(root, ranks)
-    if files is not None:
-        _warn(failed if ranks.is_first else {})
-        return files, failed
-    error = CheckpointError(failed[root]) if root in failed else no_checkpoint(root, failed)
-    if root in failed or is_named_as_ours(root):
-        path = Path(os.path.abspath(root))
-        with contextlib.suppress(CheckpointError):  # the error about `root` matters more
-            files, _ = _newest_intact(path.parent, ranks, without=path)
-    advice = "" if files is None else f". The newest intact checkpoint beside it is {files.root}"
-    raise CheckpointError(f"{error}{advice}")
-
-
-def _newest_intact(
-    root: Path, ranks: RankGroup, without: Path | None = None
-) -> tuple[CheckpointFiles | None, dict[Path, str]]:
-    """The checkpoint `root`, or the newest intact one in the directory `root`; and why others are passed over."""
 
     def find() -> list[tuple[Path, str]]:
         if is_checkpoint(root):
             return [(root, "")]
-        return [(each.path, each.wrong) for each in reversed(survey(root)) if each.path != without]
+        return [(each.path, each.wrong) for each in reversed(survey(root))]
 
     failed: dict[Path, str] = {}
     for path, wrong in run_on_first(ranks, f"load {root}", find):
         if not wrong:
             try:
-                return open_verified(path, ranks), failed
+                files = open_verified(path, ranks)
             except CheckpointError as error:  # the same on all ranks
                 if is_gone(path, ranks):
-                    return _newest_intact(root, ranks, without)
+                    return open_intact(root, ranks)
                 wrong = str(error)
+            else:
+                _warn(failed if ranks.is_first else {})
+                return files, failed
         failed[path] = wrong
-    return None, failed
+    if root not in failed:
+        raise no_checkpoint(root, failed)
+    parent = root.absolute().parent
+    raise CheckpointError(f"{failed[root]}. Give its directory, {parent}, for the newest intact checkpoint in there")
 
 
 def is_gone(path: Path, ranks: RankGroup) -> bool:

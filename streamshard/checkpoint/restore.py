@@ -90,8 +90,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on every rank, before any weight changes. Names all parameters that do not fit, an object that
-            differed between another number of ranks, or the damaged file of each checkpoint that was tried, and the
-            newest intact checkpoint beside a damaged one.
+            differed between another number of ranks, or the damaged file of each checkpoint that was tried.
         ConfigError: an argument that cannot work.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """

@@ -216,7 +216,7 @@ def test_a_directory_converts_its_newest_intact_checkpoint(tmp_path: Path) -> No
     (file,) = path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert to_dcp(tmp_path / "run", tmp_path / "out").name == "checkpoint-1"
-    with pytest.raises(CheckpointError, match="newest intact checkpoint beside it is .*checkpoint-1"):
+    with pytest.raises(CheckpointError, match="for the newest intact checkpoint in there"):
         to_dcp(path, tmp_path / "other")
 
 

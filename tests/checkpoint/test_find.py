@@ -8,7 +8,6 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -198,9 +197,13 @@ def test_the_newest_intact_checkpoint_is_opened_and_newer_ones_are_named(
     assert f"{MANIFEST_NAME}: No such file" in passed_over[paths[2]]
     assert caplog.messages == [f"passed over {path}: {why}" for path, why in passed_over.items()]
     for path in paths[2:]:
-        why = passed_over[path] if path != paths[2] else f"{path} holds no whole checkpoint"
-        with pytest.raises(CheckpointError, match=f"{why}.* newest intact .* is {paths[1]}$"):
+        told = f"{passed_over[path]}. Give its directory, {tmp_path}, for the newest intact checkpoint in there"
+        with pytest.raises(CheckpointError) as caught:
             open_intact(path, alone)
+        if path == paths[2]:
+            assert str(caught.value).startswith(f"{path} holds no whole checkpoint")
+        else:
+            assert str(caught.value).endswith(told)
     _flip(paths[1])
     with pytest.raises(CheckpointError, match=".*".join(f"checkpoint-{number}/" for number in (3, 5, 2, 1))):
         open_intact(tmp_path, alone)
@@ -231,20 +234,3 @@ def test_a_checkpoint_that_another_run_deletes_meanwhile_gives_way_to_the_newer_
     with mock.patch.object(holder, moment, raced):
         loaded = load_checkpoint(tmp_path / "run", StreamShard(Stack(), precision=FP32, min_unit_size=1 << 30))
     assert (loaded["step"], loaded.passed_over) == (3, {})
-
-
-def test_an_error_beside_a_damaged_checkpoint_does_not_hide_its_own(tmp_path: Path) -> None:
-    path = put(tmp_path, 1)
-    _flip(path)
-    with (
-        failing(tmp_path, errno.EIO),
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(CheckpointError, match=r"its checksums differ from those in the manifest$"),
-    ):
-        patch.setattr(os, "listdir", partial(_fail, errno.EIO))
-        patch.setattr(os, "scandir", partial(_fail, errno.EIO))
-        open_intact(path, RankGroup())
-
-
-def _fail(code: int, *_: Any) -> None:
-    raise OSError(code, os.strerror(code))
