@@ -7,7 +7,6 @@ wrapper as an ordinary optimizer. A wrapper looks up the inner optimizer's param
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.comm.ranks import run_on_all_ranks
+from streamshard.comm.ranks import raise_if
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of
 from streamshard.device import on_device
@@ -141,9 +140,18 @@ class DistributedOptimizer(WrappedOptimizer):
                 stepped. You can continue with these weights, or load a checkpoint.
             CommunicationError: a rank has died, or did not step.
         """
-        step = functools.partial(super().step, *args, **kwargs)
+        ranks = self.engine.ranks
         with self.lock, on_device(self.engine.streams.device):
-            return run_on_all_ranks(self.engine.ranks, "step the optimizer", step, OptimizerError)
+            result, error = None, None
+            try:
+                result = super().step(*args, **kwargs)
+            except Exception as raised:
+                if ranks.failure is not None:  # this rank cannot tell other ranks
+                    raise
+                error = raised
+            if ranks.any_rank(error is not None):
+                ranks.gather_results("step the optimizer", lambda: raise_if(error), OptimizerError)
+            return result
 
 
 class LocalSGD(WrappedOptimizer):
