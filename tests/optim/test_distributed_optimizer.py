@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 import threading
@@ -85,19 +84,17 @@ class Hesitant(Optimizer):
             param.copy_(value)
 
 
-def _steps_in_threads_equal_serial_ones(context: RankContext, is_locked: bool) -> bool:
-    """Whether weights are the same to the bit. The threads have two optimizers to share."""
+@on_ranks(2)
+def test_concurrent_steps_equal_serial_ones(context: RankContext) -> None:
+    """To the bit. The threads have two optimizers to share."""
     serial, threaded = _sharded(context), _sharded(context)
     for model in (serial, threaded):
         _backward(model, 0, context.rank)
     optimizer = DistributedOptimizer(Hesitant(serial.parameters(), 0), serial)
     for _ in range(THREADS):
         optimizer.step()
-    hesitant = Hesitant(threaded.parameters(), 100 if is_locked else 100_000)
+    hesitant = Hesitant(threaded.parameters(), 100)
     optimizers = [DistributedOptimizer(hesitant, threaded) for _ in range(2)]
-    if not is_locked:
-        for each in optimizers:
-            each.lock = contextlib.nullcontext()  # type: ignore[assignment]
     start = threading.Barrier(THREADS)
 
     def step(number: int) -> None:
@@ -107,18 +104,7 @@ def _steps_in_threads_equal_serial_ones(context: RankContext, is_locked: bool) -
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(step, range(THREADS)))
     wanted, found = full_weights(serial), full_weights(threaded)
-    return all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@on_ranks(2)
-def test_concurrent_steps_equal_serial_ones(context: RankContext) -> None:
-    assert _steps_in_threads_equal_serial_ones(context, is_locked=True)
-
-
-@on_ranks(2)
-def test_without_the_lock_concurrent_steps_are_lost(context: RankContext) -> None:
-    """The test above can fail: here steps overwrite each other."""
-    assert not _steps_in_threads_equal_serial_ones(context, is_locked=False)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # -- errors -------------------------------------------------------------------------------------------------------
