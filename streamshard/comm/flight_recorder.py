@@ -16,7 +16,8 @@ The watchdog, a thread (`streamshard.comm.ranks`), looks twice a second whether 
 A missing rank may stand in a collective of another model, and wait for this one there. All ranks call the collectives
 of all models in one order. So if a missing rank has started another model, neither can go on, and the watchdog ends the
 wait. So it does if the missing rank has waited for 30 seconds in another model, of which it has issued more collectives
-than this rank. (If a rank skips layers, orders may differ for a while in a backward through two models.)
+than this rank; on devices hosts do not wait. (If a rank skips layers, orders may differ for a while in a backward
+through two models.)
 
 A missing rank may stand in another library's collective (``accelerator.gather``, ``dist.barrier()``) and wait for this
 one. torch counts the collectives of the default process group, which all ranks call in one order. So if a missing rank

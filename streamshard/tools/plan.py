@@ -201,22 +201,28 @@ def plan(
         what = "mesh: a plan is of the ranks that share one replica of the model, world_size says how many"
         raise ConfigError(f"{what}, and replicas how many replicas there are")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
-    tokens = tokens_of(batch, seq)
-    if step is not None and (tokens is None or tp * ep * replicas > 1):
-        raise ConfigError(
-            "the time of a step is predicted with batch and seq, and without tp, ep and replicas, whose exchanges no "
-            "plan knows"
-        )
-    if step is not None and accumulate is not None:
-        if step.micro_batches not in (1, accumulate):
-            raise ConfigError(f"micro_batches={step.micro_batches}, accumulate={accumulate}: wanted one of the two")
-        step = dataclasses.replace(step, micro_batches=accumulate)
-    with planning(model, Ranks(world_size, tp, ep, transport, replicas), units, resident, given, accumulate) as planner:
+    tokens, ranks = tokens_of(batch, seq), Ranks(world_size, tp, ep, transport, replicas)
+    step = None if step is None else _step_of(step, ranks, tokens, accumulate)
+    with planning(model, ranks, units, resident, given, accumulate) as planner:
         planned = _plan(planner, weight_slots, budget_bytes, tokens)
         if step is None or tokens is None:
             return planned
         *loop, timed = planner.times(step, tokens, planned.timed)
         return dataclasses.replace(planned, step=timed, loop=loop[0] if loop else None)
+
+
+def _step_of(step: Step, ranks: Ranks, tokens: tuple[int, int] | None, accumulate: int | None) -> Step:
+    """`step` with `accumulate` micro-batches. For errors see `plan`."""
+    if tokens is None or ranks.tp * ranks.ep * ranks.replicas > 1:
+        raise ConfigError(
+            "the time of a step is predicted with batch and seq, and without tp, ep and replicas, whose exchanges no "
+            "plan knows"
+        )
+    if accumulate is None:
+        return step
+    if step.micro_batches not in (1, accumulate):
+        raise ConfigError(f"micro_batches={step.micro_batches}, accumulate={accumulate}: wanted one of the two")
+    return dataclasses.replace(step, micro_batches=accumulate)
 
 
 def _plan(planner: Planner, weight_slots: int | None, budget_bytes: int | None, tokens: tuple[int, int] | None) -> Plan:
