@@ -60,7 +60,7 @@ class Param:
         flat_main_grads: [shard_numel] fp32, of the flat parameter; may have no memory (`FlatParam.may_drop`).
         lookups: gradients of outputs of an embedding, of which its gradient is made.
         given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made.
-        was_given: `given` is ``.grad``, or was since its `Life` began or was found to have no other holder.
+        was_given: `given` has been ``.grad`` since it was made, or since `UnitGrads` last found no other holder of it.
     """
 
     unsharded: UnshardedParameter
