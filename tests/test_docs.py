@@ -148,7 +148,7 @@ _SET_UP = {
     """,
     "docs/guide/peft.md": """
         PeftModel = importorskip("peft").PeftModel
-        base, directory = model, "adapter"
+        base, directory = model, f"adapter-{torch.distributed.get_rank()}"  # the page has one process
         importorskip("peft").get_peft_model(model, importorskip("peft").LoraConfig()).save_pretrained(directory)
         base = type(model)(config)
     """,
