@@ -4,7 +4,8 @@
 
 Measured, on 2 and 4 CPU ranks: the most bytes that tensors of one rank hold in the third step of a small Llama, with
 two tokens, so that activations are small (see `_live.LiveBytes`). Layers compute in bf16, gradients are summed in fp32,
-AdamW is fused. DDP computes under autocast, and keeps gradients in its buckets (``gradient_as_bucket_view``).
+AdamW is fused. DDP computes under autocast, and keeps gradients in its buckets (``gradient_as_bucket_view``). FSDP2 and
+StreamShard are measured once more with steps inside backward: a hook on each parameter steps it.
 
 Computed for Llama 3 8B over NCCL, at the peak and at the start of backward, by `peak_bytes`: from `streamshard.plan`
 for StreamShard, formulas for the others.
@@ -17,7 +18,7 @@ import argparse
 import itertools
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,21 +103,37 @@ def _fsdp2(model: Any) -> nn.Module:
 
 
 SYSTEMS: dict[str, Callable[[Any], nn.Module]] = {"ddp": _ddp, "fsdp2": _fsdp2, "streamshard": StreamShard}
+MEASURED = (*((system, False) for system in SYSTEMS), ("fsdp2", True), ("streamshard", True))
 
 
-def _measure(rank: int, ranks: int, system: str, sizes: dict[str, int], directory: str) -> None:
+def _step_in_backward(params: Iterable[nn.Parameter]) -> None:
+    """Let a hook step each parameter, behind its gradient."""
+    optimizers = {param: torch.optim.AdamW([param], fused=True) for param in params}
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+
+
+def _measure(rank: int, ranks: int, system: str, is_in_backward: bool, sizes: dict[str, int], directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     model = SYSTEMS[system](build(**sizes))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if is_in_backward:
+        _step_in_backward(model.parameters())
     tokens = torch.tensor([[rank, 1]])
 
     def step() -> None:
         with torch.autocast("cpu", BF16, enabled=system == "ddp"):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if not is_in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
 
     for _ in range(2):  # from the second on, embedding and head take turns with StreamShard's layers
         step()
@@ -129,10 +146,11 @@ def _measure(rank: int, ranks: int, system: str, sizes: dict[str, int], director
     dist.destroy_process_group()
 
 
-def _measured(system: str, sizes: dict[str, int], ranks: int) -> int:
+def _measured(system: str, is_in_backward: bool, sizes: dict[str, int], ranks: int) -> int:
     """The most of all ranks."""
     with tempfile.TemporaryDirectory() as directory:
-        multiprocessing.spawn(_measure, (ranks, system, sizes, directory), nprocs=ranks)  # type: ignore[no-untyped-call]
+        arguments = ranks, system, is_in_backward, sizes, directory
+        multiprocessing.spawn(_measure, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
         return max(int(json.loads(Path(directory, f"{rank}.json").read_text())) for rank in range(ranks))
 
 
@@ -147,15 +165,13 @@ def main() -> None:
     arguments = parser.parse_args()
     small = {**SMALL, "layers": arguments.layers}
     measured: dict[str, dict[str, Any]] = {}
-    for ranks, system in itertools.product(arguments.measured_ranks, SYSTEMS):
-        computed_bytes = peak_bytes(system, small, ranks, "gloo").peak
-        found = {"measured_bytes": _measured(system, small, ranks), "computed_bytes": computed_bytes}
-        measured[f"{system}, {ranks} ranks"] = found
-        print(
-            f"{ranks} ranks, {system:11}",
-            *(f"{name} {count / 1e6:.2f} MB" for name, count in found.items()),
-            flush=True,
-        )
+    for ranks, (system, is_in_backward) in itertools.product(arguments.measured_ranks, MEASURED):
+        found = {"measured_bytes": _measured(system, is_in_backward, small, ranks)}
+        if not is_in_backward:
+            found["computed_bytes"] = peak_bytes(system, small, ranks, "gloo").peak
+        name = f"{system}, {ranks} ranks" + ", steps inside backward" * is_in_backward
+        measured[name] = found
+        print(f"{name:42}", *(f"{key} {count / 1e6:.2f} MB" for key, count in found.items()), flush=True)
     both = {
         f"{ranks} ranks": {system: peak_bytes(system, LLAMA_3_8B, ranks, "nccl") for system in SYSTEMS}
         for ranks in arguments.ranks

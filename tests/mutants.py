@@ -326,6 +326,20 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
         ("UsedParams._fetch_steps", Swap("non_blocking=True", "non_blocking=False"), "gpu:pinned"),
         ("Reductions.start", Drop("self.replicas.finish_average(unit)"), "replicas"),
+        ("Reductions.start", Drop("if unit.grads.is_early"), "step_in_backward:parts"),
+        (
+            "Reductions.start",
+            Swap("before is not None and self.is_open", "before is not None"),
+            "step_in_backward:collectives",
+        ),
+        ("Reductions.complete", Drop("works += self._next[1].works"), "step_in_backward:units"),
+        (
+            "Reductions._give_early",
+            Swap("(ranks.in_hook())", "(contextlib.nullcontext())"),
+            "step_in_backward:collectives",
+        ),
+        ("Reductions._give_early", Drop("unit.grads.drop_early()"), "step_in_backward:units"),
+        ("Reductions._look_for_hooks", Swap("and self.replicas is None", ""), "step_in_backward:replicas"),
         (
             "Reductions.start",
             Swap(

@@ -21,6 +21,7 @@ from streamshard import LocalSGD, Precision, StreamShard
 from streamshard.comm.streams import Rule
 from streamshard.core import late_step
 from tests.models import vector_batch
+from tests.optim.test_step_in_backward import step_in_hooks
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import Call, adamw, stack_step
@@ -102,6 +103,13 @@ def _local(model: Any, context: RankContext) -> None:
         optimizer.zero_grad()
 
 
+def _stepping(model: Any, context: RankContext) -> None:
+    """Hooks step inside backward."""
+    step_in_hooks(model)
+    for step in range(2):
+        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+
+
 Run = Callable[[Any, RankContext], None]
 IN_ORDER = Precision(sums_in_rank_order=True)
 _SLOTS: dict[str, Any] = {"weight_slots": "all"}
@@ -111,7 +119,7 @@ _RUNS: dict[str, tuple[tuple[Run, dict[str, Any]], ...]] = {
     "core/engine": ((_skipping, {}),),
     "core/forward": ((_plain, {}),),
     "core/host": ((_plain, _OFFLOAD), (_skipping, _OFFLOAD)),
-    "core/reductions": ((_plain, {}), (_accumulating, _SLOTS)),
+    "core/reductions": ((_plain, {}), (_accumulating, _SLOTS), (_stepping, {})),
     "core/replicas": ((_adding, {}), (_adding, {"precision": IN_ORDER}), (_local, {})),
     "core/slots": ((_plain, {}), (_plain, _SLOTS), (_routed, {})),
     "core/unit": ((_plain, {}), (_plain, _OFFLOAD)),

@@ -16,7 +16,7 @@ from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Fence, RankWait, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, AloneTransport, Gather, Transport
 from streamshard.device import serves
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, ShardingError
 
 
 class Communicator(RankGroup):
@@ -45,6 +45,7 @@ class Communicator(RankGroup):
 
     transport: Transport
     counts_copies = counts_parts = True
+    _is_in_hook = False
     n_parts, axis = 1, 0
 
     def __init__(
@@ -133,11 +134,13 @@ class Communicator(RankGroup):
             full: [N * n] receives the parts of all ranks of the shard group, same dtype.
             tag: index of the flat parameter whose data these are.
         """
+        self.refuse_in_hook()
         with self.waiting("a gather of full tensors"), self._beside_compute("full tensors") as works:
             works.append(self.transport.start_gather(Gather(shard, full, tag, is_published=False)))
 
     def exchange_now(self, exchange: AllToAll) -> None:
         """All-to-all of the shard group outside of steps. On return the compute stream can use the result."""
+        self.refuse_in_hook()
         with self.waiting("an exchange of pieces"), self._beside_compute("pieces") as works:
             works.append(self.transport.start_all_to_all(exchange))
 
@@ -203,8 +206,31 @@ class Communicator(RankGroup):
 
     def talk(self, action: str, kind: RecordKind) -> RankWait:
         """See `RankGroup.talk`."""
+        self.refuse_in_hook()
         self.transport.before_talk()
         return super().talk(action, kind)
+
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """A hook of the user's runs, for a gradient that other ranks may have at another moment, or not at all."""
+        self._is_in_hook = True
+        try:
+            yield
+        finally:
+            self._is_in_hook = False
+
+    def refuse_in_hook(self) -> None:
+        """A collective outside of the model's passes is about to begin: raise in a hook of the user's.
+
+        Raises:
+            ShardingError: names the alternatives.
+        """
+        if self._is_in_hook:
+            raise ShardingError(
+                "a hook of register_post_accumulate_grad_hook wants a norm, a sum or elements of other ranks. It runs "
+                "inside backward, on each rank at another moment: read p.grad.norm() after backward(), clip and step "
+                "whole parameters after it, or use each element by itself in the hook"
+            )
 
     def close(self, *, users_too: bool = False) -> None:
         """See `RankGroup.close`. Ends the transport's waits too."""

@@ -21,10 +21,11 @@ from typing import NoReturn
 
 from streamshard.comm.streams import StepEvent
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
+from streamshard.core.reductions import call_hooks
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, log
 from streamshard.planning.program import Schedule
-from streamshard.torch_private import AsTensors, graph_task_id, is_profiled
+from streamshard.torch_private import graph_task_id, is_profiled
 
 _LETS_GO_WITHIN_S = 1.0  # after an exception, how long autograd may hold the callback of its backward
 
@@ -51,6 +52,7 @@ class Backward(Phase):
         self.task = graph_task_id()
         self._engine = engine
         self._computing: Unit | None = None  # its backward is running
+        self._follows_step = False  # an optimizer has stepped since the last backward
         is_local = not engine.is_synced and not engine.is_whole
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
         replicas = engine.reductions.replicas
@@ -79,6 +81,8 @@ class Backward(Phase):
             unit.copy_trainability()
             unit.grads.resume()
         engine.progress.is_unreached = False
+        self._follows_step = engine.progress.has_stepped
+        engine.progress.has_stepped = False  # hooks may step inside this backward
         engine.reductions.begin(
             is_synced=engine.is_synced,
             reduces=not self._leaves_unreduced,
@@ -239,19 +243,15 @@ class Backward(Phase):
         if self._leaves_unaveraged:
             engine.reductions.complete()
         if self._leaves_unreduced or self._leaves_unaveraged:
+            engine.progress.has_stepped |= self._follows_step
             for unit in engine.units:
                 unit.grads.leave(is_trainable=unit.is_trainable)
             engine.phase = None
             return
-        given = engine.reductions.finish(follows_step=engine.progress.has_stepped or engine.inputs.compares_steps)
-        engine.progress.has_stepped = False
+        given = engine.reductions.finish(follows_step=self._follows_step or engine.inputs.compares_steps)
         engine.phase = None
         engine.reductions.used.refuse_out_of_step()
-        for param in given:  # last: a hook may step and clear the gradient
-            with AsTensors():
-                hooks = param._post_accumulate_grad_hooks
-            for hook in (hooks or {}).values():
-                hook(param)
+        call_hooks(given)  # last: a hook may step and clear the gradient
 
     def recover(self) -> None:
         """See `Phase`. Discard all gradients of the model: some are incomplete.
@@ -266,6 +266,7 @@ class Backward(Phase):
                 return  # the backward runs in another thread
             time.sleep(0.01)
         engine = self._engine
+        engine.progress.has_stepped |= self._follows_step
         log.warning("a backward has ended with an exception: all gradients of the model are discarded. Repeat the step")
         try:
             if engine.ranks.failure is None:

@@ -3,6 +3,13 @@
 `Reductions` owns the reductions under way. `UsedParams` lets ranks agree on which parameters had a gradient. A
 parameter that no rank used keeps ``grad = None``, so the optimizer skips it, as under DistributedDataParallel. A CUDA
 rank that has used all parameters knows the answer, and does not wait for the exchange.
+
+[Note: steps inside backward]
+If a parameter has a hook of the user (``register_post_accumulate_grad_hook``), its unit gives gradients to the
+parameters that this rank has used as soon as they are reduced: when the reduction after it has started. If hooks clear
+``.grad``, as those that step an optimizer do, main grads of only two units have memory at once. Parameters that only
+other ranks have used follow at the end of the backward, as all do with slots for all units, state in host memory, and
+replicas. So hooks run in an order of this rank's own, and nothing in them may wait for other ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +30,7 @@ from streamshard.core.params import Param, use_of
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.core.unit_grads import GradState
-from streamshard.errors import ConfigError, RankMismatchError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors
 
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
     from streamshard.core.replicas import Replicas
 
 
+_sharded_of, _hooks_of = operator.attrgetter("sharded"), operator.attrgetter("_post_accumulate_grad_hooks")
 _EXTRA = 4  # numbers behind the flags of parameters, see `UsedParams`
 
 
@@ -60,6 +69,11 @@ class Reductions:
         self._made: set[int] = set()  # indices of units with new gradients
         self._others: dict[int, set[Any]] = {}  # by unit, further streams on which some were made
         self._under_way: list[Work | None] = []
+        self._hooked: set[int] = set()  # indices of units that give gradients early
+        self._next: tuple[Unit, Fence] | None = None  # gives its gradients next, behind the fence
+        what = "main grads given early"  # two reductions are under way at once
+        fences = [Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what) for _ in range(2)]
+        self._reduced = itertools.cycle(fences)
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
         self._finishing = ranks.waiting("the last reductions of a backward")
 
@@ -119,8 +133,18 @@ class Reductions:
         self._stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
         self._made.clear()
         self._others.clear()
+        self._next = None
+        self._look_for_hooks()
         if self.replicas is not None:
             self.replicas.begin(is_synced=is_synced)
+
+    def _look_for_hooks(self) -> None:
+        self._hooked.clear()
+        if self._reduces and self.replicas is None:
+            with AsTensors():
+                for unit in self._units:
+                    if unit.grads.may_give_early and any(map(_hooks_of, map(_sharded_of, unit.grads.params))):
+                        self._hooked.add(unit.index)
 
     def note(self, unit: int) -> None:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
@@ -140,6 +164,12 @@ class Reductions:
         self._made.discard(unit.index)
         if not (unit.is_trainable or unit.grads.has_unreduced) or not (self._reduces or is_new):
             return
+        if unit.grads.is_early and self.is_open:
+            raise ShardingError(
+                f"a hook of register_post_accumulate_grad_hook has got the gradients of {unit.name!r}, and the same "
+                "backward makes a second part of them, because it goes through two forwards: use non-reentrant "
+                "checkpoints (use_reentrant=False), call the same layers on all ranks, or run one backward per forward"
+            )
         # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             if self.replicas is not None:
@@ -149,9 +179,26 @@ class Reductions:
                 return
             adds = self.replicas is not None and self.replicas.receive(unit)
             works = unit.start_reduce(adds=adds)
-        self._under_way += works
+        before, self._next = self._next, None
+        if unit.index in self._hooked:
+            self._next = unit, next(self._reduced)
+            self._next[1].record(*works)
+        else:
+            self._under_way += works
         if self.replicas is not None:
             self.replicas.add(unit, works)
+        if before is not None and self.is_open:
+            self._give_early(*before)
+
+    def _give_early(self, unit: Unit, reduced: Fence) -> None:
+        """Give the gradients of the unit, which are reduced. See [Note: steps inside backward]."""
+        with unit.reducing:
+            reduced.wait()  # rule 7
+        with self.ranks.streams.on_device_stream(self._stream), contextlib.ExitStack() as stack:
+            for ranks in {self.ranks, *(flat.ranks for flat in unit.trained)}:
+                stack.enter_context(ranks.in_hook())
+            call_hooks(unit.grads.give_early())
+        unit.grads.drop_early()
 
     def collect(self, unit: Unit) -> None:
         """Copy the unit's gradients that are made into its slot, or add them there. They are not reduced."""
@@ -199,10 +246,22 @@ class Reductions:
             if self.replicas is not None:
                 self.replicas.finish()
             works, self._under_way = self._under_way, []
+            if self._next is not None:
+                works += self._next[1].works
             self._done.record(*works)
             if follows_step is not None:
                 self.used.start(follows_step)
             self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced
+
+
+def call_hooks(params: Iterable[nn.Parameter]) -> None:
+    """Call the user's hooks of `params`, which have a new gradient, as autograd does."""
+    params = list(params)
+    with AsTensors():
+        all_hooks = list(map(_hooks_of, params))
+    for param, hooks in zip(params, all_hooks, strict=True):
+        for hook in list((hooks or {}).values()):
+            hook(param)
 
 
 class UsedParams:

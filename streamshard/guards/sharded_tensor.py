@@ -416,8 +416,9 @@ _WHY = {
     "backward": _NO_GRAPH,
     "grad": f"{_NO_GRAPH}. For the gradient of a weight by itself (an adaptive loss weight) let the layer compute with "
     "copy = weight.clone(), and return the copy too: torch.autograd.grad(loss, copy, retain_graph=True)",
-    "register_hook": "Its gradient is made by a reduction, not in a graph. Call register_post_accumulate_grad_hook on "
-    "all ranks: the hook gets the parameter, and param.grad.norm() in it is the norm of the full gradient",
+    "register_hook": "Its gradient is made by a reduction, not in a graph. Call register_post_accumulate_grad_hook, "
+    "which gets the parameter, whose .grad is this rank's piece. After backward() param.grad.norm() is the norm of the "
+    "full gradient",
     "chunk": "Leave fully_shard out. Tensor and expert parallelism come first: parallelize the model before "
     "StreamShard(model)",
 }

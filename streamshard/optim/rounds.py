@@ -146,6 +146,7 @@ class Rounds:
         Raises:
             RankMismatchError: see `check`. On a CPU nothing was stepped; on a device the error is about the last step.
         """
+        self._ranks.refuse_in_hook()
         self.check()
         grads = {id(each): _flat_grad(each) for own in self._rounds for each in own.params}
         self._had_grads = {each.piece.name: grads[id(each)] is not None for own in self._rounds for each in own.params}
