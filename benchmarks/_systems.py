@@ -13,7 +13,9 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 __all__ = ["OPTIMIZERS", "SYSTEMS", "MainWeights", "System", "build"]
 
@@ -132,14 +134,26 @@ def _fsdp1(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -
     return _with_optimizer(sharded, options)
 
 
-def _fsdp2(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], *, keep: bool = False) -> System:
+def _two_replicas(model: nn.Module) -> DeviceMesh:
+    shape, kind = (2, dist.get_world_size() // 2), next(model.parameters()).device.type
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _fsdp2(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    options: dict[str, Any],
+    *,
+    keep: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> System:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dtype = None if _in_fp32(model) else torch.bfloat16
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for block in blocks:
-        fully_shard(block, mp_policy=precision, reshard_after_forward=not keep)
-    fully_shard(model, mp_policy=precision)
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
     sharded: Any = model
 
     @contextlib.contextmanager
@@ -171,6 +185,18 @@ def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, A
     dtype = torch.float32 if _in_fp32(model) else torch.bfloat16
     precision = Precision(param_dtype=dtype, reduce_dtype=dtype)
     return _with_optimizer(StreamShard(model, precision=precision, **settings), options)
+
+
+def _hsdp(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _fsdp2(model, blocks, options, mesh=_two_replicas(model))
+
+
+def _replicas(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _streamshard(model, blocks, options, mesh=_two_replicas(model))
+
+
+def _over_replicas(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _streamshard(model, blocks, options, mesh=_two_replicas(model), shard_over_replicas=True)
 
 
 def _layer_major(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
@@ -221,8 +247,11 @@ SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System
     "fsdp2-keep": _fsdp2_keep,  # reshard_after_forward=False
     "fsdp2-each": _fsdp2_each,  # every micro-batch gathered and reduced: no whole weights and gradients are held
     "fsdp2-zero2": _fsdp2_zero2,  # and every micro-batch reduced: no whole gradients are held
+    "hsdp": _hsdp,  # FSDP2 on a mesh of two replicas
     "deepspeed": _deepspeed,  # ZeRO-3; needs the package
     "streamshard": _streamshard,  # two slots of each kind: ZeRO-3
+    "replicas": _replicas,  # StreamShard on a mesh of two replicas
+    "over-replicas": _over_replicas,  # and with state cut over them too
     "layer-major": _layer_major,  # StreamShard's model.accumulate
     "one-edge": _one_edge,  # StreamShard with embedding and head in one unit with all that is no block
     "coalesced": _coalesced,  # StreamShard with units of at least 512 KiB

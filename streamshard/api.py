@@ -73,6 +73,9 @@ class StreamShard(WatchedRoot):
             first units, which have no earlier forward to hide behind.
         keep_main_grads: main grads keep their memory after ``zero_grad()``, so that no step allocates it: 4/N bytes per
             parameter more while activations are largest. Worth it if an allocator without a cache takes the time.
+        shard_over_replicas: on a 2-D mesh of R x N ranks, cut main weights, main grads and optimizer state over all of
+            them: 16/(R N) bytes per parameter, and a shard of 1/N in the wire dtype. Layers are gathered inside a
+            replica; weights cross between replicas once per optimizer step, beside the next forward.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -107,6 +110,7 @@ class StreamShard(WatchedRoot):
         offload: Offload = None,
         device_budget: int | str = 0,
         keep_main_grads: bool = False,
+        shard_over_replicas: bool = False,
     ) -> None:
         pass  # Python calls this after __new__, which has returned a complete, sharded model
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard import __version__
-from streamshard.comm.communicator import Communicator
+from streamshard.comm.communicator import Communicator, PlannedRanks
 from streamshard.comm.groups import Groups, groups_of, resolve_group
 from streamshard.comm.ranks import raise_if, refuse_together
 from streamshard.comm.streams import StreamName, Streams
@@ -28,6 +28,7 @@ from streamshard.core.engine import Engine
 from streamshard.core.host import HostState
 from streamshard.core.module_state import handle_of
 from streamshard.core.optimizer_hooks import watch_optimizers
+from streamshard.core.outer_shards import OuterShards
 from streamshard.core.params import FlatParam
 from streamshard.core.reductions import Reductions
 from streamshard.core.replicas import Replicas
@@ -75,14 +76,28 @@ class Checked(NamedTuple):
     on_meta: list[str]
 
 
+class Connected(NamedTuple):
+    """The ranks of a model, connected.
+
+    Attributes:
+        ranks: they cut the state.
+        replicas: the replicate axis, whose ranks have the same state; None on a 1-D mesh.
+        experts: the ranks with the same experts; None: the model has no DTensors of experts.
+        levels: if `ranks` are all ranks of a 2-D mesh: its shard group, and its replicate axis.
+    """
+
+    ranks: Communicator
+    replicas: Replicas | None = None
+    experts: Communicator | None = None
+    levels: tuple[Communicator, Communicator] | None = None
+
+
 class Accepted(NamedTuple):
     """A model that all its ranks have accepted, and these ranks, connected."""
 
     module: nn.Module
     checked: Checked
-    ranks: Communicator
-    replicas: Replicas | None
-    experts: Communicator | None
+    connected: Connected
 
 
 def accept_model(
@@ -116,12 +131,13 @@ def accept_model(
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
-    return Accepted(module, checked, *_connect(who, device, checked.settings))
+    return Accepted(module, checked, _connect(who, device, checked.settings))
 
 
 def shard_model(base: type, accepted: Accepted) -> Engine:
     """Shard the model in place and let its class derive from `base`. Collective. Errors: see `StreamShard`."""
-    module, checked, ranks, replicas, experts = accepted
+    module, checked, connected = accepted
+    ranks = connected.ranks
     try:
         _check_ranks_agree(ranks, module, checked)
         parts = {name for name, param in params_of(module).items() if form_of(param).box}
@@ -131,7 +147,8 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
         for each in module.parameters():
             form_of(each).move(each, ranks.streams.device)
         taking = _taking_weights(checked, ranks, empty)
-        engine = make_engine(checked, plan_layouts(checked, ranks, experts), ranks, replicas, taking, experts)
+        layouts = plan_layouts(checked, ranks, connected.experts)
+        engine = make_engine(checked, layouts, connected, taking)
         for unit in engine.units:
             unit.make_unsharded()
         if engine.host is not None:
@@ -168,46 +185,56 @@ def plan_layouts(checked: Checked, ranks: Communicator, experts: Communicator | 
 def make_engine(
     checked: Checked,
     layouts: Sequence[UnitLayout],
-    ranks: Communicator,
-    replicas: Replicas | None,
+    connected: Connected,
     take: TakeWeights,
-    experts: Communicator | None = None,
 ) -> Engine:
     """Plan and allocate.
 
     Args:
         checked: the model.
         layouts: of its units.
-        ranks: the shard group. With `PlannedRanks` buffers are on the meta device, and take no memory.
-        replicas: the replicate axis; None on a 1-D mesh.
+        connected: its ranks. With `PlannedRanks` buffers are on the meta device, and take no memory.
         take: fills each unit's shards.
-        experts: the ranks with the same experts; None: the model has no DTensors of experts.
     """
+    ranks, replicas, experts, levels = connected
+    inner, outer_ranks = levels or (None, None)
     settings, found = checked.settings, checked.found
+    mover = inner or ranks  # of the units' bytes in a step
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
-    ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
+    parts = ranks.world_size // mover.world_size  # of each all-gather and reduction
+    n_bytes = sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params)
+    mover.share_memory(n_bytes, parts * len(flat_params))
     if experts is not None:
         experts.share_memory_of(ranks)
     names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
-    for each in (ranks, *(() if experts is None else (experts,))):
+    for each in filter(None, (ranks, experts, outer_ranks)):
         each.recorder.names = names
-    ledger = Ledger(ranks.streams, ranks.transport)
+    if inner is not None:
+        inner.recorder.names = [name for name in names for _ in range(parts)]
+    ledger = Ledger(ranks.streams, mover.transport)
     budget = parse_bytes("device_budget", settings.device_budget, at_least=0)
     on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
     host = ledger.host = HostState(layouts, on_host, ranks, ledger) if any(on_host) else None
-    ranks.transport.check_precision(settings.precision)
+    mover.transport.check_precision(settings.precision)
+    outer = (
+        None
+        if outer_ranks is None
+        else OuterShards(layouts, outer_ranks, ledger, is_in_order=settings.precision.sums_in_rank_order)
+    )
 
     weight_slots, grad_slots = settings.slots_on(ranks.world_size)
     streamed = [not unit.is_resident for unit in found]
-    plan = plan_slots(streamed, weight_slots, grad_slots, in_order=ranks.transport.in_order)
+    plan = plan_slots(streamed, weight_slots, grad_slots, in_order=mover.transport.in_order)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
     hosts = [host if each else None for each in on_host]
-    given = layouts, plan, ranks, experts or ranks, ledger, take, hosts
-    in_order = replicas is not None and replicas.in_order  # the gradients of other replicas come into main grads
+    given = layouts, plan, ranks, experts or ranks, ledger, take, hosts, outer, inner
+    # The gradients of other replicas come into main grads.
+    in_order = outer is not None or replicas is not None and replicas.in_order
     units = allocate_units(*given, keeps_main_grads=settings.keep_main_grads, has_main_in_slots=not in_order)
-    reductions = Reductions(units, ranks, ledger, replicas)
-    engine = Engine(units, plan, reason, ranks, ledger, BufferSync(ranks), settings.precision, reductions, host)
+    reductions = Reductions(units, ranks, ledger, replicas, outer)
+    buffers = BufferSync(ranks)
+    engine = Engine(units, plan, reason, ranks, ledger, buffers, settings.precision, reductions, host, outer)
     ends = {index: unit.modules[0] for index, unit in enumerate(found) if unit.may_join}
     if ends and not plan.keeps_weights and not any(layout.flat_params[-1].wire.stop for layout in layouts):
         engine.ends = Ends(ends, [index for index, module in ends.items() if isinstance(module, nn.Embedding)], ledger)
@@ -216,10 +243,10 @@ def make_engine(
 
 def plan_engine(
     checked: Checked,
-    ranks: Communicator,
-    experts: Communicator | None = None,
+    ranks: PlannedRanks,
+    experts: PlannedRanks | None = None,
     layouts: Sequence[UnitLayout] = (),
-    replicas: Communicator | None = None,
+    replicas: PlannedRanks | None = None,
 ) -> Engine:
     """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device.
 
@@ -234,9 +261,17 @@ def plan_engine(
     settings = checked.settings
     if settings.offload is not None and (experts is not None or replicas is not None):
         raise ConfigError(_REPLICAS_STAY if experts is None else _EXPERTS_STAY)
+    if settings.shard_over_replicas and replicas is None:
+        raise ConfigError("shard_over_replicas=True without replicas: say how many there are, replicas=2")
+    axis = levels = None
+    if replicas is not None and settings.shard_over_replicas:
+        kind = "nccl" if ranks.kind == "nccl" else "sockets"  # between machines
+        levels = ranks, PlannedRanks(replicas.world_size, kind)
+        ranks = PlannedRanks(ranks.world_size * replicas.world_size, kind)
+    elif replicas is not None:
+        axis = Replicas(replicas, in_order=settings.precision.sums_in_rank_order)
     layouts = layouts or plan_layouts(checked, ranks, experts)
-    axis = None if replicas is None else Replicas(replicas, in_order=settings.precision.sums_in_rank_order)
-    engine = make_engine(checked, layouts, ranks, axis, lambda layout, flat_params: None, experts)
+    engine = make_engine(checked, layouts, Connected(ranks, axis, experts, levels), lambda layout, flat_params: None)
     engine.predict_ends()
     return engine
 
@@ -321,9 +356,7 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _connect(
-    who: Groups | None, device: torch.device, settings: Settings
-) -> tuple[Communicator, Replicas | None, Communicator | None]:
+def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Connected:
     """Connect to the other ranks. All have accepted their models."""
     if device.type not in ("cpu", "meta"):  # also if the model is there: else NCCL and capture use another device
         module_of(device).set_device(device)
@@ -331,9 +364,15 @@ def _connect(
         who = groups_of(resolve_group(device))
     has_host = settings.offload is not None
     problem = _problem_of_host(who, device) if has_host else None
+    if settings.shard_over_replicas and problem is None:
+        problem = _problem_of_levels(who, settings)
     refuse_together(who.all_ranks, problem)
     raise_if(problem)
     streams = Streams(device, has_host=has_host)
+    if settings.shard_over_replicas and who.replicate is not None:
+        inner = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
+        outer = Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks)
+        return Connected(Communicator(who.all_ranks, streams), levels=(inner, outer))
     ranks = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica, who.tensor_parallel)
     experts = replicas = None
     if who.replicate is not None:
@@ -346,7 +385,22 @@ def _connect(
     if replicas is not None and replicas.in_order:  # then sums are over all ranks
         for each in filter(None, (ranks, experts)):
             each.grad_divisor *= replicas.ranks.world_size
-    return ranks, replicas, experts
+    return Connected(ranks, replicas, experts)
+
+
+def _problem_of_levels(who: Groups, settings: Settings) -> ConfigError | None:
+    """Why state cannot be cut over replicas too; None: it can."""
+    name = "shard_over_replicas=True"
+    if who.replicate is None:
+        return ConfigError(f"{name} without replicas: give a 2-D mesh, replicate x shard, or leave it away")
+    if who.tensor_parallel is not None or who.experts is not None:
+        return ConfigError(f"{name}, and the model has DTensors: shard it over all ranks, with a 1-D mesh")
+    if settings.offload is not None:
+        return ConfigError(_REPLICAS_STAY)
+    size, everyone = who.shard.size(), dist.get_process_group_ranks(who.all_ranks)
+    if dist.get_process_group_ranks(who.shard) != everyone[who.replica * size : (who.replica + 1) * size]:
+        return ConfigError(f"{name}: wanted a mesh whose ranks ascend, row by row")
+    return None
 
 
 def _problem_of_host(who: Groups, device: torch.device) -> ConfigError | None:

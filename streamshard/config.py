@@ -203,6 +203,7 @@ class Settings:
     offload: Offload = None
     device_budget: int | str = 0
     keep_main_grads: bool = False
+    shard_over_replicas: bool = False
 
     def __post_init__(self) -> None:
         count = self.weight_slots

@@ -53,10 +53,8 @@ def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
         model: made by `StreamShard`.
     """
     engine = engine_of(model)
-    replicas = engine.reductions.replicas
     pending: deque[_Late] = deque()
-    groups = [engine.ranks, *(flat.ranks for unit in engine.units for flat in unit.flat_params)]  # of experts too
-    all_ranks = list(dict.fromkeys(groups if replicas is None else [*groups, replicas.ranks]))
+    all_ranks = engine.communicators
     transports = [AdversarialTransport(ranks, pending) for ranks in all_ranks]
     for ranks, transport in zip(all_ranks, transports, strict=True):
         ranks.transport = transport

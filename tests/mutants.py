@@ -319,13 +319,21 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_norms_of_small", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
+    "core/outer_shards": [
+        ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
+        ("OuterShards._gather", Drop("unit.versions_sent = now"), "outer_shards:cross"),
+        ("OuterShards.begin_reduction", Swap("1 - self._turn", "0"), "outer_shards:every_way"),
+        ("OuterShards.begin_reduction", Swap("adds\n", "False\n"), "outer_shards:every_way"),
+        ("OuterShards.finish_average", Drop("self.flush()"), "outer_shards:every_way"),
+        ("OuterShards.flush", Drop("self._under_way["), "outer_shards:every_way"),
+    ],
     "core/reductions": [
         ("Reductions.summing", Drop("self._divide_by(before)"), "transformers:training_equals"),
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
         ("UsedParams._fetch_steps", Swap("non_blocking=True", "non_blocking=False"), "gpu:pinned"),
-        ("Reductions.start", Drop("self.replicas.finish_average(unit)"), "replicas"),
+        ("Reductions.start", Drop("self._axis.finish_average(unit)"), "replicas"),
         ("Reductions.start", Drop("if unit.grads.is_early"), "step_in_backward:parts"),
         (
             "Reductions.start",
@@ -339,7 +347,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "step_in_backward:collectives",
         ),
         ("Reductions._give_early", Drop("unit.grads.drop_early()"), "step_in_backward:units"),
-        ("Reductions._look_for_hooks", Swap("and self.replicas is None", ""), "step_in_backward:replicas"),
+        ("Reductions._look_for_hooks", Swap("and self._axis is None", ""), "step_in_backward:replicas"),
         (
             "Reductions.start",
             Swap(
@@ -383,7 +391,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
-        ("Unit.start_reduce", Swap("flat.ranks", "self.ranks"), "expert_parallel"),
+        ("Unit.start_reduce", Swap("flat.reducing", "self.inner"), "expert_parallel"),
         ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "passes"),
     ],
     "core/ends": [

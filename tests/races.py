@@ -144,7 +144,7 @@ class RaceDetector(Observer):
         self.found: list[Race] = []
         self.accesses = 0
         streams = [StreamName.COMPUTE, StreamName.COMM]  # others would never know of anything
-        if engine.reductions.replicas is not None:
+        if engine.reductions.replicas is not None or engine.outer is not None:
             streams.append(StreamName.REPLICA)
         if engine.host is not None:
             streams += [StreamName.FETCH, StreamName.STORE, StreamName.HOST]
@@ -279,7 +279,10 @@ def _describe(engine: Engine) -> dict[int, str]:
         names.setdefault(slot.scratch.buffer.data_ptr(), f"scratch of {slot.drained.what}")
         for flat in unit.flat_params:
             kept_as = Category.MAIN_WEIGHTS if flat.kind.trains else Category.FROZEN_WEIGHTS
-            own = {kept_as: flat.main, Category.ALL_GATHER_INPUTS: flat.host_input}
+            own = {
+                kept_as: flat.main,
+                Category.ALL_GATHER_INPUTS: flat.inner_shard if engine.outer else flat.host_input,
+            }
             for category, tensor in {Category.MAIN_GRADS: flat.main_grads, **own}.items():
                 names.setdefault(tensor.data_ptr(), f"{category.value} of {_quoted(unit.name)}")
     return names
@@ -288,7 +291,8 @@ def _describe(engine: Engine) -> dict[int, str]:
 def _missing_rule(category: Category, first: Access, second: Access) -> Rule | None:
     """The rule that orders `first` before `second`, which another stream does with such a buffer."""
     if first.stream is StreamName.REPLICA:
-        return Rule.RESULTS_ARRIVED  # only averages run there
+        by_category = {Category.ALL_GATHER_INPUTS: Rule.SHARDS_WRITTEN, Category.STAGING: Rule.GRADS_DRAINED}
+        return by_category.get(category, Rule.RESULTS_ARRIVED)
     is_compute_first = first.stream is StreamName.COMPUTE
     if category is Category.STAGING and first.stream is StreamName.COMM:
         return Rule.RESULTS_ARRIVED

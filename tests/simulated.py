@@ -37,7 +37,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import device as devices
-from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Observer, StreamName, Work
 from streamshard.comm.transport import Hop
 from streamshard.core import graph_hooks
@@ -494,9 +493,7 @@ class LateTransport(AdversarialTransport):
 def late(model: nn.Module) -> Iterator[None]:
     """Collectives of `model` are as late as its waits allow; they spoil what must not be looked at meanwhile."""
     engine = engine_inside(model)
-    replicas = engine.reductions.replicas
-    groups = [engine.ranks, *(flat.ranks for unit in engine.units for flat in unit.flat_params)]  # of experts too
-    all_ranks: list[Communicator] = list(dict.fromkeys(groups if replicas is None else [*groups, replicas.ranks]))
+    all_ranks = engine.communicators
     transports = [LateTransport(ranks) for ranks in all_ranks]
     for ranks, transport in zip(all_ranks, transports, strict=True):
         ranks.transport = transport

@@ -259,7 +259,7 @@ class PlannedRanks(Communicator):
         if transport not in ("nccl", "sockets", "shared-memory"):
             raise ConfigError(f"transport={transport!r}: wanted one of nccl, sockets, shared-memory")
         RankGroup.__init__(self, streams=Streams(torch.device("meta")))
-        self.world_size = world_size
+        self.world_size, self.kind = world_size, transport
         self.transport = _make_transport(self, transport)
 
 

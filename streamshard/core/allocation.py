@@ -16,6 +16,7 @@ from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scr
 
 if TYPE_CHECKING:
     from streamshard.core.host import HostState
+    from streamshard.core.outer_shards import OuterShards
 
 # Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
 TakeWeights = Callable[[UnitLayout, Sequence[FlatParam]], None]
@@ -29,6 +30,8 @@ def allocate_units(
     ledger: Ledger,
     take: TakeWeights,
     hosts: Sequence[HostState | None],
+    outer: OuterShards | None,
+    inner: Communicator | None,
     *,
     keeps_main_grads: bool,
     has_main_in_slots: bool,
@@ -43,6 +46,8 @@ def allocate_units(
         experts: the ranks that cut flat parameters of experts.
         take: see `TakeWeights`.
         hosts: by unit, what copies its state; None: it lies on the device.
+        outer: exchanges between replicas over which state is cut too; None: it is cut over `ranks` only.
+        inner: the ranks of all-gathers and reductions in a step; None: those that cut a flat parameter.
         keeps_main_grads: main grads always have memory.
         has_main_in_slots: main grads may lie in gradient slots that no other unit uses.
     """
@@ -50,8 +55,12 @@ def allocate_units(
     flat_params: list[list[FlatParam]] = []
     for layout, slot, host in zip(layouts, plan.weights, hosts, strict=True):
         places, keeps_slot, is_on_host = (weight_slots[slot], wires[slot]), plan.keeps_weights, host is not None
-        own = [(flat, *places, experts if flat.kind.is_expert else ranks, ledger) for flat in layout.flat_params]
+        cut_by = [(flat, experts if flat.kind.is_expert else ranks) for flat in layout.flat_params]
+        own = [(flat, *places, each, ledger, inner or each) for flat, each in cut_by]
         flat_params.append([FlatParam(*each, keeps_slot=keeps_slot, is_on_host=is_on_host) for each in own])
+        for flat in flat_params[-1]:
+            if outer is not None and outer.is_in_order:
+                flat.reducing = ranks
         take(layout, flat_params[-1])
     keeps_slot = plan.keeps_grads and has_main_in_slots
     grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots)
@@ -62,7 +71,8 @@ def allocate_units(
             if flat.kind.trains:
                 flat.allocate_grads(slots[1], part, keeps_slot=keeps_slot, keeps_memory=keeps_main_grads)
         given = layout, flat_params[index], *slots, ranks
-        units.append(Unit(index, *given, is_streamed=plan.is_streamed[index], host=hosts[index]))
+        is_streamed, host = plan.is_streamed[index], hosts[index]
+        units.append(Unit(index, *given, is_streamed=is_streamed, host=host, outer=outer, inner=inner))
     return units
 
 
@@ -94,11 +104,7 @@ def _grad_slots(
     streamed = [layout.weight_bytes for layout, each in zip(layouts, plan.is_streamed, strict=True) if each]
     limit = max(streamed, default=max(layout.weight_bytes for layout in layouts))
 
-    def scratch_numel(flat: FlatParam) -> int:
-        shard_numel, kind = flat.layout.shard_numel, flat.kind
-        return flat.ranks.transport.scratch_numel(shard_numel, kind.mode, kind.grad_dtype, limit)
-
-    numels = [list(map(scratch_numel, own)) for own in flat_params]
+    numels = [[flat.scratch_numel(flat.kind.grad_dtype, limit) for flat in own] for own in flat_params]
     parts = list(map(plan_scratch, layouts, numels))
     sizes = largest_of(plan.scratch, [own[-1].stop for own in parts])
     scratch = {number: Scratch(n_bytes, ledger) for number, n_bytes in sizes.items()}

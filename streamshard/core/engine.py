@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from streamshard.core.buffer_sync import BufferSync
     from streamshard.core.ends import Ends
     from streamshard.core.host import HostState
+    from streamshard.core.outer_shards import OuterShards
     from streamshard.core.tied import TiedHead
 
 ROOT_UNIT = 0  # index of the root unit
@@ -168,6 +169,7 @@ class Engine:
         precision: the dtypes.
         reductions: takes gradients.
         host: copies state that lies in host memory; None: it lies on the device.
+        outer: exchanges between replicas over which state is cut too; None: it is cut over `ranks` only.
 
     Attributes:
         streams: the streams on which compute and communication run.
@@ -200,6 +202,7 @@ class Engine:
     precision: Precision
     reductions: Reductions
     host: HostState | None = None
+    outer: OuterShards | None = None
 
     def __post_init__(self) -> None:
         self.streams = self.ranks.streams
@@ -225,6 +228,14 @@ class Engine:
         self._ending = self.ranks.waiting("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
         self.weights_written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights")
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """All ranks that this rank exchanges units' bytes with: its shard group, experts, replicas."""
+        axes = (self.reductions.replicas, self.outer)
+        flats = (flat for unit in self.units for flat in unit.flat_params)
+        of_units = (ranks for flat in flats for ranks in (flat.ranks, flat.inner))
+        return list(dict.fromkeys([self.ranks, *of_units, *(axis.ranks for axis in axes if axis is not None)]))
 
     @property
     def params(self) -> list[Param]:
@@ -315,8 +326,9 @@ class Engine:
     def expire_weights(self) -> None:
         """Weights may have changed: the next pass casts them, inside ``no_sync()`` and in host memory too."""
         self.are_weights_current = False
-        for unit in self.units if self.host is not None else ():
-            unit.versions_sent = []
+        for unit in self.units:
+            if unit.trusts_versions:
+                unit.versions_sent = []
 
     def check_structure(self) -> None:
         """Raise if modules or parameters were exchanged since sharding."""

@@ -51,8 +51,10 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
             unit.guard.check()
     engine.ranks.recorder.log.add(RecordKind.FORWARD)
     for unit in engine.units:
-        unit.expire(trusts_versions=is_current or unit.host is not None)  # a cast on the host takes time
+        unit.expire(trusts_versions=is_current or unit.trusts_versions)
         unit.grads.drop()
+    if engine.outer is not None:
+        engine.outer.begin_pass(engine.units)
     forward = Forward(engine, units)
     forward.begin()
     for head in engine.tied:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.transport import Gather
+from streamshard.comm.transport import Gather, Reduction
 from streamshard.core.lookups import Lookup
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
@@ -201,7 +201,13 @@ class FlatParam:
         kind: its dtypes, and whether it trains.
         layout: of its parameters.
         main: [shard_numel] main_dtype. The user's Parameters are views of it.
-        gather: its all-gathers. Their shard is `main`, with ``offload`` this rank's range of `gathered`.
+        inner: the ranks of its all-gathers in a step: `ranks`, or the shard group if state is cut over replicas too.
+        reducing: the ranks of its reductions in a step: `inner`, or `ranks` if these add in rank order.
+        gather: its all-gathers. Their shard is `main`, with ``offload`` this rank's range of `gathered`. Between
+            replicas, if state is cut over them: then their slot is `inner_shard`.
+        gathers: its all-gathers in a step, over `inner`.
+        inner_shard: [R * shard_numel] wire_dtype, what this rank sends in the shard group if state is cut over R
+            replicas; empty otherwise.
         host_input: [shard_numel] wire_dtype, with ``offload``: copied to that range. It is `main` itself, if that is of
             the same dtype. Empty without ``offload``.
         gathered: [padded_numel] wire_dtype, written by all-gathers; `weights` itself, if that is of the same dtype.
@@ -221,10 +227,13 @@ class FlatParam:
         wire: torch.Tensor | None,
         ranks: Communicator,
         ledger: Ledger,
+        inner: Communicator,
         *,
         keeps_slot: bool,
         is_on_host: bool,
     ) -> None:
+        self.inner = self.reducing = inner
+        self.is_outer = inner is not ranks
         self.is_on_host, self.host_input = is_on_host, torch.empty(0)
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[Param] = []
@@ -239,14 +248,23 @@ class FlatParam:
         if wire is not None and kind.wire_dtype is not kind.compute_dtype:
             self.gathered = wire.narrow(0, *plan.wire).view(kind.wire_dtype)
         own = self._own_part
-        if keeps_slot and is_sent_as_is and self.gathered is self.weights:
+        if keeps_slot and is_sent_as_is and self.gathered is self.weights and not self.is_outer:
             self.main = own
         else:
             self.main = ledger.allocate(
                 kept_as, numel, kind.main_dtype, is_visible=is_sent_as_is, is_on_host=is_on_host
             )
         cast_to = own if is_cast and not is_on_host else None
-        self.gather = Gather(own if is_on_host else self.main, self.gathered, plan.tag, cast_to)
+        self.inner_shard = torch.empty(0)
+        if self.is_outer:
+            shards = ranks.world_size // inner.world_size
+            category, size = Category.ALL_GATHER_INPUTS, shards * numel
+            self.inner_shard = ledger.allocate(category, size, kind.wire_dtype, is_visible=True)
+            cast_to = self._cut(self.inner_shard)[ranks.rank // inner.world_size] if is_cast else None
+            self.gather = Gather(self.main, self.inner_shard, plan.tag, cast_to)
+        else:
+            self.gather = Gather(own if is_on_host else self.main, self.gathered, plan.tag, cast_to)
+        self.gathers = self._unit_gathers()
         if is_on_host:
             self.host_input = self.main
             if is_cast:
@@ -261,15 +279,57 @@ class FlatParam:
         numel = self.layout.shard_numel
         return self.gathered.narrow(0, self.ranks.rank * numel, numel)
 
+    def _cut(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`tensor` in equal parts: one for each replica if state is cut over replicas too, else one."""
+        parts = self.ranks.world_size // self.inner.world_size
+        return tensor.view(parts, tensor.numel() // parts).unbind() if parts > 1 else (tensor,)
+
+    def _unit_gathers(self) -> list[Gather]:
+        """The all-gathers of a unit's step, whose ranks are `inner`."""
+        if not self.is_outer:
+            return [self.gather]
+        pairs = list(zip(self._cut(self.inner_shard), self._cut(self.gathered), strict=True))
+        return [Gather(shard, slot, self.tag * len(pairs) + place) for place, (shard, slot) in enumerate(pairs)]
+
+    def scratch_numel(self, dtype: torch.dtype, limit: int) -> int:
+        """Elements of scratch for the reductions of a step, which run side by side on CPUs.
+
+        Args:
+            dtype: of gradients in their slot, and of the scratch.
+            limit: see `Transport.scratch_numel`.
+        """
+        parts, numel = self.ranks.world_size // self.reducing.world_size, self.layout.shard_numel
+        return parts * self.reducing.transport.scratch_numel(numel, self.kind.mode, dtype, limit // parts)
+
+    def unit_reductions(self, out: torch.Tensor, *, adds: bool, divisor: float) -> list[Reduction]:
+        """The reductions of a unit's step, whose ranks are `reducing`.
+
+        Args:
+            out: main grads; [R * shard_numel] if they come over R replicas afterwards.
+            adds: see `Reduction.accumulate`.
+            divisor: see `Reduction`.
+        """
+        mode = self.kind.mode
+        if self.reducing is self.ranks:
+            return [Reduction(self.grads, out, self.scratch, mode, adds, self.tag, divisor)]
+        parts = zip(self._cut(self.grads), self._cut(out), self._cut(self.scratch), strict=True)
+        count = self.ranks.world_size // self.inner.world_size
+        return [
+            Reduction(grads, into, scratch, mode, adds, self.tag * count + place, divisor)
+            for place, (grads, into, scratch) in enumerate(parts)
+        ]
+
     def move_weights(self, slot: WeightSlot, guard: WeightGuard) -> None:
         """Go over to `slot`, with all unsharded parameters. There is no wire buffer."""
         self.weights = self.gathered = slot.buffer.narrow(0, *self._plan.weights).view(self.kind.compute_dtype)
         own = self._own_part
-        self.gather = self.gather._replace(
-            shard=own if self.is_on_host else self.main,
-            slot=self.gathered,
-            cast_to=None if self.gather.cast_to is None else own,
-        )
+        if not self.is_outer:
+            self.gather = self.gather._replace(
+                shard=own if self.is_on_host else self.main,
+                slot=self.gathered,
+                cast_to=None if self.gather.cast_to is None else own,
+            )
+        self.gathers = self._unit_gathers()
         for param in self.params:
             whole = param.form.unsharded(self.part_of(self.weights.data, param.layout))
             guard.use_memory(param.unsharded.place, self.weights.data, whole, param.form.inner)

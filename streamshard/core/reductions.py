@@ -35,6 +35,7 @@ from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors
 
 if TYPE_CHECKING:
+    from streamshard.core.outer_shards import OuterShards
     from streamshard.core.replicas import Replicas
 
 
@@ -50,19 +51,30 @@ class Reductions:
         ranks: the shard group, over which gradients are reduced.
         ledger: allocates the flags of `UsedParams`.
         replicas: averages main grads over the replicate axis; None on a 1-D mesh.
+        outer: reduces over replicas if state is cut over them too; None otherwise.
 
     Attributes:
         is_open: a backward runs: autograd leaves gradients in ``.grad`` of unsharded parameters.
         used: agrees on which parameters had a gradient.
     """
 
-    def __init__(self, units: Sequence[Unit], ranks: Communicator, ledger: Ledger, replicas: Replicas | None) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        ranks: Communicator,
+        ledger: Ledger,
+        replicas: Replicas | None,
+        outer: OuterShards | None = None,
+    ) -> None:
         self.ranks = ranks
         self.replicas = replicas
+        # Reductions of units go on over it.
+        self._axis = replicas or (None if outer is None or outer.is_in_order else outer)
         self.is_open = False
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._averaged = 1 if replicas is None or replicas.in_order else ranks.n_replicas  # replicas average quotients
         self._units = units
+        self._inner = units[0].inner
         self._scale = 1.0
         self._reduces = True
         self._stream: Any = None  # the device's stream of the backward; None on the CPU
@@ -135,12 +147,12 @@ class Reductions:
         self._others.clear()
         self._next = None
         self._look_for_hooks()
-        if self.replicas is not None:
-            self.replicas.begin(is_synced=is_synced)
+        if self._axis is not None:
+            self._axis.begin(is_synced=is_synced)
 
     def _look_for_hooks(self) -> None:
         self._hooked.clear()
-        if self._reduces and self.replicas is None:
+        if self._reduces and self._axis is None:
             with AsTensors():
                 for unit in self._units:
                     if unit.grads.may_give_early and any(map(_hooks_of, map(_sharded_of, unit.grads.params))):
@@ -150,7 +162,7 @@ class Reductions:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
         self._made.add(unit)
         if self._stream is None:
-            self.ranks.transport.progress()
+            self._inner.transport.progress()
         elif self._stream != (stream := self.ranks.streams.device_stream(StreamName.COMPUTE)):
             # Of a layer on a stream of its own, as shared experts: the backward's waits for it only at the end.
             self._others.setdefault(unit, set()).add(stream)
@@ -172,12 +184,12 @@ class Reductions:
             )
         # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            if self.replicas is not None:
-                self.replicas.finish_average(unit)
+            if self._axis is not None:
+                self._axis.finish_average(unit)
             unit.collect(self._scale, self._others.pop(unit.index, ()))
             if not self._reduces:
                 return
-            adds = self.replicas is not None and self.replicas.receive(unit)
+            adds = self._axis is not None and self._axis.receive(unit)
             works = unit.start_reduce(adds=adds)
         before, self._next = self._next, None
         if unit.index in self._hooked:
@@ -185,8 +197,8 @@ class Reductions:
             self._next[1].record(*works)
         else:
             self._under_way += works
-        if self.replicas is not None:
-            self.replicas.add(unit, works)
+        if self._axis is not None:
+            self._axis.add(unit, works)
         if before is not None and self.is_open:
             self._give_early(*before)
 
@@ -243,8 +255,8 @@ class Reductions:
                 None: no exchange.
         """
         with self._finishing:
-            if self.replicas is not None:
-                self.replicas.finish()
+            if self._axis is not None:
+                self._axis.finish()
             works, self._under_way = self._under_way, []
             if self._next is not None:
                 works += self._next[1].works

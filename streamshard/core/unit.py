@@ -27,7 +27,6 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import StepEvent, StreamName, Work
-from streamshard.comm.transport import Reduction
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import GradSlot, WeightSlot, WeightState
 from streamshard.core.unit_grads import GradState, UnitGrads
@@ -37,6 +36,7 @@ from streamshard.torch_private import AsTensors
 
 if TYPE_CHECKING:
     from streamshard.core.host import HostState
+    from streamshard.core.outer_shards import OuterShards
 
 _versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 
@@ -56,6 +56,8 @@ class Unit:
         ranks: the shard group.
         is_streamed: the unit shares the block slots; else it is resident and has a weight slot of its own.
         host: the unit's state lies in host memory; None: it lies on the device.
+        outer: the unit's state is cut over replicas too; None: over `ranks` only.
+        inner: the ranks of its all-gathers and reductions; None: `ranks`.
 
     Attributes:
         name: fully qualified name of the module, for messages.
@@ -63,7 +65,7 @@ class Unit:
         trained: the flat parameters that train.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
         is_trainable: a parameter requires a gradient, and has room for it; see `copy_trainability`.
-        is_sent_as_is: an all-gather reads main weights themselves, which are not cast.
+        is_sent_as_is: an all-gather reads main weights themselves, which are not cast, or shards cast before.
         versions_sent: `versions` at the last all-gather; with ``offload`` at the last cast. Empty: unknown.
         grads: its gradients.
         guard: refuses reads of weights that are absent, and writes to weights.
@@ -81,13 +83,16 @@ class Unit:
         *,
         is_streamed: bool,
         host: HostState | None = None,
+        outer: OuterShards | None = None,
+        inner: Communicator | None = None,
     ) -> None:
+        self.outer, self.inner = outer, inner or ranks
         self.index, self.layout, self.flat_params, self.host = index, layout, tuple(flat_params), host
         self.weight_slot, self.ranks, self.is_streamed = weight_slot, ranks, is_streamed
         self.name = layout.name or "the root unit"
         self.params: list[Param] = []
         self.is_bound = self.is_trainable = False
-        self.is_sent_as_is = any(flat.gather.cast_to is None and not flat.is_on_host for flat in self.flat_params)
+        self.is_sent_as_is = any(flat.gathers[0].cast_to is None and not flat.is_on_host for flat in self.flat_params)
         self.guard = WeightGuard(weight_slot.is_shared)
         self.gathering = ranks.waiting("the gather of", self.name)
         self.reducing = ranks.waiting("the reduction of", self.name)
@@ -99,6 +104,11 @@ class Unit:
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
         self.trained = [flat for flat in self.flat_params if flat.kind.trains]
         self.grads = UnitGrads(index, self.trained, grad_slot, ranks)
+
+    @property
+    def trusts_versions(self) -> bool:
+        """Weights of the same versions have not changed. To send them once more takes time: a cast, another link."""
+        return self.host is not None or self.outer is not None
 
     def make_unsharded(self) -> None:
         """Make the unsharded parameters, views of the slot."""
@@ -160,7 +170,7 @@ class Unit:
         Args:
             notes_versions: for `expire`.
         """
-        slot, transport = self.weight_slot, self.ranks.transport
+        slot, transport = self.weight_slot, self.inner.transport
         self._streams.observe(StepEvent.GATHER_BEGINS, self.index)
         slot.released.wait()  # rule 2
         if self.grads.slot.weights is not None:
@@ -172,11 +182,14 @@ class Unit:
         slot.move(WeightState.ARRIVING, self.index)
         if self.host is not None:
             self.host.fetch(self)
+        elif self.outer is not None:
+            self.outer.fetch(self)
         else:
             self.versions_sent = self.versions() if notes_versions else []
         works: list[Work | None] = []
         for flat in self.flat_params:
-            works.append(flat.ranks.transport.start_gather(flat.gather))
+            for gather in flat.gathers:
+                works.append(flat.inner.transport.start_gather(gather))
         slot.arrived.record(*works)
         slot.read.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
@@ -271,15 +284,17 @@ class Unit:
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
         grads.make_memory()  # not before: the copied gradients are freed now
         grads.slot.finish_writing()
-        staging = () if self.host is None else self.host.begin_reduction(self, adds=adds)
+        staging: Sequence[torch.Tensor] = ()
+        if self.host is not None:
+            staging = self.host.begin_reduction(self, adds=adds)
+        elif self.outer is not None and not self.outer.is_in_order:
+            staging, adds = self.outer.begin_reduction(self, adds=adds), False
         works = []
         for place, flat in enumerate(self.trained):
             out = staging[place] if staging else flat.main_grads
             # The divisor is the unit's, of experts too: each rank of the shard group has a batch.
-            reduction = Reduction(
-                flat.grads, out, flat.scratch, flat.kind.mode, adds, flat.tag, divisor=self.ranks.grad_divisor
-            )
-            works.append(flat.ranks.transport.start_reduce(reduction))
+            for reduction in flat.unit_reductions(out, adds=adds, divisor=self.ranks.grad_divisor):
+                works.append(flat.reducing.transport.start_reduce(reduction))
         if self.host is not None:
             self.host.end_reduction(self, staging)
         grads.move(GradState.FILLED)

@@ -71,8 +71,4 @@ def _numel(unit: Unit) -> int:
 
 def _scratch_numels(unit: Unit) -> list[int]:
     """Of each flat parameter that trains, fp32 elements of scratch for its reduction."""
-    numels = []
-    for flat in unit.trained:
-        limit = 4 * flat.layout.padded_numel
-        numels.append(flat.ranks.transport.scratch_numel(flat.layout.shard_numel, flat.kind.mode, torch.float32, limit))
-    return numels
+    return [flat.scratch_numel(torch.float32, 4 * flat.layout.padded_numel) for flat in unit.trained]

@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--replicas", type=int, default=1, metavar="R", help=about)
     about = "plan Precision(sums_in_rank_order=True)"
     plan.add_argument("--sums-in-rank-order", action="store_true", help=about)
+    about = "cut state over replicas too, as StreamShard(model, shard_over_replicas=True) does"
+    plan.add_argument("--shard-over-replicas", action="store_true", help=about)
     plan.add_argument("--budget", metavar="SIZE", help="memory of a rank, such as 80G or 80GiB: says what fits")
     plan.add_argument("--slots", type=int, metavar="K", dest="weight_slots", help="plan K weight slots too")
     about = "what connects the ranks: %(choices)s (%(default)s)"
@@ -163,7 +165,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise ConfigError("give --ranks, or --budget to see on how many ranks the model fits")
     machine, build = _machine(arguments), builder_of(arguments.model)
     precision = dataclasses.replace(parse_precision(arguments.precision), **of("sums_in_rank_order"))
-    given = {**of("min_unit_size offload device_budget"), "precision": precision}
+    given = {**of("min_unit_size offload device_budget shard_over_replicas"), "precision": precision}
     if arguments.ranks is None:
         ranks = Ranks(arguments.tp * arguments.ep, **of("tp ep transport replicas"))
         tokens = tokens_of(arguments.batch, arguments.seq)

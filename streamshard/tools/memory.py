@@ -160,16 +160,18 @@ def log_summary(engine: Engine, root: nn.Module) -> None:
 @contextlib.contextmanager
 def explaining_out_of_memory(accepted: Accepted) -> Iterator[None]:
     """If the body, which shards the model, is out of memory, log the bytes that the engine would hold."""
-    ranks, experts, replicas = accepted.ranks, accepted.experts, accepted.replicas
+    ranks, replicas, experts, levels = accepted.connected
     layouts = plan_layouts(accepted.checked, ranks, experts)  # before `shard_model` changes the parameters
     try:
         yield
     except BaseException as error:
         if _is_out_of_memory(error):
             transport = "nccl" if ranks.streams.has_streams else "sockets"
-            planned = PlannedRanks(ranks.world_size, transport)
+            shards = ranks if levels is None else levels[0]
+            planned = PlannedRanks(shards.world_size, transport)
             beside = None if experts is None else PlannedRanks(experts.world_size, transport)
-            axis = None if replicas is None else PlannedRanks(replicas.ranks.world_size, transport)
+            outer = levels[1] if levels is not None else None if replicas is None else replicas.ranks
+            axis = None if outer is None else PlannedRanks(outer.world_size, transport)
             engine = plan_engine(accepted.checked, planned, beside, layouts, axis)
             log.error("%s", explain_out_of_memory(engine, ranks.streams, "would hold"))
         raise

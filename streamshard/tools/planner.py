@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard.build import Checked, check_model, plan_engine
-from streamshard.comm.communicator import PlannedRanks
+from streamshard.comm.communicator import Communicator, PlannedRanks
 from streamshard.config import GradSlots, SlotCount
 from streamshard.core.engine import Engine
 from streamshard.core.params import FlatParam
@@ -195,10 +195,13 @@ class Planner(NamedTuple):
         visits = itertools.chain(*_gathers_of(engine))
         gathered = [flat for unit in visits for flat in unit.flat_params if flat.layout.params]
         reduced = [flat for unit in engine.units for flat in unit.trained]
-        gathered, reduced = ([flat for flat in each if flat.ranks.world_size > 1] for each in (gathered, reduced))
+        gathers = sum(len(flat.gathers) for flat in gathered if flat.inner.world_size > 1)
+        reductions = sum(
+            flat.ranks.world_size // flat.reducing.world_size for flat in reduced if flat.reducing.world_size > 1
+        )
         here = report.total_bytes + report.adam_bytes + report.chunk_bytes
         on_host = report.host_total_bytes + report.host_adam_bytes
-        counts = len(gathered), len(reduced), exchanged.sent_bytes(1)
+        counts = gathers, reductions, exchanged.sent_bytes(1)
         return Stage(name, weights, grads, report, here, on_host, *counts, exchanged, loop)
 
     def units(self) -> list[PlannedUnit]:
@@ -342,14 +345,18 @@ def _inputs_of(engine: Engine) -> HostBytes:
 def _exchanged_of(engine: Engine) -> Exchanged:
     """What the rank of a planned engine sends, with gradients in the slots that units have now."""
 
-    def sent(flat: FlatParam, dtype: torch.dtype) -> int:
+    def sent(flat: FlatParam, ranks: Communicator, dtype: torch.dtype) -> int:
         # Each other rank receives this rank's shards, and chunks of this rank's gradients.
-        return (flat.ranks.world_size - 1) * flat.layout.shard_numel * dtype.itemsize
+        parts = flat.ranks.world_size // ranks.world_size
+        return (ranks.world_size - 1) * parts * flat.layout.shard_numel * dtype.itemsize
 
     forward, backward = (
-        sum(sent(flat, flat.kind.wire_dtype) for unit in units for flat in unit.flat_params)
+        sum(sent(flat, flat.inner, flat.kind.wire_dtype) for unit in units for flat in unit.flat_params)
         for units in _gathers_of(engine)
     )
     reduced = [flat for unit in engine.units for flat in unit.trained]
-    grads = sum(sent(flat, flat.ranks.transport.sent_dtype(flat.kind.mode, flat.grads.dtype)) for flat in reduced)
+    grads = sum(
+        sent(flat, flat.reducing, flat.reducing.transport.sent_dtype(flat.kind.mode, flat.grads.dtype))
+        for flat in reduced
+    )
     return Exchanged(forward, backward, grads, engine.plan.keeps_weights, engine.plan.keeps_grads)

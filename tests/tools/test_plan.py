@@ -103,13 +103,15 @@ def test_a_plan_equals_the_live_memory_report(context: RankContext, transport: s
 def test_a_plan_of_two_replicas_equals_the_live_memory_report(
     context: RankContext, transport: str, in_order: bool
 ) -> None:
-    """Also in rank order, where main grads have memory beside "all" gradient slots."""
+    """Also in rank order, where main grads have memory beside "all" gradient slots, and cut over replicas too."""
     way = {"sockets": over_sockets, "nccl": simulated_device}.get(transport, nullcontext)
     with way():  # type: ignore[operator]  # each makes a context
         mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("replicate", "shard"))
         for dtype in (torch.bfloat16, torch.float32):
             precision = Precision(param_dtype=dtype, grad_dtype=torch.float32, sums_in_rank_order=in_order)
-            _check(MODELS["tied"], context.world_size, transport, mesh, precision=precision)
+            for shard_over_replicas in (False, True):
+                settings: dict[str, Any] = {"precision": precision, "shard_over_replicas": shard_over_replicas}
+                _check(MODELS["tied"], context.world_size, transport, mesh, **settings)
 
 
 @on_ranks()
@@ -488,6 +490,8 @@ def test_the_command_plans_replicas_in_rank_order(capsys: pytest.CaptureFixture[
     assert main([*command, "--sums-in-rank-order"]) == 0
     precision = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
     assert capsys.readouterr().out == f"{plan(TinyLM, 2, replicas=3, precision=precision)}\n"
+    assert main([*command, "--shard-over-replicas"]) == 0
+    assert capsys.readouterr().out == f"{plan(TinyLM, 2, replicas=3, precision='fp32', shard_over_replicas=True)}\n"
     assert main(command) == 0
     told = capsys.readouterr().out
     assert told == f"{plan(TinyLM, 2, replicas=3, precision=Precision(param_dtype=torch.float32))}\n"
@@ -500,6 +504,8 @@ def test_a_plan_takes_no_mesh() -> None:
         plan(TinyLM, 8, mesh=None)
     with pytest.raises(ConfigError, match="replicas=0: wanted a positive number"):
         plan(TinyLM, 8, replicas=0)
+    with pytest.raises(ConfigError, match="shard_over_replicas=True without replicas: say how many"):
+        plan(TinyLM, 8, shard_over_replicas=True)
     with pytest.raises(ConfigError, match="on a 2-D mesh: averages over replicas would need main grads on the device"):
         plan(TinyLM, 8, replicas=2, offload="state")
     with pytest.raises(ConfigError, match="weight_slot is no argument of StreamShard: .* Did you mean 'weight_slots'"):

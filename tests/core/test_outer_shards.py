@@ -1,0 +1,207 @@
+"""State that is cut over all ranks of a 2-D mesh: the numbers of a 1-D mesh, fewer bytes between replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from streamshard import (
+    ConfigError,
+    LocalSGD,
+    Precision,
+    StreamShard,
+    export_safetensors,
+    load_checkpoint,
+    save_checkpoint,
+)
+from streamshard.optim import WholeParameterOptimizer
+from streamshard.planning.memory import Category
+from tests.adversary import make_adversarial
+from tests.models import Layer, Stack, stack_of, vector_batch
+from tests.races import detect_races
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Tolerance,
+    adamw,
+    assert_same,
+    case,
+    engine_inside,
+    full_weights,
+    sharded_model,
+    stack_step,
+)
+from tests.scenarios import BF16, SCENARIOS, reference, sharded, train
+from tests.simulated import checking_streams, late, simulated_device
+
+NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through Adam
+WAYS = (
+    *("plain", "large embedding and head", "tied", "no_sync", "reentrant checkpointing", "layers unused on some ranks"),
+    *("a kept graph", "freezing", "adapters", "norms in fp32", "clipping", "summoning", "evaluation between steps"),
+    *("a backward that fails", "a forward that fails", "weights read elsewhere"),
+)
+
+
+def outer(replicas: int, shards: int) -> dict[str, Any]:
+    """Arguments of `StreamShard`."""
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return {"mesh": mesh, "shard_over_replicas": True}
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
+def test_every_way_of_training_equals_one_shard_group(context: RankContext, shape: tuple[int, int]) -> None:
+    """Without races, however late collectives are."""
+    for number, way in enumerate(WAYS if shape[1] > 1 else WAYS[::3]):
+        slots = {"weight_slots": "all", "grad_slots": "all"} if number % 3 == 2 else {}
+        with case(way):
+            model = sharded(way, FP32, **outer(*shape), **slots)
+            with detect_races(model), make_adversarial(model):
+                train(model, way, context)
+                found = full_weights(model)
+            assert_same(found, reference(context, way, FP32), "weights", NEAR)
+
+
+@on_ranks(4)
+def test_a_device_waits_for_both_levels(context: RankContext) -> None:
+    """Each operation is on the stream that is its own, and collectives are as late as waits allow."""
+    with simulated_device() as device:
+        for way, precision in (("plain", BF16), ("micro-batches", FP32), ("tied", BF16)):
+            wanted = sharded(way, precision, **outer(2, 2))
+            train(wanted, way, context)
+            model = sharded(way, precision, **outer(2, 2))
+            with late(model):
+                train(model, way, context)
+                found = full_weights(model)
+            assert_same(found, full_weights(wanted), "weights", EXACT)
+        with checking_streams(device) as streams:
+            model = sharded("plain", BF16, **outer(2, 2))
+            with streams.of(model):
+                train(model, "plain", context)
+
+
+@on_ranks(4)
+def test_sums_in_rank_order_have_the_bits_of_one_shard_group(context: RankContext) -> None:
+    """Hooks that step inside backward included."""
+    in_order = Precision(param_dtype=torch.bfloat16, sums_in_rank_order=True)
+    for way in ("plain", "micro-batches", "clipping", "layers unused on some ranks"):
+        model = sharded(way, in_order, **outer(2, 2))
+        with detect_races(model), make_adversarial(model):
+            train(model, way, context)
+            found = full_weights(model)
+        assert_same(found, reference(context, way, BF16), way, EXACT)
+
+
+@on_ranks(4)
+def test_accumulation_layer_by_layer_equals_a_loop(context: RankContext) -> None:
+    def weights(*, at_once: bool, **settings: Any) -> dict[str, Tensor]:
+        model: Any = sharded_model(stack_of(Layer, 6), **settings)
+        optimizer = adamw(model)
+        for step in range(3):
+            parts = [vector_batch(3 * step + part, context.rank) for part in range(3)]
+            if at_once and step:
+                model.accumulate(parts, lambda model, part: model(part).square().mean())
+            else:
+                for part in parts:
+                    model(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_weights(model)
+
+    assert_same(weights(at_once=True, **outer(2, 2)), weights(at_once=False), "weights", NEAR)
+
+
+@on_ranks(4)
+def test_weights_cross_between_replicas_once_per_optimizer_step(context: RankContext) -> None:
+    """Not in evaluation, nor in later micro-batches. Frozen weights cross once in all."""
+    for way in ("plain", "micro-batches", "evaluation between steps", "adapters"):
+        model = sharded(way, BF16, **outer(2, 2))
+        engine = engine_inside(model)
+        transport = engine.outer.ranks.transport
+        with mock.patch.object(transport, "start_gather", wraps=transport.start_gather) as start:
+            train(model, way, context, steps=3)
+        counts = Counter(call.args[0].tag for call in start.call_args_list)
+        flats = [flat for unit in engine.units for flat in unit.flat_params]
+        with case(way):
+            assert counts == {flat.tag: 3 if flat.kind.trains else 1 for flat in flats}
+
+
+@on_ranks(4)
+def test_memory_is_what_the_formula_says(context: RankContext) -> None:
+    """4 bytes of main weights, and moments, over all ranks; 2 bytes over the ranks of a replica."""
+    model: Any = sharded_model(stack_of(Layer, 6), precision=BF16, **outer(2, 2))
+    engine = engine_inside(model)
+    optimizer = adamw(model)
+    stack_step(model, Call(0, context.rank, 4, 1.0))
+    optimizer.step()
+    numel = sum(flat.layout.padded_numel for unit in engine.units for flat in unit.flat_params)
+    held = engine.ledger.held_bytes
+    assert held(Category.MAIN_WEIGHTS) == held(Category.MAIN_GRADS) == 4 * numel // 4
+    assert held(Category.ALL_GATHER_INPUTS) == 2 * numel // 2
+    moments = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    assert moments <= numel // 4
+
+
+@on_ranks(4)
+def test_checkpoints_and_exports_are_those_of_any_mesh(context: RankContext, tmp_path: Path) -> None:
+    """Saved on 2 x 2 and loaded on 1-D, and back."""
+    shapes: list[dict[str, Any]] = [outer(2, 2), {}, {"mesh": outer(2, 2)["mesh"]}, outer(4, 1)]
+    wanted: dict[str, Tensor] = {}
+    for number, settings in enumerate(shapes):
+        model = sharded("plain", FP32, **settings)
+        optimizer = adamw(model)
+        if number:
+            load_checkpoint(tmp_path, model, optimizer)
+            assert_same(full_weights(model), wanted, "weights", EXACT)
+        for step in range(2):
+            SCENARIOS["plain"].step(model, Call(step, context.rank, 4, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        save_checkpoint(tmp_path, model, optimizer, step=number)
+        wanted = full_weights(model)
+        export_safetensors(model, tmp_path / f"export{number}")
+        if context.rank == 0:
+            exported = load_file(tmp_path / f"export{number}" / "model.safetensors")
+            assert all(torch.equal(exported[name], wanted[name]) for name in exported)
+
+
+@on_ranks(4)
+def test_whole_parameters_are_stepped_by_one_of_all_ranks(context: RankContext) -> None:
+    def weights(**settings: Any) -> dict[str, Tensor]:
+        model: Any = sharded_model(stack_of(Layer, 6), **settings)
+        optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.01)
+        for step in range(2):
+            stack_step(model, Call(step, context.rank, 4, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_weights(model)
+
+    assert_same(weights(**outer(2, 2)), weights(), "weights", NEAR)
+
+
+@on_ranks(4)
+def test_a_model_that_cannot_be_cut_over_replicas_is_refused(context: RankContext) -> None:
+    mesh = outer(2, 2)["mesh"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "without replicas: give a 2-D mesh"),
+        ({"mesh": mesh["shard"]}, "without replicas: give a 2-D mesh"),
+        ({"mesh": DeviceMesh("cpu", [[0, 2], [1, 3]])}, "wanted a mesh whose ranks ascend, row by row"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            StreamShard(Stack(), shard_over_replicas=True, **settings)
+    model = sharded_model(**outer(2, 2))
+    with pytest.raises(ConfigError, match="LocalSGD averages over replicas, this model has one"):
+        LocalSGD(adamw(model), model, period=2)
+    with simulated_device(), pytest.raises(ConfigError, match="offload=.state. on a 2-D mesh"):
+        StreamShard(Stack(), offload="state", **outer(2, 2))
