@@ -306,8 +306,25 @@ def is_utf8(text: str) -> bool:
     return text == text.encode(errors="replace").decode()
 
 
+_URL = re.compile(r"(?!(?:file|local)://)[A-Za-z][A-Za-z0-9+.:-]+:/(/?).*")
+
+
+def parse_url(name: str, path: object) -> str | None:
+    """The URL that `path` is, without slashes at its end; None if it is a path of this machine, or no text.
+
+    Raises:
+        ConfigError: `path` is a pathlib.Path made of a URL, which has lost a slash.
+    """
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or (match := _URL.fullmatch(text)) is None:
+        return None
+    if not match[1] and isinstance(path, os.PathLike):
+        raise ConfigError(f"{name}={path!r}: pathlib takes one slash of a URL away. Give it as text")
+    return re.sub("(?<=[^:/])/+$", "", text) if match[1] else None
+
+
 def parse_path(name: str, path: object, call: str = "") -> Path:
-    """Make a path from text or an ``os.PathLike`` object.
+    """Make a path from text (``file://`` may come first) or an ``os.PathLike`` object.
 
     Args:
         name: the argument's name, for messages.
@@ -315,7 +332,8 @@ def parse_path(name: str, path: object, call: str = "") -> Path:
         call: the right call, for the message to a caller who passes a model.
 
     Raises:
-        ConfigError: `path` is neither text nor an ``os.PathLike``, or it is a path of bytes, or is not in UTF-8.
+        ConfigError: `path` is neither text nor an ``os.PathLike``, or it is a path of bytes, is not in UTF-8, or is the
+            URL of object storage.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if isinstance(text, nn.Module):  # whose repr is long
@@ -325,4 +343,6 @@ def parse_path(name: str, path: object, call: str = "") -> Path:
         raise ConfigError(f"{name}={path!r}: wanted a path, as text or a pathlib.Path")
     if not is_utf8(text):
         raise ConfigError(f"{name}={path!r}: wanted a path in UTF-8, the safetensors library opens no other: rename it")
-    return Path(text)
+    if (url := parse_url(name, path)) is not None:
+        raise ConfigError(f"{name}={url!r}: wanted a path of this machine. Checkpoints and exports may be at URLs")
+    return Path(text.removeprefix("local://").removeprefix("file://"))

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.disk_layout import Difference
 from streamshard.checkpoint.export import export_shards, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
-from streamshard.config import AnyPath, parse_path
+from streamshard.checkpoint.storage import parse_location
+from streamshard.config import AnyPath
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest, not_a_layer
 from streamshard.core.optimizer_kinds import params_in
@@ -37,7 +38,8 @@ def export_safetensors(
 
     Args:
         model: a model made by `StreamShard`.
-        directory: on storage that all ranks share; made if it is not there.
+        directory: on storage that all ranks share; made if it is not there. Or a URL of object storage, without an
+            export.
         dtype: dtype of floating-point weights in the files, such as ``torch.bfloat16`` or ``"bfloat16"``. None: each
             parameter's dtype before sharding.
         max_shard_size: the largest size of a file, such as ``"500MB"``; more weights are split over several files.
@@ -51,9 +53,9 @@ def export_safetensors(
             values than ranges of its parameters, or a module inside it has adapters.
         RankMismatchError: on every rank: `directory` differs between ranks. Nothing is written.
     """
-    directory = parse_path("directory", directory)
+    root = parse_location("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")
-    return export_shards(model, engine, directory, dtype, max_shard_size)
+    return export_shards(model, engine, root, dtype, max_shard_size)
 
 
 def load_safetensors(model: nn.Module, directory: AnyPath, *, strict: bool = True) -> Difference:
@@ -73,7 +75,7 @@ def load_safetensors(model: nn.Module, directory: AnyPath, *, strict: bool = Tru
     Args:
         model: a model made by `StreamShard`.
         directory: holds ``model.safetensors``, or numbered files and their index, or links to them (a snapshot of the
-            hub). Every rank must be able to read it, or a copy of it.
+            hub), or a URL of object storage. Every rank must be able to read it, or a copy of it.
         strict: False: load the tensors that fit. Other parameters keep their values, or stay empty.
 
     Returns:
@@ -83,10 +85,10 @@ def load_safetensors(model: nn.Module, directory: AnyPath, *, strict: bool = Tru
         CheckpointError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the
             file that cannot be read or is damaged, or the rank that sees other files.
     """
-    directory = parse_path("directory", directory)
+    root = parse_location("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "load_safetensors", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():
-        difference = load_shards(model, engine, directory, strict=strict)
+        difference = load_shards(model, engine, root, strict=strict)
         compute_buffers(engine, model)
     return difference
 

@@ -111,6 +111,10 @@ def _text(source: str, node: ast.AST) -> str:
     return ast.get_source_segment(source, node) or ""
 
 
+_PUT_THEN_LOOK = "inside.put(MANIFEST_NAME, manifest)\n            if not inside.is_file(BEGUN):"
+_LOOK_THEN_PUT = (
+    "begun = inside.is_file(BEGUN)\n            inside.put(MANIFEST_NAME, manifest)\n            if not begun:"
+)
 _OPTIONS = "offload_events:options_in_place"
 _VISITS = "in enumerate(self._visits)}"
 _LAYER_MAJOR = "accumulate:gradients_are"
@@ -127,7 +131,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("extent_of", Drop("if any(piece.range_of"), "block_state"),
     ],
     "checkpoint/directory": [
-        ("_delete_unless_locked", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
         ("publish_checkpoint", Swap("and each.path != directory", ""), "find"),
         ("_next_generation", Swap("unread * _AHEAD", "0"), "find"),
         ("_delete_old", Swap("len(own) - keep", "len(own) + 1 - keep"), "directory"),
@@ -147,7 +150,27 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("start_copies", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
     "checkpoint/export": [
-        ("_name", Swap("partial.suffixes[-2][1:]", "8 * chr(48)"), "publish:no_name"),
+        ("upload", Swap("name_files(files, names, partial)", "files"), "object_storage:two_exports"),
+        ("refuse_replacing", Drop("if isinstance(root, Url)"), "object_storage:export"),
+        ("name_files", Swap("partial.name.split('.')[1]", "8 * chr(48)"), "publish:no_name"),
+    ],
+    "checkpoint/storage": [
+        ("LocalDirectory.sweep", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
+        ("ObjectStore.begin", Swap("put(BEGUN", "put(MANIFEST_NAME"), "object_storage:kill"),
+        ("ObjectStore.publish", Swap(_PUT_THEN_LOOK, _LOOK_THEN_PUT), "object_storage:deletes"),
+        ("ObjectStore.publish", Drop("if not inside.is_file(BEGUN)"), "object_storage:deletes"),
+        ("ObjectStore.publish", Drop("with contextlib.suppress(OSError)"), "object_storage:deletes"),
+        ("ObjectStore.sweep", Drop("self._inside(name).unlink(BEGUN)"), "object_storage:deletes"),
+        ("ObjectStore.sweep", Drop("if not self._inside"), "object_storage:kill"),
+        ("ObjectStore.sweep", Swap("not self._inside(name).is_file(MANIFEST_NAME)", "True"), "object_storage:deletes"),
+        ("ObjectStore.delete", Drop("self._inside(name).unlink(MANIFEST_NAME)"), "object_storage:kill"),
+        ("ObjectStore.complete", Swap(" if self._inside(name).is_file(MANIFEST_NAME)", ""), "object_storage"),
+        (
+            "ObjectStore.remove",
+            Swap("not self._inside(partial.path.name).is_file(MANIFEST_NAME)", "True"),
+            "object_storage",
+        ),
+        ("ObjectStore.writing", Drop("_abandon(file)"), "object_storage:upload"),
     ],
     "checkpoint/stop_on_signal": [
         ("StopOnSignal.exit", Drop("run_on_all_ranks"), "stop_on_signal:failed_save"),

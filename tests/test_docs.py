@@ -77,6 +77,7 @@ _SET_UP = {
         from torchdata.stateful_dataloader import StatefulDataLoader
         from transformers import AutoModelForCausalLM
         from streamshard import StreamShard, export_safetensors, save_checkpoint
+        from tests.checkpoint import objects
         model = StreamShard(model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         scaler, loader = torch.amp.GradScaler("cpu"), StatefulDataLoader([1, 2, 3])
@@ -205,6 +206,7 @@ _SET_UP = {
 # What two processes on a CPU cannot do, or not fast, and what they do in its place.
 _REPLACED = {
     "docs/guide/big_models.md": {"nn.Linear(4096, 4096)": "nn.Linear(8, 8)", '"base/"': '"snapshot/"'},
+    "docs/guide/checkpoints.md": {"s3://bucket": "kept://bucket"},
     "docs/guide/context_parallel.md": {'"cuda", (4, 2)': '"cpu", (1, 2)'},
     "docs/guide/parallelism.md": {
         '"cuda", (4, 2)': '"cpu", (1, 2)',

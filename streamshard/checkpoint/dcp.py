@@ -31,8 +31,9 @@ from streamshard.checkpoint.directory import next_number, open_intact, write_tog
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, encode
 from streamshard.checkpoint.manifest import CheckpointFiles, are_tiles
-from streamshard.checkpoint.safetensors_file import FILE_NAME, digest_of, open_regular, read_text, sync_directory
+from streamshard.checkpoint.safetensors_file import FILE_NAME, digest_of
 from streamshard.checkpoint.save import write_checkpoint
+from streamshard.checkpoint.storage import LocalDirectory, Location, open_regular, parse_location, sync_directory
 from streamshard.comm.ranks import RankGroup
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError, describe
@@ -44,7 +45,7 @@ _METADATA_NAME = ".metadata"
 # ------------------------------------------------------------------------------------------------ to DCP
 
 
-def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Location:
     """Convert a checkpoint's models and optimizers to a DCP directory, for ``dcp.load`` with FSDP2.
 
     Its keys begin with ``model.`` and ``optimizer.``; of several models, with ``model.policy.`` and so on. Random
@@ -67,7 +68,7 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     root = parse_path("out", out).resolve()
     if os.path.lexists(root):
         raise CheckpointError(f"{root} exists: convert into a new directory")
-    files, _ = open_intact(parse_path("directory", directory), RankGroup())
+    files, _ = open_intact(parse_location("directory", directory), RankGroup())
     saved = files.manifest.state
     state: dict[str, Any] = {}
     for name, each in saved["models"].items():
@@ -120,7 +121,7 @@ def from_dcp(
     *,
     model: str = "model",
     optimizer: str = "optimizer",
-) -> tuple[Path, list[str]]:
+) -> tuple[Location, list[str]]:
     """Convert a DCP directory to a checkpoint, which `load_checkpoint(out, model, optimizer)` loads.
 
     DCP's files hold pickles. This function runs no code of theirs: it reads tensors, numbers, strings, lists, tuples,
@@ -139,7 +140,7 @@ def from_dcp(
         CheckpointError: `directory` is no DCP directory, is damaged, or holds values that StreamShard cannot load.
         ConfigError: no key has the prefix `model`.
     """
-    root = parse_path("out", out)
+    root = parse_location("out", out)
     files_of = {key: files for files in _files_of(parse_path("directory", directory)) for key in files.entries}
     own, prefix = f"{optimizer}.", f"{model}." if model else ""
     weights = {
@@ -247,7 +248,8 @@ class DcpFiles:
         self._root = root
         self._unread: dict[str, int] = {}  # bytes, by file
         with self._reading(_METADATA_NAME):
-            found = _Unpickler(io.BytesIO(read_text(self._path(_METADATA_NAME)))).load()
+            text = LocalDirectory(self._path(_METADATA_NAME).parent).read_text(_METADATA_NAME)
+            found = _Unpickler(io.BytesIO(text)).load()
             self.entries: dict[str, Any] = found.state_dict_metadata
             self._parts = {(i.fqn, getattr(i, "offset", None)): part for i, part in found.storage_data.items()}
 

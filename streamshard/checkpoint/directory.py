@@ -12,60 +12,42 @@ that is damaged, or that the system cannot read, stops no save and no load of an
 [Note: how a checkpoint appears]
 A save writes into a *partial* directory, whose name ends in ``.partial`` and is never used again. When all files are on
 the disk, one rename gives the directory its name. Before the rename there is no checkpoint, afterwards a whole one.
-Saves overwrite nothing: if ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``.
-
-[Note: two runs in one directory]
-A requeued job may start while its predecessor still saves. So each save holds a lock (flock) on the manifest in its
-partial directory. The manifest is created first and filled last. The system releases the lock when the process ends,
-in any way. A save deletes partial directories whose lock is free: killed runs have left them.
+Saves overwrite nothing: if ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``. On object storage
+the manifest takes the place of the rename: see `storage.py`, which does all that differs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import math
 import os
-import re
-import secrets
-import shutil
-import stat
 from collections.abc import Callable, Mapping, Sequence
-from io import FileIO
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
-from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, CheckpointFiles, Manifest, read_manifest
-from streamshard.checkpoint.safetensors_file import open_regular, opened, sync_directory, write_all
+from streamshard.checkpoint.manifest import MAX_GENERATION, CheckpointFiles, Manifest, read_manifest
+from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Partial, number_in, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
-from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, StreamShardError, describe, log, printable
-
-PARTIAL = ".partial"
-"""The end of a directory's name until the directory is complete."""
-
-_NAME = re.compile(r"checkpoint-(\d{1,18})(?!\d)(-\d+)?")
-_LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")
 
 _AHEAD = 1 << 20
 """A checkpoint that cannot be read now may have a generation up to this much larger than the largest known one."""
 
 _Written = TypeVar("_Written")
 _Published = TypeVar("_Published")
+_Place = TypeVar("_Place", bound=Location)
 
 
 class Entry(NamedTuple):
     """A checkpoint in a directory. Its manifest was read, and the sizes of its files; not the files themselves.
 
     Attributes:
-        path: its path.
+        path: its path or URL.
         manifest: None if it cannot be read or used.
         wrong: why the checkpoint cannot be used; "" if it is whole. See [Note: whole and intact].
         may_be_whole: False if it is damaged. True if the system cannot read it now (no permission, a failing disk).
     """
 
-    path: Path
+    path: Location
     manifest: Manifest | None
     wrong: str = ""
     may_be_whole: bool = True
@@ -77,8 +59,8 @@ class Entry(NamedTuple):
         return (math.inf, 0, False) if made is None else (made.generation, made.number, is_named_as_ours(self.path))
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The latest whole checkpoint in `directory`; None if there is none.
+def latest(directory: str | os.PathLike[str]) -> Location | None:
+    """The latest whole checkpoint in `directory`, a path or a URL; None if there is none.
 
     A checkpoint is whole if its manifest matches its checksum, and all files are there with their recorded sizes.
     `load_checkpoint` verifies the files' contents. Generation numbers order the checkpoints, not clocks. The log names
@@ -89,7 +71,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
             failing disk).
         ConfigError: `directory` is not a path.
     """
-    root = parse_path("directory", directory)
+    root = parse_location("directory", directory)
     entries = survey(root)
     newest = next((each for each in reversed(entries) if not each.wrong), None)
     passed_over = {each.path: each.wrong for each in entries[entries.index(newest) + 1 if newest else 0 :]}
@@ -99,32 +81,32 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return newest.path if newest else None
 
 
-def _warn(passed_over: Mapping[Path, str]) -> None:
+def _warn(passed_over: Mapping[Location, str]) -> None:
     for path, why in passed_over.items():
         log.warning("passed over %s: %s", printable(str(path)), why)
 
 
-def survey(directory: Path) -> list[Entry]:
+def survey(directory: Location) -> list[Entry]:
     """Read the manifests of all checkpoints in `directory`, and of `directory` if it is a checkpoint. Newest last.
 
-    A directory with a checkpoint's name and no manifest is a damaged checkpoint.
+    A local directory with a checkpoint's name and no manifest is a damaged checkpoint.
 
     Raises:
         OSError: the system cannot read the directory.
     """
-    inside = [path for path in sorted(_children(directory)) if not path.name.endswith(PARTIAL)]
-    paths = [path for path in inside if is_named_as_ours(path) or is_checkpoint(path)]
-    entries = [read_entry(path) for path in ([directory] if is_checkpoint(directory) else []) + paths]
-    there = (each for each in entries if not each.wrong or os.path.lexists(each.path))  # another run may delete some
-    return sorted(there, key=lambda each: each.order)
+    storage = storage_of(directory)
+    inside = [read_entry(directory / name) for name in sorted(storage.complete())]
+    there = [each for each in inside if not each.wrong or storage.has(each.path.name)]  # another run may delete some
+    outer = [read_entry(directory)] if is_checkpoint(directory) else []
+    return sorted(outer + there, key=lambda each: each.order)
 
 
-def is_checkpoint(directory: Path) -> bool:
+def is_checkpoint(directory: Location) -> bool:
     """Whether `directory` has a manifest, damaged or not."""
-    return os.path.lexists(directory / MANIFEST_NAME)
+    return storage_of(directory).has(MANIFEST_NAME)
 
 
-def read_entry(path: Path) -> Entry:
+def read_entry(path: Location) -> Entry:
     """Read the manifest of a checkpoint, and check the sizes of its files."""
     manifest = None
     try:
@@ -137,7 +119,7 @@ def read_entry(path: Path) -> Entry:
     return Entry(path, manifest)
 
 
-def no_checkpoint(directory: Path, why_of: Mapping[Path, str]) -> CheckpointError:
+def no_checkpoint(directory: Location, why_of: Mapping[Location, str]) -> CheckpointError:
     """The error about a directory without an intact checkpoint, with the reason for each checkpoint in it."""
     reasons = "; ".join(why_of.values()) or "wanted a directory that save_checkpoint has written to"
     return CheckpointError(
@@ -146,22 +128,22 @@ def no_checkpoint(directory: Path, why_of: Mapping[Path, str]) -> CheckpointErro
     )
 
 
-def next_number(directory: Path) -> int:
+def next_number(directory: Location) -> int:
     """One more than the largest number in the names of checkpoints in `directory`."""
-    return max((int(match[1]) for path in _children(directory) if (match := _NAME.match(path.name))), default=0) + 1
+    return max((number_in(name) or 0 for name in storage_of(directory).names()), default=0) + 1
 
 
-def check_sizes(directory: Path, manifest: Manifest) -> None:
+def check_sizes(directory: Location, manifest: Manifest) -> None:
     """Check that all files are there, readable, and of their recorded sizes.
 
     Raises:
         CheckpointError: a file is missing, or has another size.
         OSError: the system cannot read a file now.
     """
+    size_of = storage_of(directory).sizes()
     for record in manifest.files:
         try:
-            with open_regular(directory / record.name) as file:
-                size_bytes = os.fstat(file.fileno()).st_size
+            size_bytes = size_of(record.name)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
         if size_bytes != record.size_bytes:
@@ -169,22 +151,15 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{directory} is not whole: {record.name} has {sizes}")
 
 
-def is_named_as_ours(path: Path) -> bool:
+def is_named_as_ours(path: Location) -> bool:
     """Whether a save gives such names. Other names are the user's own copies and links."""
-    return _NAME.fullmatch(path.name) is not None
-
-
-def _children(directory: Path) -> list[Path]:
-    try:
-        return list(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return number_in(path.name, only=True) is not None
 
 
 # ------------------------------------------------------------------------------------------------ verifying
 
 
-def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Path, str]]:
+def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Location, str]]:
     """Open the checkpoint `root`, or the newest intact checkpoint in the directory `root`. Collective.
 
     Each rank verifies an equal share of the files.
@@ -197,12 +172,12 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
         CheckpointError: on every rank; says why the checkpoint `root`, or each checkpoint in `root`, is not intact.
     """
 
-    def find() -> list[tuple[Path, str]]:
+    def find() -> list[tuple[Location, str]]:
         if is_checkpoint(root):
             return [(root, "")]
         return [(each.path, each.wrong) for each in reversed(survey(root))]
 
-    failed: dict[Path, str] = {}
+    failed: dict[Location, str] = {}
     for path, wrong in run_on_first(ranks, f"load {root}", find):
         if not wrong:
             try:
@@ -221,12 +196,12 @@ def open_intact(root: Path, ranks: RankGroup) -> tuple[CheckpointFiles, dict[Pat
     raise CheckpointError(f"{failed[root]}. Give its directory, {parent}, for the newest intact checkpoint in there")
 
 
-def is_gone(path: Path, ranks: RankGroup) -> bool:
+def is_gone(path: Location, ranks: RankGroup) -> bool:
     """Whether another run has deleted the checkpoint `path` since it was listed, and has a newer one. Collective."""
-    return run_on_first(ranks, f"load {path}", lambda: not os.path.lexists(path))
+    return run_on_first(ranks, f"load {path}", lambda: not storage_of(path).names())
 
 
-def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
+def open_verified(path: Location, ranks: RankGroup) -> CheckpointFiles:
     """Open the checkpoint `path`. Each rank verifies an equal share of the files. Collective.
 
     Raises:
@@ -252,11 +227,12 @@ def open_verified(path: Path, ranks: RankGroup) -> CheckpointFiles:
 def write_together(
     ranks: RankGroup,
     doing: str,
-    root: Path,
+    root: _Place,
     name: str,
     *,
-    write: Callable[[Path], _Written],
-    publish: Callable[[Path, list[_Written]], _Published],
+    write: Callable[[_Place], _Written],
+    join: Callable[[_Place, list[_Written]], _Written] | None = None,
+    publish: Callable[[_Place, list[_Written]], _Published],
     alone: bool = False,
 ) -> _Published:
     """Let all ranks write files into a partial directory, then let the first rank publish it. Collective.
@@ -267,8 +243,9 @@ def write_together(
         root: the directory in which the partial directory is made, the same on all ranks.
         name, alone: see `create_partial`.
         write: called on every rank with the partial directory.
-        publish: called on the first rank with the partial directory, and the results of `write` by rank. The directory
-            is deleted afterwards, unless `publish` has renamed it.
+        join: called on every rank when all have written, with the partial directory and the results of `write`.
+        publish: called on the first rank with the partial directory, and the results of `join` or `write` by rank. The
+            directory is deleted afterwards, unless `publish` has renamed it or made it a checkpoint.
 
     Returns:
         The result of `publish`, on every rank.
@@ -280,18 +257,21 @@ def write_together(
     refuse_differences("a save or an export", ranks.gather_objects({"directory": str(root)}))
     mine: list[Partial] = []  # on the first rank only: it alone deletes and renames the directory
 
-    def start() -> str:
+    def start() -> Location:
         mine.append(create_partial(root, name, alone=alone))
-        return str(mine[0].path)
+        return mine[0].path
 
     def finish(written: list[_Written]) -> _Published:
-        published = publish(mine[0].path, written)
+        published = publish(path, written)
         remove_partial(mine[0])  # before other ranks go on
         return published
 
     try:
-        path = Path(run_on_first(ranks, doing, start))
+        path = cast(_Place, run_on_first(ranks, doing, start))
         written = ranks.gather_results(doing, lambda: write(path))
+        if join is not None:
+            all_written = written
+            written = ranks.gather_results(doing, lambda: join(path, all_written))
         return run_on_first(ranks, doing, lambda: finish(written))
     except BaseException:
         for partial in mine:
@@ -301,14 +281,7 @@ def write_together(
         raise
 
 
-class Partial(NamedTuple):
-    """A directory into which one save writes, and its locked manifest. See [Note: two runs in one directory]."""
-
-    path: Path
-    manifest: FileIO
-
-
-def create_partial(directory: Path, name: str, *, alone: bool = False) -> Partial:
+def create_partial(directory: Location, name: str, *, alone: bool = False) -> Partial:
     """Make a partial directory in `directory`, and delete partial directories of killed runs.
 
     Args:
@@ -320,60 +293,41 @@ def create_partial(directory: Path, name: str, *, alone: bool = False) -> Partia
         CheckpointError: with `alone`: another process is writing to `directory`.
         OSError: the system cannot make the directory.
     """
-    os.makedirs(directory, exist_ok=True)
-    partial = _create(directory, name)
+    storage = storage_of(directory)
+    partial = storage.begin(name)
     try:
-        for left in directory.iterdir():
-            if left != partial.path and _LEFT.fullmatch(left.name) and not _delete_unless_locked(left):
+        for left in storage.leftovers():
+            if left != partial.path.name and not storage.sweep(left):
                 if alone:
-                    raise CheckpointError(f"another process is writing to {left}: write from one process at a time")
-                log.warning("another run is saving to %s: give each run a directory of its own", left)
+                    where = directory / left
+                    raise CheckpointError(f"another process is writing to {where}: write from one process at a time")
+                log.warning("another run is saving to %s: give each run a directory of its own", directory / left)
     except BaseException:
         remove_partial(partial)
         raise
     return partial
 
 
-def _create(directory: Path, name: str) -> Partial:
-    while True:
-        path = directory / f"{name}.{secrets.token_hex(4)}{PARTIAL}"
-        with contextlib.ExitStack() as undo:  # after an interrupt too: a lock that stays refuses the next export
-            undo.callback(shutil.rmtree, path, ignore_errors=True)
-            try:
-                os.mkdir(path)
-                manifest = FileIO(os.open(path / MANIFEST_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "r+")
-            except FileNotFoundError:  # another run has deleted the directory before it was locked
-                continue
-            undo.callback(manifest.close)
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(manifest, fcntl.LOCK_EX)  # waits while another run deletes the directory
-            if (path / MANIFEST_NAME).exists():
-                undo.pop_all()
-                return Partial(path, manifest)
-
-
 def remove_partial(partial: Partial) -> None:
     """Delete a partial directory, unless it was published. A second call changes nothing."""
-    with contextlib.closing(partial.manifest):
-        shutil.rmtree(partial.path, ignore_errors=True)
+    storage_of(partial.path.parent).remove(partial)
 
 
-def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> Path:
+def publish_checkpoint(partial: Location, manifest: Manifest, keep: int | None) -> Location:
     """Make a checkpoint of `partial`, which has all files, then delete all but the newest `keep` checkpoints.
 
     Copies under other names, links and write-protected directories are not deleted. An error leaves everything as it
-    was. After the rename nothing raises: the log names a checkpoint that cannot be deleted. Returns the checkpoint's
-    path: ``checkpoint-N``, or ``checkpoint-N-2`` and so on if ``checkpoint-N`` exists.
+    was. After publishing nothing raises: the log names a checkpoint that cannot be deleted. Returns the checkpoint's
+    path: ``checkpoint-N``, or ``checkpoint-N-2`` and so on if ``checkpoint-N`` exists, or `partial` on object storage.
     """
     check_sizes(partial, manifest)
     directory = partial.parent
     earlier = survey(directory)
-    with opened(partial / MANIFEST_NAME) as descriptor:
-        write_all(descriptor, manifest._replace(generation=_next_generation(earlier)).encode(), 0)
-    sync_directory(partial)
-    path = _rename_to_unused(partial, directory / f"checkpoint-{manifest.number}")
+    storage = storage_of(directory)
+    text = manifest._replace(generation=_next_generation(earlier)).encode()
+    path = storage.publish(partial.name, f"checkpoint-{manifest.number}", text)
     try:
-        sync_directory(directory)
+        storage.sync()
         if keep is not None:
             _delete_old([each.path for each in earlier if not each.wrong and each.path != directory], keep - 1)
     except OSError as error:
@@ -394,45 +348,12 @@ def _next_generation(earlier: Sequence[Entry]) -> int:
     return generation
 
 
-def _delete_old(paths: Sequence[Path], keep: int) -> None:
+def _delete_old(paths: Sequence[Location], keep: int) -> None:
     """Delete all but the last `keep` checkpoints with names that saves give. Log those that cannot be deleted."""
-    own = [path for path in paths if is_named_as_ours(path) and not path.is_symlink()]
+    own = [path for path in paths if is_named_as_ours(path) and not storage_of(path.parent).is_link(path.name)]
     for old in own[: max(len(own) - keep, 0)]:
         try:
-            is_ours = os.access(old, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
-            if is_ours and os.stat(old).st_mode & stat.S_IWUSR:  # root may write to any
-                gone = old.with_name(f"{old.name}.{secrets.token_hex(4)}{PARTIAL}")
-                os.rename(old, gone)  # so a kill leaves no damaged checkpoint, and the next save deletes the rest
-                shutil.rmtree(gone)
+            if storage_of(old.parent).delete(old.name):
                 log.info("deleted %s: it is older than the newest %d", old, keep + 1)
         except OSError as error:
             log.warning("%s could not be deleted: %s", old, error)
-
-
-def _rename_to_unused(partial: Path, path: Path) -> Path:
-    free, place = path, 1
-    while True:
-        try:
-            if not os.path.lexists(free):
-                os.rename(partial, free)
-                return free
-        except OSError as error:  # another run has just published one with this name
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        place += 1
-        free = path.with_name(f"{path.name}-{place}")
-
-
-def _delete_unless_locked(left: Path) -> bool:
-    """Delete the partial directory of a killed run; False: its run lives. See [Note: two runs in one directory]."""
-    try:
-        with open(left / MANIFEST_NAME, "r+b") as manifest:
-            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-    except FileNotFoundError:  # a killed run had begun to delete it
-        shutil.rmtree(left, ignore_errors=True)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        log.warning("%s stays, because its manifest cannot be locked: %s", left, error)
-    return True

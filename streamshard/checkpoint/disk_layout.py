@@ -15,13 +15,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, contiguous_runs, meet_runs, runs_in
+from streamshard.checkpoint.safetensors_file import Stored
+from streamshard.checkpoint.storage import Location
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError
@@ -198,7 +199,7 @@ class Difference(NamedTuple):
     unexpected: list[str]
     mismatched: list[str]
 
-    def error(self, root: Path, model: nn.Module) -> CheckpointError:
+    def error(self, root: Location, model: nn.Module) -> CheckpointError:
         """The error to raise. Its message shows some names, its attributes have all names."""
         what = "; ".join(
             f"{kind} {', '.join(names[:_NAMES_SHOWN])}{' and more' if len(names) > _NAMES_SHOWN else ''}"
@@ -261,7 +262,7 @@ def plan_export(
 
 
 def plan_load(
-    model: nn.Module, engine: Engine, stored: Mapping[str, torch.Tensor]
+    model: nn.Module, engine: Engine, stored: Mapping[str, Stored]
 ) -> tuple[dict[str, list[Run]], Difference]:
     """Match the tensors in files with the model's parameters and buffers.
 

@@ -21,6 +21,12 @@ over the old one replaces the whole export:
 
 After a kill or a power failure, readers find the old weights or the new ones. The config cannot be replaced in the same
 rename as the weights: an error or a kill between the two leaves the new config beside the old weights.
+
+[Note: exports on object storage]
+An object has one writer. So the ranks take turns with the files, and each uploads the ranges of other ranks' files that
+it holds as one object, its part, in the partial directory. The config comes first and the front last. Several files
+always have the export's token in their names, and no export deletes them: of two at once the later front counts, and
+its files are there. An export that is there is not replaced: a front that is one file would stand for other bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +34,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -36,19 +44,22 @@ from torch import nn
 
 from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.disk_layout import Difference, fill_buffers, local_pieces, overlaps, plan_export, plan_load
-from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
     FileLayout,
     Held,
     OpenFiles,
-    copy_range,
+    Place,
+    Stored,
+    copy_ranges,
     digest_of,
+    join_ranges,
     lay_out,
-    read_text,
-    sync_directory,
+    read_parts,
+    write_part,
     write_ranges,
 )
-from streamshard.comm.ranks import run_on_all_ranks
+from streamshard.checkpoint.storage import MANIFEST_NAME, Location, ObjectStore, Url, storage_of, sync_directory
+from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_bytes, parse_dtype
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
@@ -75,16 +86,25 @@ class FileNames:
         self.index = f"{self.single}.index.json"
         self.numbered = re.compile(stem + r"-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 
+    def are_in(self, there: Iterable[str]) -> bool:
+        """Whether some of these names are of weights, or of an index."""
+        return any(name in (self.single, self.index) or self.numbered.fullmatch(name) for name in there)
+
+    def written(self, files: Sequence[FileLayout]) -> list[str]:
+        """The names of `files`, and the index's behind several."""
+        return [*(file.name for file in files), *([self.index] if len(files) > 1 else [])]
+
 
 def export_shards(
-    model: nn.Module, engine: Engine, root: Path, dtype: torch.dtype | str | None, max_shard_size: int | str
+    model: nn.Module, engine: Engine, root: Location, dtype: torch.dtype | str | None, max_shard_size: int | str
 ) -> list[str]:
     """Write an export. Collective. Extra memory: `CHUNK_BYTES` on each rank.
 
     Args:
         model: the sharded model.
         engine: its engine.
-        root: the directory, on storage that all ranks share. Made if it does not exist.
+        root: the directory, on storage that all ranks share. Made if it does not exist. On object storage it has no
+            export yet.
         dtype, max_shard_size: see `streamshard.export_safetensors`.
 
     Returns:
@@ -100,6 +120,7 @@ def export_shards(
     names = FileNames(conventions().file_stem(model))
 
     def plan() -> tuple[list[FileLayout], Held, torch.dtype | None]:
+        refuse_replacing(root, names)
         # Replicas have the same weights, or in local SGD nearly the same: the first one writes.
         here = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
         pieces = {name: piece for name, piece in here.items() if not piece.is_copy}
@@ -110,23 +131,30 @@ def export_shards(
         floating = (tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
         return plan_files(stored, max_file_bytes, names), held, next(floating, None)
 
+    def write_config(directory: Path) -> None:
+        conventions().write_config(model, directory, first_dtype)
+
     def write(partial: Path) -> int:
         if ranks.is_first:
-            conventions().write_config(model, partial, first_dtype)
+            write_config(partial)
         return sum(write_ranges(partial, file, held, is_first=ranks.is_first) for file in files)
 
     def publish(partial: Path, n_bytes: list[int]) -> list[str]:
         if sum(n_bytes) != sum(file.size_bytes for file in files):
             raise CheckpointError(f"ranks did not write every byte of {root} once")
-        named = _name(root, partial, files, names)
-        written = [file.name for file in named]
-        index = encode_index(named, sum(param.piece.full.numel() for param in engine.params))
-        _publish(partial, root, names, written, index)
-        return [*written, names.index] if len(written) > 1 else written
+        named = name_files(files, names, partial) if names.are_in(os.listdir(partial.parent)) else files
+        for old, new in zip(files, named, strict=True):
+            os.rename(partial / old.name, partial / new.name)
+        _publish(partial, partial.parent, names, [file.name for file in named], encode_index(named, n_parameters))
+        return names.written(named)
 
+    n_parameters = sum(param.piece.full.numel() for param in engine.params)
     files, held, first_dtype = run_on_all_ranks(ranks, "plan the export", plan)
     doing = f"export to {root}"
-    written = write_together(ranks, doing, root, "model", write=write, publish=publish, alone=True)
+    if isinstance(root, Url):
+        written = upload(ranks, doing, root, files, held, names, write_config, n_parameters)
+    else:
+        written = write_together(ranks, doing, root, "model", write=write, publish=publish, alone=True)
     log.info("exported %s", root)
     return written
 
@@ -167,16 +195,10 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _name(root: Path, partial: Path, files: Sequence[FileLayout], names: FileNames) -> list[FileLayout]:
-    """Rename the files in `partial` to their names in `root`. See [Note: publishing an export]."""
-    has_weights = any(
-        name in (names.single, names.index) or names.numbered.fullmatch(name) for name in os.listdir(root)
-    )
-    token = f"{names.stem}-{partial.suffixes[-2][1:]}-" if has_weights else f"{names.stem}-"
-    named = [file._replace(name=file.name.replace(f"{names.stem}-", token, 1)) for file in files]
-    for old, new in zip(files, named, strict=True):
-        os.rename(partial / old.name, partial / new.name)
-    return named
+def name_files(files: Sequence[FileLayout], names: FileNames, partial: Location) -> list[FileLayout]:
+    """The files, with the token of `partial` in the names of several. See [Note: publishing an export]."""
+    token = f"{names.stem}-{partial.name.split('.')[1]}-"
+    return [file._replace(name=file.name.replace(f"{names.stem}-", token, 1)) for file in files]
 
 
 def _publish(partial: Path, root: Path, names: FileNames, written: Collection[str], index: bytes) -> None:
@@ -208,6 +230,55 @@ def _publish(partial: Path, root: Path, names: FileNames, written: Collection[st
     sync_directory(root)
 
 
+# ------------------------------------------------------------------------------------------------ object storage
+
+
+def refuse_replacing(root: Location, names: FileNames) -> None:
+    """Raise if `root` is on object storage and has an export. See [Note: exports on object storage]."""
+    storage = storage_of(root)
+    if isinstance(root, Url) and (front := next(filter(storage.is_file, (names.single, names.index)), None)):
+        raise CheckpointError(f"{root} has an export, {front}, and object storage replaces none: name a new directory")
+
+
+def upload(
+    ranks: RankGroup,
+    doing: str,
+    root: Url,
+    files: Sequence[FileLayout],
+    held: Held,
+    names: FileNames,
+    write_config: Callable[[Path], None],
+    n_parameters: int,
+) -> list[str]:
+    """Write an export to object storage. Collective. See [Note: exports on object storage]."""
+    files = [*files]
+
+    def write(partial: Url) -> list[list[Place]]:
+        if len(files) > 1:
+            files[:] = name_files(files, names, partial)
+        if ranks.is_first:
+            with tempfile.TemporaryDirectory() as local:
+                write_config(Path(local))
+                for file in Path(local).iterdir():
+                    ObjectStore(root).put(file.name, file.read_bytes())
+        return write_part(partial, f"rank-{ranks.total_rank:05d}", files, held) if ranks.total_size > 1 else []
+
+    def join(partial: Url, places: list[list[list[Place]]]) -> list[list[Place]]:
+        for at in range(ranks.total_rank, len(files), ranks.total_size):
+            if ranks.total_size == 1:
+                write_ranges(root, files[at], held, is_first=True)
+            else:
+                join_ranges(root, files[at], partial, chain.from_iterable(theirs[at] for theirs in places))
+        return []
+
+    def publish(_: Url, __: object) -> list[str]:
+        if len(files) > 1:
+            ObjectStore(root).put(names.index, encode_index(files, n_parameters))
+        return names.written(files)
+
+    return write_together(ranks, doing, root, "model", write=write, join=join, publish=publish)
+
+
 # ------------------------------------------------------------------------------------------------ loading
 
 
@@ -219,36 +290,38 @@ class StoredDirectory(OpenFiles):
         names: of its files.
 
     Attributes:
-        tensors: by name, views of the mapped files.
+        tensors: by name.
 
     Raises:
         CheckpointError: the directory has no weights, or files are damaged or contradict the index.
     """
 
-    def __init__(self, root: Path, names: FileNames) -> None:
+    def __init__(self, root: Location, names: FileNames) -> None:
         super().__init__(root)
-        if (self.root / names.single).is_file():
+        if self.storage.is_file(names.single):
             file_of = dict.fromkeys(self.open(names.single).keys(), names.single)
         else:
             file_of = self._read_index(names)
-        self.tensors = {name: self.stored(file, name) for name, file in file_of.items()}
+        self.tensors: dict[str, Stored] = {name: self.stored(file, name) for name, file in file_of.items()}
 
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and some bytes of each tensor: different for different training steps."""
-        middles = {
-            name: tensor.view(-1)[tensor.numel() // 2 :][: _SAMPLE_BYTES // tensor.dtype.itemsize]
-            for name, tensor in self.tensors.items()
-        }
-        return digest_of({name: tensor.shape for name, tensor in self.tensors.items()}, middles)
+        filled = {name: tensor for name, tensor in self.tensors.items() if tensor.numel}
+        middles = [
+            (each, each.numel // 2, min(-(-each.numel // 2), _SAMPLE_BYTES // each.dtype.itemsize))
+            for each in filled.values()
+        ]
+        samples = dict(zip(filled, read_parts(middles), strict=True))
+        return digest_of({name: tensor.shape for name, tensor in self.tensors.items()}, samples)
 
     def _read_index(self, names: FileNames) -> dict[str, str]:
         """By tensor, the name of its file."""
         index = self.root / names.index
-        if not index.is_file():
+        if not self.storage.is_file(names.index):
             neither = f"{self.root} has neither {names.single} nor {names.index}"
             raise CheckpointError(f"{neither}. load_checkpoint reads checkpoints of save_checkpoint")
         try:
-            file_of: dict[str, str] = dict(json.loads(read_text(index))["weight_map"])
+            file_of: dict[str, str] = dict(json.loads(self.storage.read_text(names.index))["weight_map"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error!r:.200}") from None
         for file in file_of.values():
@@ -257,7 +330,7 @@ class StoredDirectory(OpenFiles):
         return file_of
 
 
-def load_shards(model: nn.Module, engine: Engine, root: Path, *, strict: bool = True) -> Difference:
+def load_shards(model: nn.Module, engine: Engine, root: Location, *, strict: bool = True) -> Difference:
     """Load a directory, as `streamshard.load_safetensors` documents. Returns how files and model differ."""
     ranks = engine.ranks
     names = FileNames(conventions().file_stem(model))
@@ -274,9 +347,8 @@ def load_shards(model: nn.Module, engine: Engine, root: Path, *, strict: bool = 
 
     def read() -> None:
         with torch.no_grad():
-            for name, own in runs.items():
-                for start, data in overlaps(own, pieces):
-                    copy_range(stored.tensors[name], start, data)
+            found = ((stored.tensors[name], overlaps(own, pieces)) for name, own in runs.items())
+            copy_ranges((tensor, start, data) for tensor, parts in found for start, data in parts)
             fill_buffers(model, pieces)
 
     # From here on only the storage itself can fail.

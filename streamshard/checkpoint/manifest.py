@@ -20,26 +20,24 @@ import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from streamshard.checkpoint.json_codec import CPU, dtype_name, dtype_named
 from streamshard.checkpoint.safetensors_file import (
-    CHUNK_BYTES,
     FILE_NAME,
-    MAX_TEXT_BYTES,
     FileRecord,
+    Found,
     OpenFiles,
-    copy_range,
-    read_text,
+    Stored,
+    copy_ranges,
     verify_files,
 )
+from streamshard.checkpoint.storage import CHUNK_BYTES, MANIFEST_NAME, MAX_TEXT_BYTES, Location, storage_of
 from streamshard.errors import CheckpointError
 from streamshard.forms import Box, part_of
 
-MANIFEST_NAME = "checkpoint.json"
 FORMAT = 9
 MAX_GENERATION = 1 << 40
 """No run saves as often. A larger generation is damage: no later checkpoint could be newer."""
@@ -47,9 +45,6 @@ MAX_GENERATION = 1 << 40
 _PRIME = (1 << 127) - 1
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = b"\n}\n"
-
-Found = tuple[torch.Tensor, int, torch.Tensor]
-"""Arguments of `copy_range`: a view of a mapped file, the first element in it, and the target."""
 
 
 class PieceRecord(NamedTuple):
@@ -228,7 +223,7 @@ def sealed(body: bytes) -> bytes:
     return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Location) -> Manifest:
     """Read the manifest of the checkpoint `directory`.
 
     Raises:
@@ -237,7 +232,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        text = read_text(path)
+        text = storage_of(directory).read_text(MANIFEST_NAME)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     body = text[len(_HEAD.format("0" * 64)) : -len(_TAIL)]
@@ -320,7 +315,7 @@ class CheckpointFiles(OpenFiles):
         manifest: its manifest.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Location, manifest: Manifest) -> None:
         super().__init__(path)
         self.manifest = manifest
         self._read: set[str] = set()
@@ -338,8 +333,8 @@ class CheckpointFiles(OpenFiles):
                 if piece.file % parts == part and piece.start < piece.stop:
                     self._stored(name, record, piece)
 
-    def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> torch.Tensor:
-        """A piece as stored, 1-D: a view of the mapped file."""
+    def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> Stored:
+        """A piece as stored, 1-D."""
         file = self.manifest.files[piece.file].name
         stored = self.stored(file, name)
         if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.dtype:
@@ -349,7 +344,7 @@ class CheckpointFiles(OpenFiles):
     def find(self, name: str, start: int, target: torch.Tensor, box: Box = ()) -> Iterator[Found]:
         """The copies that fill `target` with elements [start, start + n) of the tensor `name`, or of a box in it.
 
-        The files stay mapped, so the copies work even if the files are deleted.
+        Mapped files stay mapped, so the copies work even if the files are deleted.
 
         Args:
             name: of the tensor.
@@ -358,7 +353,7 @@ class CheckpointFiles(OpenFiles):
             box: see `PieceRecord`.
 
         Yields:
-            Arguments of `copy_range`.
+            What `copy_ranges` takes.
 
         Raises:
             CheckpointError: a file does not have a piece that the manifest names.
@@ -385,6 +380,5 @@ class CheckpointFiles(OpenFiles):
         self._read.add(name)
         record = self.manifest.tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype, device=device)
-        for each in self.find(name, 0, whole.view(-1)):
-            copy_range(*each)
+        copy_ranges(self.find(name, 0, whole.view(-1)))
         return whole

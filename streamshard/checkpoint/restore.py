@@ -9,7 +9,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -23,10 +22,11 @@ from streamshard.checkpoint.json_codec import CPU, decode
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owner_ranks, steps_here
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, class_name, facts_of, has_state
-from streamshard.checkpoint.safetensors_file import copy_range
+from streamshard.checkpoint.safetensors_file import Found, copy_ranges
 from streamshard.checkpoint.save import finish_running
+from streamshard.checkpoint.storage import Location, parse_location, storage_of
 from streamshard.comm.ranks import run_on_all_ranks
-from streamshard.config import did_you_mean, parse_path
+from streamshard.config import did_you_mean
 from streamshard.core.engine import Engine
 from streamshard.core.optimizer_kinds import params_in
 from streamshard.core.params import Param
@@ -39,7 +39,7 @@ class Loaded(dict[str, Any]):
     """The values that were saved as ``extra``, by key.
 
     Attributes:
-        path: the checkpoint's path.
+        path: the checkpoint's path or URL.
         passed_over: by path, why a checkpoint was not loaded that is newer, or unreadable and maybe newer.
         by_rank: by key, the values of all ranks that saved, in their order, tensors in host memory. It has the keys
             whose values differed between these ranks, if their number is not this run's.
@@ -48,8 +48,8 @@ class Loaded(dict[str, Any]):
     def __init__(
         self,
         values: Mapping[str, Any],
-        path: Path,
-        passed_over: Mapping[Path, str],
+        path: Location,
+        passed_over: Mapping[Location, str],
         by_rank: Mapping[str, list[Any]],
     ) -> None:
         super().__init__(values)
@@ -78,7 +78,8 @@ def load_checkpoint(
     `Loaded.by_rank` on another number of ranks. There modules' extra state that differed is rank 0's.
 
     Args:
-        directory: a directory of checkpoints, whose newest intact one is loaded, or the path of one checkpoint. If
+        directory: a directory of checkpoints, whose newest intact one is loaded, or the path of one checkpoint, on a
+            file system or at a URL of object storage (``s3://``, ``gs://``; see `save_checkpoint`). If
             newer ones are damaged, rank 0 logs a warning, and `Loaded.passed_over` names them.
         model: as given to `save_checkpoint`.
         optimizer: as given to `save_checkpoint`. None: load no optimizer.
@@ -94,9 +95,10 @@ def load_checkpoint(
         ConfigError: an argument that cannot work.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
-    root = parse_path("directory", directory, "load_checkpoint(directory, model, optimizer)")
+    root = parse_location("directory", directory, "load_checkpoint(directory, model, optimizer)")
     parts = RunParts.of("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
+    run_on_all_ranks(ranks, f"load {root}", lambda: storage_of(root))  # raises if a package is missing
     run_on_all_ranks(ranks, f"load {root}", finish_running)
     files, passed_over = open_intact(root, ranks)
     path = files.root
@@ -113,6 +115,7 @@ def load_checkpoint(
         run_on_all_ranks(ranks, f"load {path}", lambda: [act() for act in plan.loads])
         # From here on only the storage itself can fail.
         half = f"finish loading {path}, and a part of it is loaded now: load again before going on"
+        run_on_all_ranks(ranks, half, lambda: copy_ranges(plan.copies))
         run_on_all_ranks(ranks, half, lambda: [act() for act in plan.steps])
     for each, engine in parts.models.values():
         engine.fill(set(saved_names(each, engine).values()))
@@ -133,7 +136,8 @@ class LoadPlan:
 
     Attributes:
         loads: calls of ``load_state_dict`` of the user's objects, which may raise.
-        steps: run after `loads`, in order: copies from the mapped files, and calls that need these copies.
+        copies: of tensors in files; made after `loads`.
+        steps: run after `copies`, in order, because they need these.
         values: saved plain values, by the user's key.
         by_rank: see `Loaded`.
 
@@ -143,6 +147,7 @@ class LoadPlan:
 
     def __init__(self, parts: RunParts, files: CheckpointFiles) -> None:
         self.loads: list[Callable[[], object]] = []
+        self.copies: list[Found] = []
         self.steps: list[Callable[[], object]] = []
         self.values: dict[str, Any] = {}
         self.by_rank: dict[str, list[Any]] = {}
@@ -171,8 +176,7 @@ class LoadPlan:
         if (found := self._tensors[piece.name].shape) != piece.shape:
             self._wrong.append(f"{what} has shape {list(found)}, wanted {list(piece.shape)}")
         else:
-            copies = self._files.find(piece.name, piece.start, piece.data, piece.box)
-            self.steps.extend(partial(copy_range, *each) for each in copies)
+            self.copies.extend(self._files.find(piece.name, piece.start, piece.data, piece.box))
 
     def _of_replica(self, engine: Engine | None, tensor: str) -> str:
         """The name in files of a tensor: the replica's, if this rank's replica has saved its own tensor."""
@@ -243,8 +247,7 @@ class LoadPlan:
             return torch.empty(0)
         piece = param.piece
         local = torch.empty(piece.local_shape, dtype=found.dtype, device=param.sharded.device)
-        for each in self._files.find(tensor, piece.start, local.view(-1), piece.box):
-            copy_range(*each)
+        copy_ranges(self._files.find(tensor, piece.start, local.view(-1), piece.box))
         return ShardedTensor.wrap(local, piece)
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:

@@ -3,7 +3,8 @@
 A file is an 8-byte little-endian header length, the header (JSON, padded with blanks to 8 bytes), then the tensors one
 after another without gaps. Tensors are ordered by dtype, widest first, and then by name, as the safetensors library
 orders them (safetensors/src/tensor.rs, `prepare`): equal tensors give equal files. The library writes a file in one
-piece from one process. Here ranks write ranges of one file, so the writer is StreamShard's own. The library reads.
+piece from one process. Here ranks write ranges of one file, so the writer is StreamShard's own. The library reads files
+that it can map into memory. Of other files `_RangedFile` reads the header, and ranges of tensors.
 
 [Note: checksums]
 A checkpoint records one CRC-32 for each `CHUNK_BYTES` of a file; the last chunk may be shorter. So ranks verify equal
@@ -13,30 +14,21 @@ row, always change the checksum.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import json
-import os
+import math
 import re
-import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from errno import EINVAL
-from io import FileIO
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from streamshard.checkpoint.storage import CHUNK_BYTES, Location, Storage, storage_of
 from streamshard.config import is_utf8
 from streamshard.errors import CheckpointError
-
-CHUNK_BYTES = 8 << 20
-"""Bytes per checksum, and the extra memory of a copy from a device or into another dtype."""
-
-MAX_TEXT_BYTES = 1 << 30
-"""The largest manifest, index or metadata. A manifest of ten thousand ranks has 0.2 GB."""
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """The file names that a manifest or metadata may have: files in its own directory, not hidden."""
@@ -44,6 +36,9 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 _METADATA = "__metadata__"
+_BATCH_BYTES = 64 << 20  # of ranges that are read at once
+_HEADER_BYTES = 1 << 16  # what is asked for first; most headers are shorter
+_MAX_HEADER_BYTES = 100_000_000  # as in the library
 
 # In the order of a file's tensors.
 _DTYPE_NAMES = {
@@ -136,7 +131,7 @@ def lay_out(name: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_file(directory: Path, layout: FileLayout, held: Held) -> FileRecord:
+def write_file(directory: Location, layout: FileLayout, held: Held) -> FileRecord:
     """Write a file and sync it to the disk. Extra memory: see `in_chunks`.
 
     Args:
@@ -148,9 +143,9 @@ def write_file(directory: Path, layout: FileLayout, held: Held) -> FileRecord:
         CheckpointError: the file cannot be written.
     """
     sums, crc32 = [], 0
-    with opened(directory / layout.name) as descriptor:
+    with storage_of(directory).writing(layout.name, layout.size_bytes) as write:
         for position, data in in_chunks(layout, held):
-            write_all(descriptor, data, position)
+            write(data, position)
             while data:
                 part = data[: CHUNK_BYTES - position % CHUNK_BYTES]
                 crc32 = zlib.crc32(part, crc32)
@@ -161,11 +156,11 @@ def write_file(directory: Path, layout: FileLayout, held: Held) -> FileRecord:
     return FileRecord(layout.name, layout.size_bytes, sums)
 
 
-def write_ranges(directory: Path, layout: FileLayout, held: Held, *, is_first: bool) -> int:
+def write_ranges(directory: Location, layout: FileLayout, held: Held, *, is_first: bool) -> int:
     """Write this rank's ranges of a file, and sync them to the disk. Extra memory: see `in_chunks`.
 
     Args:
-        directory: the file's directory. Another rank may have made the file.
+        directory: the file's directory, on a file system. Another rank may have made the file.
         layout: made by `lay_out`.
         held: this rank's ranges of the file's tensors.
         is_first: write the header too.
@@ -175,11 +170,53 @@ def write_ranges(directory: Path, layout: FileLayout, held: Held, *, is_first: b
     """
     total = 0
     if is_first or any(held[name] for name in layout.places):
-        with opened(directory / layout.name) as descriptor:
+        with storage_of(directory).writing(layout.name, layout.size_bytes) as write:
             for position, data in in_chunks(layout, held, has_header=is_first):
-                write_all(descriptor, data, position)
+                write(data, position)
                 total += len(data)
     return total
+
+
+Place = tuple[int, str, int, int]
+"""Bytes of a file that are in another file: the first byte, the other file's name, the first byte there, the number."""
+
+
+def write_part(directory: Location, name: str, layouts: Sequence[FileLayout], held: Held) -> list[list[Place]]:
+    """Write this rank's ranges of several files into one file, called `name`. Returns where they are, by file."""
+    size_bytes = sum(data.numel() * dtype.itemsize for file in layouts for data, dtype in _ranges(file, held))
+    if not size_bytes:
+        return [[] for _ in layouts]
+    places: list[list[Place]] = []
+    end = 0
+    with storage_of(directory).writing(name, size_bytes) as write:
+        for layout in layouts:
+            places.append([])
+            for position, data in in_chunks(layout, held, has_header=False):
+                write(data, end)
+                places[-1].append((position, name, end, len(data)))
+                end += len(data)
+    return places
+
+
+def _ranges(layout: FileLayout, held: Held) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+    return ((data, dtype) for name, (_, dtype) in layout.places.items() for _, data in held[name])
+
+
+def join_ranges(directory: Location, layout: FileLayout, source: Location, places: Iterable[Place]) -> None:
+    """Write a file whose bytes, except the header, are at `places` in the directory `source`.
+
+    Raises:
+        CheckpointError: some bytes are at several places, or at none.
+    """
+    storage = storage_of(source)
+    in_order = [place for place in sorted(places) if place[-1]]
+    with storage_of(directory).writing(layout.name, layout.size_bytes) as write:
+        write(layout.header, 0)
+        for first in range(0, len(in_order), storage.at_once):
+            several = in_order[first : first + storage.at_once]
+            found = storage.read(*((name, start, start + n_bytes) for _, name, start, n_bytes in several))
+            for place, data in zip(several, found, strict=True):
+                write(data, place[0])
 
 
 def in_chunks(layout: FileLayout, held: Held, *, has_header: bool = True) -> Iterator[tuple[int, memoryview]]:
@@ -213,80 +250,50 @@ def digest_of(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """The descriptor of a file for writing, made if it is not there. Synced to the disk when the context ends.
-
-    Raises:
-        CheckpointError: the system has raised an error, inside the context too; names the file.
-    """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        with FileIO(descriptor, "w"):
-            yield descriptor
-            os.fsync(descriptor)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not there: the directory must be on storage all ranks share") from error
-    except OSError as error:  # the error of a write does not name the file
-        raise CheckpointError(f"{path}: {error}") from error
-
-
-def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` at byte `offset` of the file. The system may take it in parts."""
-    data = memoryview(data)
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def sync_directory(root: Path) -> None:
-    """Sync the names in `root` to the disk."""
-    descriptor = os.open(root, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != EINVAL:  # some file systems do not sync directories
-            raise
-    finally:
-        os.close(descriptor)
-
-
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Opening a pipe would wait for its writer, and a device may have no end.
+class Stored(NamedTuple):
+    """A tensor in a file, for reading only.
 
-    Raises:
-        CheckpointError: `path` is a pipe, a device or a directory, or a link to one.
-        OSError: the system cannot open it.
+    Attributes:
+        shape, dtype: of the tensor.
+        mapped: its elements, 1-D: a view of the mapped file. None: they are read from `place`.
+        place: the storage, the file's name, and the byte of the first element.
     """
 
-    def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NONBLOCK)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
-        os.close(descriptor)
-        raise CheckpointError(f"{path} is not a regular file")
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mapped: torch.Tensor | None
+    place: tuple[Storage, str, int] | None = None
 
-    return open(path, "rb", opener=opener)
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def range_of(self, start: int, numel: int) -> tuple[str, int, int]:
+        """The file's name, and the range of bytes of elements [start, start + numel)."""
+        assert self.place is not None
+        first = self.place[2] + start * self.dtype.itemsize
+        return self.place[1], first, first + numel * self.dtype.itemsize
 
 
-def read_text(path: Path) -> bytes:
-    """The content of a manifest, an index or metadata. A sparse file of a petabyte takes no space on the disk.
+def read_parts(parts: Sequence[tuple[Stored, int, int]]) -> list[torch.Tensor]:
+    """Elements [start, start + numel) of tensors in files of one directory: each tensor, its start, and numel above 0.
 
-    Raises:
-        CheckpointError: `path` is not a regular file, or too large.
-        OSError: the system cannot read it.
+    Returns:
+        1-D views of mapped files, or new tensors. Object storage is asked for all of them at once.
     """
-    with open_regular(path) as file:
-        if (n_bytes := os.fstat(file.fileno()).st_size) > MAX_TEXT_BYTES:
-            raise CheckpointError(f"{path} has {n_bytes} bytes, wanted at most {MAX_TEXT_BYTES}")
-        return file.read(n_bytes)
+    if not parts or (place := parts[0][0].place) is None:
+        return [stored.mapped[start : start + numel] for stored, start, numel in parts if stored.mapped is not None]
+    found = place[0].read(*(stored.range_of(start, numel) for stored, start, numel in parts))
+    # A copy, because torch warns of memory that is for reading only.
+    return [torch.frombuffer(bytearray(data), dtype=part[0].dtype) for part, data in zip(parts, found, strict=True)]
 
 
 class OpenFiles:
-    """The safetensors files of a directory. The library maps each file into memory at the first read.
+    """The safetensors files of a directory. The library maps each local file into memory at the first read.
 
     A mapped file stays readable if another process replaces or deletes it, and takes no file descriptor.
 
@@ -294,66 +301,132 @@ class OpenFiles:
         root: the directory.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Location) -> None:
         self.root = root
+        self.storage = storage_of(root)
         self._opened: dict[str, Any] = {}
+        self._sizes = functools.cache(self.storage.sizes)
 
     def open(self, name: str) -> Any:
-        """The library's ``safe_open`` of a file.
+        """The library's ``safe_open`` of a file, or a `_RangedFile`.
 
         Raises:
             CheckpointError: the file is missing, damaged, or not a safetensors file.
         """
         if name not in self._opened:
-            path = self.root / name
             try:
-                open_regular(path).close()  # `safe_open` would wait for the writer of a pipe
-                self._opened[name] = safe_open(path, framework="pt")
-            except (OSError, ValueError, SafetensorError) as error:  # from None: a traceback may hold commands
-                raise CheckpointError(f"cannot read {path}: {error}") from None
+                if (path := self.storage.mapped(name)) is not None:
+                    self._opened[name] = safe_open(path, framework="pt")
+                else:
+                    self._opened[name] = _RangedFile(self.storage, name, self._sizes()(name))
+            except (OSError, *_MALFORMED) as error:  # from None: a traceback may hold commands
+                raise CheckpointError(f"cannot read {self.root / name}: {error}") from None
         return self._opened[name]
 
-    def stored(self, file: str, name: str) -> torch.Tensor:
-        """A tensor as stored: a view of the mapped file, for reading only.
+    def stored(self, file: str, name: str) -> Stored:
+        """A tensor as stored.
 
         Raises:
             CheckpointError: the file does not have the tensor, or torch does not have its dtype.
         """
         opened = self.open(file)
         try:
+            if isinstance(opened, _RangedFile):
+                return opened.stored[name]
             tensor: torch.Tensor = opened.get_tensor(name)
-        except (SafetensorError, AttributeError, RuntimeError, ValueError) as error:
+        except _MALFORMED as error:
             raise CheckpointError(f"cannot read {name!r} of {self.root / file}: {error}") from None
-        return tensor
+        return Stored(tuple(tensor.shape), tensor.dtype, tensor.view(-1))
 
 
-def copy_range(stored: torch.Tensor, start: int, target: torch.Tensor) -> None:
-    """Copy elements [start, start + n) of `stored`, flattened, into `target`. Extra memory: `CHUNK_BYTES`.
+_MALFORMED = (SafetensorError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
+
+
+class _RangedFile:
+    """A safetensors file that cannot be mapped. The header is read at once, and checked as the library does.
 
     Args:
-        stored: a view of a mapped file.
-        start: first element.
-        target: [n] 1-D contiguous, any device and dtype.
+        storage: of its directory.
+        name: of the file.
+        size_bytes: of the file.
+
+    Attributes:
+        stored: its tensors, by name.
     """
-    flat, target = stored.view(-1), target.detach()
-    numel = CHUNK_BYTES // stored.dtype.itemsize
-    for done in range(0, target.numel(), numel):
-        part = target[done : done + numel]
-        part.copy_(flat[start + done : start + done + part.numel()])
+
+    def __init__(self, storage: Storage, name: str, size_bytes: int) -> None:
+        if size_bytes < _LENGTH_BYTES:
+            raise ValueError(f"it has {size_bytes} bytes")
+        (head,) = storage.read((name, 0, min(_HEADER_BYTES, size_bytes)))
+        begin = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little")
+        if size_bytes < begin or begin > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header would have {begin} bytes of {size_bytes}")
+        if len(head) < begin:
+            head += storage.read((name, len(head), begin))[0]
+        header: dict[str, Any] = dict(json.loads(head[_LENGTH_BYTES:begin]))
+        header.pop(_METADATA, None)
+        dtypes = {text: dtype for dtype, text in _DTYPE_NAMES.items()}
+        self.stored: dict[str, Stored] = {}
+        position = begin
+        for each, told in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            start, stop = (begin + offset for offset in told["data_offsets"])
+            tensor = Stored(tuple(told["shape"]), dtypes[told["dtype"]], None, (storage, name, start))
+            are_sizes = all(type(size) is int and size >= 0 for size in tensor.shape)
+            if start != position or not are_sizes or stop - start != tensor.numel * tensor.dtype.itemsize:
+                raise ValueError(f"its header gives {each!r:.80} other bytes than its shape has, or leaves gaps")
+            self.stored[each], position = tensor, stop
+        if position != size_bytes:
+            raise ValueError(f"it has {size_bytes} bytes, and its header names {position}")
+
+    def keys(self) -> list[str]:
+        """The names of its tensors."""
+        return [*self.stored]
 
 
-def verify_files(root: Path, records: Sequence[FileRecord], part: int, parts: int) -> None:
+Found = tuple[Stored, int, torch.Tensor]
+"""A copy to make: a tensor in a file, its first element to read, and the target, [n] 1-D contiguous, on any device."""
+
+
+def copy_ranges(copies: Iterable[Found]) -> None:
+    """Copy elements [start, start + n) of tensors in files of one directory, flattened, into targets of n elements.
+
+    Extra memory: `CHUNK_BYTES` for targets on a device or in another dtype; from object storage twice `_BATCH_BYTES`.
+    """
+    batch: list[Found] = []
+
+    def copy_batch() -> None:
+        parts = read_parts([(stored, start, target.numel()) for stored, start, target in batch])
+        for (_, _, target), part in zip(batch, parts, strict=True):
+            target.copy_(part)
+        batch.clear()
+
+    batch_bytes = 0
+    for stored, first, whole in copies:
+        numel = CHUNK_BYTES // stored.dtype.itemsize
+        for done in range(0, whole.numel(), numel):
+            batch.append((stored, first + done, whole.detach()[done : done + numel]))
+            batch_bytes += batch[-1][2].numel() * stored.dtype.itemsize
+            if batch_bytes >= _BATCH_BYTES:
+                copy_batch()
+                batch_bytes = 0
+    copy_batch()
+
+
+def verify_files(root: Location, records: Sequence[FileRecord], part: int, parts: int) -> None:
     """Compare an equal share of the files' bytes, number `part` of `parts`, with their checksums.
 
     Raises:
         CheckpointError: names a file whose bytes have changed.
         OSError: the system cannot read a file.
     """
+    storage = storage_of(root)
     chunks = [(record, number) for record in records for number in range(len(record.crc32))]
-    for record, number in chunks[len(chunks) * part // parts : len(chunks) * (part + 1) // parts]:
-        path = root / record.name
-        with open_regular(path) as file:
-            file.seek(number * CHUNK_BYTES)
-            found = f"{zlib.crc32(file.read(CHUNK_BYTES)):08x}"
-        if found != record.crc32[number]:
-            raise CheckpointError(f"{path} is damaged: its checksums differ from those in the manifest")
+    mine = chunks[len(chunks) * part // parts : len(chunks) * (part + 1) // parts]
+    for first in range(0, len(mine), storage.at_once):
+        several = mine[first : first + storage.at_once]
+        ranges = [(each.name, at * CHUNK_BYTES, min((at + 1) * CHUNK_BYTES, each.size_bytes)) for each, at in several]
+        found = [f"{zlib.crc32(data):08x}" for data in storage.read(*ranges)]
+        for (record, number), crc32 in zip(several, found, strict=True):
+            if crc32 != record.crc32[number]:
+                told = "is damaged: its checksums differ from those in the manifest"
+                raise CheckpointError(f"{root / record.name} {told}")

@@ -20,7 +20,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -33,10 +32,10 @@ from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records
 from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_replica, settle
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
+from streamshard.checkpoint.storage import Location, parse_location, storage_of
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.host_groups import make_host_group, state_of, weak
 from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
-from streamshard.config import parse_path
 from streamshard.device import has_streams, module_of
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, log, warn_user
 from streamshard.full import warn_of_different_copies
@@ -70,7 +69,8 @@ def save_checkpoint(
     if gradients wait inside ``no_sync()``. It first waits for an earlier save in the background.
 
     Args:
-        directory: the checkpoints of one run, on storage that all ranks share. Made if it does not exist.
+        directory: the checkpoints of one run, on storage that all ranks share. Made if it does not exist. Or a URL of
+            object storage that fsspec knows, such as ``s3://bucket/run``.
         model: made by `StreamShard`, or a dict of such models.
         optimizer: an optimizer of the model's parameters, or a dict of optimizers.
         extra: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, a gradient scaler,
@@ -78,7 +78,8 @@ def save_checkpoint(
             pass the same names. Their objects and values may differ: see `load_checkpoint`. Rank 0 logs which do.
         keep: number of checkpoints to keep. Older ones are deleted when the new one is complete. None: keep all.
         step: the checkpoint's number, as in ``checkpoint-1000``. None: one more than the largest in `directory`. If
-            ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten.
+            ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten. On object
+            storage a random token follows, as in ``checkpoint-1000.89abcdef``.
         wait: False: return when the copies to host memory have started. A thread writes the files. See `Saving`.
 
     Returns:
@@ -92,7 +93,7 @@ def save_checkpoint(
             optimizer's options or step counts differ between ranks. Nothing is written.
         ShardingError: a model is not sharded, or the call is inside a forward or backward.
     """
-    root = parse_path("directory", directory, "save_checkpoint(directory, model, optimizer)")
+    root = parse_location("directory", directory, "save_checkpoint(directory, model, optimizer)")
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
@@ -104,12 +105,13 @@ def save_checkpoint(
     return Saving(write_checkpoint(root, number, keep, parts.engine.ranks, state, lambda: pieces))
 
 
-def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: RunParts) -> int:
+def _agree(root: Location, keep: int | None, step: int | None, wait: bool, parts: RunParts) -> int:
     """The checkpoint's number. Raises unless all ranks pass the same arguments, models and optimizers."""
     mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
     mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers), "objects": sorted(parts.trees)}
 
     def begin() -> dict[str, Any]:
+        storage_of(root)  # raises if a package is missing
         finish_running()
         _say_what_is_lost(parts)
         return mine
@@ -202,15 +204,15 @@ def _common(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ in the background
 
 
-def _save_in_background(root: Path, number: int, keep: int | None, parts: RunParts) -> Saving:
+def _save_in_background(root: Location, number: int, keep: int | None, parts: RunParts) -> Saving:
     """Start to copy the pieces to host memory, and let a thread write the copies."""
-    ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
+    ranks, root = parts.engine.ranks, root.absolute()  # the process may change its directory meanwhile
     own_ranks = background_ranks(ranks)
     state, pieces = collect(parts)
     finish = run_on_all_ranks(ranks, f"save to {root}", lambda: start_copies(pieces, parts.engine.streams.device))
     pieces.clear()  # the run's own go as soon as they are copied
 
-    def write() -> Path:
+    def write() -> Location:
         try:
             return write_checkpoint(root, number, keep, own_ranks, state, finish)
         except CommunicationError as error:
@@ -274,10 +276,11 @@ class Saving:
     `StopOnSignal` lets all ranks finish the save.
 
     Attributes:
-        path: the checkpoint's path. If another run saves the same number, the path changes until the save is done.
+        path: the checkpoint's path or URL. If another run saves the same number, and on object storage, the path
+            changes until the save is done.
     """
 
-    def __init__(self, path: Path, write: Callable[[], Path] | None = None) -> None:
+    def __init__(self, path: Location, write: Callable[[], Location] | None = None) -> None:
         self.path = path
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -290,7 +293,7 @@ class Saving:
         """Whether the save has ended, with success or not."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> Path:
+    def wait(self) -> Location:
         """Wait until the checkpoint is complete, and return its path.
 
         Raises:
@@ -306,7 +309,7 @@ class Saving:
             raise self._error
         return self.path
 
-    def _run(self, write: Callable[[], Path]) -> None:
+    def _run(self, write: Callable[[], Location]) -> None:
         try:
             self.path = write()
         except BaseException as error:
@@ -372,13 +375,13 @@ def background_ranks(ranks: Communicator) -> RankGroup:
 
 
 def write_checkpoint(
-    root: Path,
+    root: Location,
     number: int,
     keep: int | None,
     ranks: RankGroup,
     state: Mapping[str, Any],
     take: Callable[[], Sequence[TensorPiece]],
-) -> Path:
+) -> Location:
     """Write this rank's file, then let rank 0 publish all files. Collective.
 
     Args:
@@ -395,7 +398,7 @@ def write_checkpoint(
     name = f"checkpoint-{number}"
     file = f"rank-{ranks.total_rank:05d}-of-{ranks.total_size:05d}.safetensors"
 
-    def write(partial: Path) -> tuple[FileRecord, dict[str, TensorRecord]]:
+    def write(partial: Location) -> tuple[FileRecord, dict[str, TensorRecord]]:
         pieces = take()
         held = {piece.name: [(0, piece.data)] for piece in pieces}
         if len(held) < len(pieces):
@@ -405,7 +408,7 @@ def write_checkpoint(
         written = write_file(partial, layout, held)
         return written, {piece.name: piece.record(ranks.total_rank) for piece in pieces}
 
-    def publish(partial: Path, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Path:
+    def publish(partial: Location, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Location:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
         versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": saved_at}
         files, tensors = tuple(file for file, _ in written), join_records(records for _, records in written)

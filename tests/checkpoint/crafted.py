@@ -18,9 +18,10 @@ import pytest
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from streamshard.checkpoint.directory import Partial, create_partial, publish_checkpoint, remove_partial
-from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, sealed
+from streamshard.checkpoint.directory import create_partial, publish_checkpoint, remove_partial
+from streamshard.checkpoint.manifest import Manifest, sealed
 from streamshard.checkpoint.safetensors_file import FileRecord
+from streamshard.checkpoint.storage import MANIFEST_NAME, Partial
 
 FILE = "rank-00000-of-00001.safetensors"
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import directory
 from streamshard.checkpoint.directory import open_intact, remove_partial
-from streamshard.checkpoint.manifest import MANIFEST_NAME, MAX_GENERATION, CheckpointFiles
-from streamshard.checkpoint.safetensors_file import MAX_TEXT_BYTES
+from streamshard.checkpoint.manifest import MAX_GENERATION, CheckpointFiles
+from streamshard.checkpoint.storage import MANIFEST_NAME, MAX_TEXT_BYTES
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import FILE, begin, publish, put, rewrite

@@ -30,6 +30,7 @@ from streamshard.comm import flight_recorder
 from streamshard.errors import StreamShardError
 from streamshard.optim import elementwise
 from tests.checkpoint.changes import at_change
+from tests.checkpoint.objects import Kept
 from tests.models import DIM, Stack
 from tests.ranks import forkserver
 from tests.reference import piece_of
@@ -107,7 +108,7 @@ def _state(count: int) -> tuple[StreamShard, Fill]:
     return model, optimizer
 
 
-def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix: str, ready: Connection) -> None:
+def _run(rank: int, plan: Plan, directory: str, notes: Path, port: int, prefix: str, ready: Connection) -> None:
     """Go on from what is there, and save until the end comes."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -155,7 +156,7 @@ def _returned(notes: Path) -> int:
     return max((int(line) for line in lines if line.isdigit()), default=0)
 
 
-def _start(plan: Plan, directory: Path, notes: Path, port: int, prefix: str) -> tuple[list[BaseProcess], int]:
+def _start(plan: Plan, directory: str, notes: Path, port: int, prefix: str) -> tuple[list[BaseProcess], int]:
     """A run that has begun to save, and the number that it went on from."""
     start = forkserver()
     processes, ready = [], []
@@ -199,9 +200,10 @@ def _kill(plan: Plan, processes: list[BaseProcess]) -> None:
 
 
 @pytest.mark.ranks
-def test_runs_that_are_killed_while_saving_lose_nothing_they_had_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "times"), [("", 7), (f"{Kept.protocol}://", 4)])
+def test_runs_that_are_killed_while_saving_lose_nothing_they_had_saved(tmp_path: Path, scheme: str, times: int) -> None:
     """One rank or all, between any two changes to the file system or at any time; each checks the one before."""
-    directory, times, world_sizes = tmp_path, 7, [2, 3]
+    directory, world_sizes = tmp_path, [2, 3]
     generator = random.Random(4)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saves = wanted = 0
@@ -212,7 +214,7 @@ def test_runs_that_are_killed_while_saving_lose_nothing_they_had_saved(tmp_path:
         plan = Plan.drawn(generator, world_sizes[number % len(world_sizes)])
         if number == times:  # a last one finds what there is, sweeps up, and ends
             plan = plan._replace(waits=True, victims=(), last=True)
-        processes, found = _start(plan, checkpoints, notes, store.port, f"run-{number}")
+        processes, found = _start(plan, f"{scheme}{checkpoints}", notes, store.port, f"run-{number}")
         assert found >= wanted, f"{plan} went on from {found}, but {wanted} had been saved"
         if number == times:
             for process in processes:
@@ -223,5 +225,7 @@ def test_runs_that_are_killed_while_saving_lose_nothing_they_had_saved(tmp_path:
         wanted = max(_returned(notes), found)
         saves += wanted - found
     names = sorted(path.name for path in checkpoints.iterdir())
-    assert len(names) == KEEP and all(re.fullmatch(r"checkpoint-\d+(-\d+)?", name) for name in names), names
+    assert len(names) == KEEP and all(re.fullmatch(r"checkpoint-\d+(-\d+|\.[0-9a-f]{8})?", name) for name in names), (
+        names
+    )
     assert saves > 0

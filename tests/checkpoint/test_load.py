@@ -212,7 +212,7 @@ def test_equal_copies_on_several_disks_load_and_different_ones_raise(
 def test_file_replaced_while_it_is_read_is_read_to_its_end(context: RankContext, tmp_path: Path) -> None:
     """Header and data come from one opening, although another dtype has another layout."""
     export_safetensors(sharded(filled(Plain)), tmp_path, dtype="float16")
-    read, other = loading.copy_range, sharded(Plain())
+    read, other = loading.copy_ranges, sharded(Plain())
     replaced: list[int] = []
 
     def replace_first(*args: Any) -> None:
@@ -221,7 +221,7 @@ def test_file_replaced_while_it_is_read_is_read_to_its_end(context: RankContext,
             export_safetensors(other, tmp_path)
         read(*args)
 
-    with mock.patch.object(loading, "copy_range", replace_first):
+    with mock.patch.object(loading, "copy_ranges", replace_first):
         assert torch.equal(_loaded(Plain(), tmp_path)["last.bias"], filled(Plain).last.bias.half().float())
     assert replaced
 
@@ -233,6 +233,6 @@ def test_read_error_on_one_rank_is_raised_on_all(context: RankContext, tmp_path:
     model = sharded(Plain())
     error = OSError("the disk is gone") if context.rank == 1 else None
     told = "the model holds some of its weights now: load again.*rank 1: OSError: the disk is gone"
-    read = mock.Mock(wraps=loading.copy_range, side_effect=error)
-    with mock.patch.object(loading, "copy_range", read), pytest.raises(CheckpointError, match=told):
+    read = mock.Mock(wraps=loading.copy_ranges, side_effect=error)
+    with mock.patch.object(loading, "copy_ranges", read), pytest.raises(CheckpointError, match=told):
         load_safetensors(model, tmp_path)

@@ -19,6 +19,7 @@ from torch import nn
 from streamshard import export_safetensors
 from streamshard.checkpoint.directory import create_partial
 from streamshard.checkpoint.export import FileNames, StoredDirectory
+from streamshard.checkpoint.safetensors_file import read_parts
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
 from tests.checkpoint.changes import at_change
@@ -52,7 +53,9 @@ class Exports(NamedTuple):
 
 
 def read_by_us(directory: Path) -> dict[str, bytes]:
-    return {name: exporting._bytes(each) for name, each in StoredDirectory(directory, NAMES).tensors.items()}
+    tensors = StoredDirectory(directory, NAMES).tensors
+    parts = read_parts([(each, 0, each.numel) for each in tensors.values()])
+    return {name: exporting._bytes(part) for name, part in zip(tensors, parts, strict=True)}
 
 
 def kinds_in(directory: Path) -> list[str]:

@@ -18,8 +18,10 @@ from safetensors.torch import save
 
 from streamshard.checkpoint.export import FileNames, StoredDirectory, encode_index, plan_files
 from streamshard.checkpoint.safetensors_file import _DTYPE_NAMES, FileLayout
+from streamshard.checkpoint.storage import Url
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError
+from tests.checkpoint.objects import Kept
 
 METADATA = {"format": "pt"}
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(lambda name: name != "__metadata__")
@@ -31,6 +33,18 @@ filled = st.dictionaries(
 )
 
 NAMES = FileNames("model")
+
+
+def read_mapped(directory: Path) -> StoredDirectory:
+    return StoredDirectory(directory, NAMES)
+
+
+def read_ranges(directory: Path) -> StoredDirectory:
+    return StoredDirectory(Url(f"{Kept.protocol}://{directory}"), NAMES)
+
+
+READERS = [read_mapped, read_ranges]
+each_reader = pytest.mark.parametrize("read", READERS)
 
 
 def _metas(described: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -96,8 +110,9 @@ def test_files_are_read_as_they_were_planned(tmp_path_factory: Any, described: d
     directory = tmp_path_factory.mktemp("planned")
     files = plan_files(_metas(described), max_bytes, NAMES)
     write_empty(directory, files, encode_index(files, 0) if len(files) > 1 else None)
-    found = StoredDirectory(directory, NAMES).tensors
-    assert {name: (tuple(each.shape), each.dtype) for name, each in found.items()} == described
+    for read in READERS:
+        found = read(directory).tensors
+        assert {name: (each.shape, each.dtype) for name, each in found.items()} == described
 
 
 # ------------------------------------------------------------------------------------------------ damage
@@ -110,6 +125,7 @@ def _damage(tmp_path: Path, name: str, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new, 1))
 
 
+@each_reader
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -121,13 +137,13 @@ def _damage(tmp_path: Path, name: str, old: bytes, new: bytes) -> None:
         (b"ab", b""),  # shorter
     ],
 )
-def test_damaged_files_raise(old: bytes, new: bytes, tmp_path: Path) -> None:
+def test_damaged_files_raise(old: bytes, new: bytes, tmp_path: Path, read: Callable[[Path], StoredDirectory]) -> None:
     """A header that contradicts itself or the file is not believed."""
     write_empty(tmp_path, plan_files(_metas(dict.fromkeys("ab", ((2,), torch.float32))), 100, NAMES))
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-2] + b"ab")
     _damage(tmp_path, "model.safetensors", old, new)
     with pytest.raises(CheckpointError, match="cannot read .*model.safetensors"):
-        StoredDirectory(tmp_path, NAMES)
+        read(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
@@ -154,6 +170,7 @@ def test_an_index_that_leads_to_no_regular_file_raises_at_once(tmp_path: Path, m
         StoredDirectory(tmp_path, NAMES)
 
 
+@each_reader
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -167,18 +184,21 @@ def test_an_index_that_leads_to_no_regular_file_raises_at_once(tmp_path: Path, m
         (b'"a": "model-00001', b'"a": "\\u0000model-00001', "cannot read"),
     ],
 )
-def test_damaged_index_raises(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_index_raises(
+    old: bytes, new: bytes, message: str, tmp_path: Path, read: Callable[[Path], StoredDirectory]
+) -> None:
     """An index that leads out of its directory, or to a file that has no such tensor, is not followed."""
     files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4, NAMES)
     write_empty(tmp_path, files, encode_index(files, 2))
     _damage(tmp_path, "model.safetensors.index.json", old, new)
     with pytest.raises(CheckpointError, match=message):
-        StoredDirectory(tmp_path, NAMES)
+        read(tmp_path)
 
 
-def test_directory_without_weights_raises(tmp_path: Path) -> None:
+@each_reader
+def test_directory_without_weights_raises(tmp_path: Path, read: Callable[[Path], StoredDirectory]) -> None:
     """Numbered files alone are no export: the index comes last."""
     files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4, NAMES)
     write_empty(tmp_path, files)
     with pytest.raises(CheckpointError, match="has neither model.safetensors nor model.safetensors.index.json"):
-        StoredDirectory(tmp_path, NAMES)
+        read(tmp_path)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from streamshard import StreamShard, export_safetensors
-from streamshard.checkpoint import directory, safetensors_file, save
+from streamshard.checkpoint import save, storage
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.export import export_shards
 from streamshard.core.engine import Engine
@@ -43,7 +43,7 @@ def test_export_needs_one_chunk_of_memory(context: RankContext, tmp_path: Path) 
     export_safetensors(model, tmp_path, dtype=torch.bfloat16)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert filler.numel() > 0
-    assert (after - before) * 1024 <= 3 * safetensors_file.CHUNK_BYTES
+    assert (after - before) * 1024 <= 3 * storage.CHUNK_BYTES
     assert (tmp_path / "model.safetensors").stat().st_size > 2 * (64 << 20)
 
 
@@ -94,11 +94,11 @@ def test_directory_that_other_ranks_do_not_see_is_named(context: RankContext, tm
     """Each host has a disk of its own: the message says that the directory must be shared."""
     (tmp_path / "of rank 0").mkdir(exist_ok=True)
 
-    def seen(path: str) -> Path:
-        return Path(path.replace("of rank 0", f"of rank {context.rank}"))
+    def seen(self: storage.LocalDirectory, path: Path) -> None:
+        self.path = Path(str(path).replace("of rank 0", f"of rank {context.rank}"))
 
     refused = pytest.raises(CheckpointError, match="rank 1: .*must be on storage all ranks share")
-    with mock.patch.object(directory, "Path", seen), refused:
+    with mock.patch.object(storage.LocalDirectory, "__init__", seen), refused:
         export_safetensors(sharded(filled(Plain)), tmp_path / "of rank 0")
     assert names_in(tmp_path / "of rank 0") == []
 
@@ -106,7 +106,7 @@ def test_directory_that_other_ranks_do_not_see_is_named(context: RankContext, tm
 @on_ranks(1)
 def test_interrupt_removes_the_temporaries(context: RankContext, tmp_path: Path) -> None:
     """Ctrl-C in the middle of writing leaves nothing behind, and is still an interrupt."""
-    interrupted = mock.patch.object(safetensors_file, "write_all", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch.object(storage, "write_all", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
         export_safetensors(_one(4), tmp_path)
     assert names_in(tmp_path) == []

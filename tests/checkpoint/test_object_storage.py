@@ -1,0 +1,437 @@
+"""Checkpoints and exports on object storage: no save that has returned is lost, and ranks read what they need."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import gc
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from streamshard import StreamShard, export_safetensors, latest, load_checkpoint, load_safetensors, save_checkpoint
+from streamshard.checkpoint import storage
+from streamshard.checkpoint.directory import create_partial, next_number, open_intact, open_verified, survey
+from streamshard.checkpoint.disk_layout import TensorPiece
+from streamshard.checkpoint.export import FileNames, StoredDirectory
+from streamshard.checkpoint.safetensors_file import read_parts
+from streamshard.checkpoint.save import write_checkpoint
+from streamshard.checkpoint.storage import BEGUN, MANIFEST_NAME, Location, Url, parse_location, storage_of
+from streamshard.comm.ranks import RankGroup
+from streamshard.errors import CheckpointError, ConfigError
+from tests.checkpoint import exporting
+from tests.checkpoint.exporting import Plain, filled, sharded
+from tests.checkpoint.objects import Act, Kept, at_operation
+from tests.checkpoint.runs import start, steps, weights_of
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, assert_same
+
+STATE: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
+
+
+def _save(root: Location, number: int, keep: int | None = None) -> Location:
+    """A checkpoint with a tensor whose every element is `number`, by one rank, with the code of `save_checkpoint`."""
+    pieces = [TensorPiece.whole("t", torch.full((700,), number))]
+    return write_checkpoint(root, number, keep, RankGroup(), STATE, lambda: pieces)
+
+
+def _loaded(root: Location) -> int:
+    """The number of the newest intact checkpoint, all of which is read."""
+    files, _ = open_intact(root, RankGroup())
+    assert torch.equal(files.read_whole("t"), torch.full((700,), files.manifest.number))
+    return files.manifest.number
+
+
+@pytest.fixture(params=["memory", "kept"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Url]:
+    """A directory of each of two stores."""
+    yield Url(f"{request.param}://{tmp_path}/run")
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Url:
+    return Url(f"kept://{tmp_path}/run")
+
+
+# ------------------------------------------------------------------------------------------------ kills and errors
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+def _kill(call: Callable[[], Any]) -> None:
+    raise Killed
+
+
+def _fail(call: Callable[[], Any]) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _fail_late(call: Callable[[], Any]) -> None:
+    """The operation has taken place, and its answer is lost."""
+    call()
+    raise RuntimeError("the connection is lost")  # of a class of its own, as many stores have
+
+
+def _nothing(where: Url) -> None:
+    pass
+
+
+def _leave_a_killed_save(where: Url) -> None:
+    with pytest.raises(Killed), at_operation(5, _kill, lasting=True):
+        _save(where, 7)
+
+
+@pytest.mark.parametrize("act", [_kill, _fail, _fail_late])
+@pytest.mark.parametrize("before", [_nothing, _leave_a_killed_save])
+@pytest.mark.parametrize("keep", [None, 1, 2])
+def test_a_kill_or_an_error_at_any_operation_loses_no_save_that_has_returned(
+    tmp_path: Path, keep: int | None, before: Callable[[Url], None], act: Act
+) -> None:
+    """At each operation in turn. The next save deletes what is left. In all these are 700 kills and errors."""
+    for number in itertools.count():
+        where = Url(f"kept://{tmp_path}/{number}")
+        for each in (1, 2):
+            _save(where, each)
+        before(where)
+        returned = 2
+        try:
+            with at_operation(number, act, lasting=act is _kill) as done:
+                _save(where, 3, keep)
+            returned = 3
+        except (Killed, CheckpointError) as error:
+            assert isinstance(error, Killed) or "kept://" in str(error)
+        if len(done) <= number:
+            break
+        found = _loaded(where)
+        assert returned <= found <= 3
+        assert not any(entry.wrong for entry in survey(where))
+        _save(where, 4, keep=1)
+        names = [path.name for path in (tmp_path / str(number)).iterdir()]
+        assert len(names) == 1 and names[0].startswith("checkpoint-4."), f"{done[number]}: {names}"
+        assert _loaded(where) == 4
+    assert number >= 20
+
+
+def test_a_run_that_is_killed_while_another_saves_deletes_no_save_that_has_returned(tmp_path: Path) -> None:
+    """The second run begins at any operation of the first, and dies at any of its own, or ends."""
+    times = itertools.count()
+    returned = refused = 0
+    for at in itertools.count():
+        for dies_at in itertools.count():
+            where = Url(f"kept://{tmp_path}/{next(times)}")
+            _save(where, 1)
+            second: list[str] = []
+
+            def intrude(at: int, where: Url, paths: list[str], call: Callable[[], Any]) -> Any:
+                with at_operation(at, _kill, lasting=True), contextlib.suppress(Killed):
+                    paths.append(str(_save(where, 3)))
+                return call()
+
+            with at_operation(at, functools.partial(intrude, dies_at, where, second)) as done:
+                try:
+                    first = [str(_save(where, 2))]
+                except CheckpointError as error:
+                    assert "give each its own" in str(error) or "is not whole" in str(error)
+                    first = []
+            if len(done) <= at:
+                break
+            for path in (*first, *second):
+                open_verified(Url(path), RankGroup())
+            returned, refused = returned + len(first), refused + (not first)
+            assert _loaded(where) >= 1
+            if second:
+                break
+        if len(done) <= at:
+            break
+    assert returned > 100 and refused > 10
+
+
+def test_a_save_that_goes_on_while_another_run_deletes_it_does_not_return(kept: Url) -> None:
+    """Whoever publishes comes between any two operations of whoever deletes. One of them gives up."""
+    seen: set[str] = set()
+    outcomes: set[str] = set()
+    for at in range(6):
+        where = kept / str(at)
+        partial = create_partial(where, "checkpoint-5")
+        inside = storage_of(where)
+
+        def publish(name: str, inside: Any, call: Callable[[], Any]) -> Any:
+            try:
+                inside.publish(name, "checkpoint-5", b"manifest")
+                outcomes.add("published")
+            except CheckpointError:
+                outcomes.add("refused")
+            return call()
+
+        outcomes.clear()
+        with at_operation(at, functools.partial(publish, partial.path.name, inside)):
+            inside.sweep(partial.path.name)
+        assert storage_of(partial.path).is_file(MANIFEST_NAME) == (outcomes == {"published"})
+        seen |= outcomes
+    assert seen == {"published", "refused"}
+
+
+# ------------------------------------------------------------------------------------------------ directories
+
+
+def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(root: Url) -> None:
+    """By generation, not by number. Directories under other names stay."""
+    assert latest(root) is None and next_number(root) == 1
+    assert survey(root) == []
+    paths = [_save(root, number) for number in (10, 11, 3)]
+    assert latest(str(root)) == paths[2] and paths[2].name.startswith("checkpoint-3.")
+    assert next_number(root) == 12
+    for name in storage_of(paths[2]).names():
+        (data,) = storage_of(paths[2]).read((name, 0, storage_of(paths[2]).sizes()(name)))
+        storage.ObjectStore(root / "best").put(name, data)
+    last = _save(root, 3, keep=2)
+    assert {entry.path for entry in survey(root)} == {root / "best", paths[2], last}
+    assert latest(root) == last
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "rank-00000-of-00001.safetensors"])
+@pytest.mark.parametrize("what", ["gone", "changed"])
+def test_a_damaged_checkpoint_is_passed_over(root: Url, name: str, what: str) -> None:
+    _save(root, 1)
+    path = _save(root, 2)
+    data = storage_of(path).read((name, 0, storage_of(path).sizes()(name)))[0]
+    store = storage.ObjectStore(path)
+    store.unlink(name)
+    if what == "changed":
+        store.put(name, data[:-1] + b"?")
+    assert _loaded(root) == 1
+    assert BEGUN in store.names()
+    assert _loaded(_save(root, 3).parent) == 3
+
+
+def test_an_upload_has_parts_and_one_that_fails_leaves_nothing(kept: Url, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is in memory as a whole."""
+    monkeypatch.setattr(storage, "_PART_BYTES", 1000)
+    monkeypatch.setattr(storage, "CHUNK_BYTES", 1000)
+    store = storage_of(kept)
+    with at_operation(-1, _kill) as done, store.writing("file", 9000) as write:
+        for number in range(9):
+            write(b"%d" % number * 1000, number * 1000)
+    assert sum(each.startswith("upload") for each in done) >= 9
+    assert store.read(("file", 0, 9000), ("file", 2999, 3001)) == [b"".join(b"%d" % n * 1000 for n in range(9)), b"23"]
+    with contextlib.suppress(KeyboardInterrupt), store.writing("other", 5000) as write:
+        write(b"1" * 3000, 0)
+        raise KeyboardInterrupt
+    del write
+    gc.collect()  # closes files
+    assert store.names() == ["file"]
+
+
+# ------------------------------------------------------------------------------------------------ names and packages
+
+
+def test_urls_and_paths_are_told_apart(tmp_path: Path) -> None:
+    assert parse_location("directory", f"file://{tmp_path}") == tmp_path
+    assert parse_location("directory", "s3://bucket/run/") == Url("s3://bucket/run")
+    assert parse_location("directory", "memory://") == Url("memory://")
+    assert parse_location("directory", Url("s3://bucket/run")) == Url("s3://bucket/run")
+    with pytest.raises(ConfigError, match="pathlib takes one slash of a URL away"):
+        parse_location("directory", Path("s3://bucket/run"))
+    with pytest.raises(ConfigError, match="wanted a path of this machine"):
+        storage.parse_path("path", "s3://bucket/run")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("missing", ["fsspec.core", "s3fs"])
+def test_a_missing_package_raises_on_all_ranks(context: RankContext, missing: str) -> None:
+    """On rank 1 alone: the others hear of it. Nothing has been written."""
+    model: Any = StreamShard(filled(Plain), ["norm"], precision=FP32)
+    url = "s3://bucket/run" if missing == "s3fs" else "memory://run"
+    for call in (save_checkpoint, load_checkpoint, export_safetensors, load_safetensors):
+        with mock.patch.dict(sys.modules, {missing: None} if context.rank or missing == "s3fs" else {}):
+            told = f"rank.*{url}: .*pip install streamshard\\[object-storage\\]"
+            arguments = (url, model) if call in (save_checkpoint, load_checkpoint) else (model, url)
+            with pytest.raises(CheckpointError, match=told):
+                call(*arguments)  # type: ignore[operator]
+    assert latest("memory://run") is None
+
+
+@on_ranks(2)
+def test_an_error_of_one_rank_names_the_url_on_all(context: RankContext, tmp_path: Path) -> None:
+    """And the save before stays."""
+    run, where = start(0), f"kept://{tmp_path}/run"
+    save_checkpoint(where, run.model, step=1)
+
+    def refuse(kind: str, path: str, action: Callable[[], Any]) -> Any:
+        return _fail(action) if kind == "put" and "rank-00001" in path else action()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kept, "watch", staticmethod(refuse))
+        with pytest.raises(CheckpointError, match=f"rank 1: .*{where}/checkpoint-2.*rank-00001.*Permission denied"):
+            save_checkpoint(where, run.model, step=2)
+    dist.barrier()
+    assert load_checkpoint(where, run.model).path.name.startswith("checkpoint-1.")
+    assert len([*(tmp_path / "run").iterdir()]) == 1
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_run_goes_on_bit_for_bit(context: RankContext, tmp_path: Path, wait: bool) -> None:
+    """Saved at once, or in the background, while training goes on."""
+    where = f"kept://{tmp_path}/run"
+    run = start(0)
+    steps(run, 0, 3)
+    saving = save_checkpoint(where, run.model, run.optimizer, {**run.extra, "step": 3}, wait=wait)
+    wanted = steps(run, 3, 6)
+    assert saving.wait() == latest(where)
+    other = start(1)
+    loaded = load_checkpoint(where, other.model, other.optimizer, other.extra)
+    assert loaded["step"] == 3 and loaded.path == saving.path
+    assert steps(other, 3, 6) == wanted
+
+
+def _wide() -> Any:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+
+def _save_wide(context: RankContext, where: str) -> None:
+    save_checkpoint(where, StreamShard(_wide(), precision=FP32))
+
+
+def _load_wide(context: RankContext, where: str) -> None:
+    model: Any = StreamShard(_wide(), precision=FP32, min_unit_size=1 << 30)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    before = Kept.bytes_read
+    load_checkpoint(where, model)
+    total = sum(param.numel() * 4 for param in _wide().parameters())
+    of_three = -(-3 // context.world_size)  # files, which have one checksum each
+    most = total / context.world_size + total / 3 * of_three + 6 * (1 << 16)  # headers, manifest, random states
+    assert total / context.world_size < Kept.bytes_read - before < most
+    assert_same(model.full_state_dict(rank0_only=False), _wide().state_dict(), "loaded")
+
+
+@pytest.mark.ranks
+def test_another_number_of_ranks_reads_only_the_ranges_it_needs(ranks: Any, tmp_path: Path) -> None:
+    """Each byte is read once by one rank to verify it, and once by its owner."""
+    where = f"kept://{tmp_path}/run"
+    ranks(3).run(_save_wide, where)
+    for world_size in (1, 2, 4):
+        ranks(world_size).run(_load_wide, where)
+
+
+@on_ranks(1)
+def test_memory_of_the_process_is_object_storage_too(context: RankContext) -> None:
+    run = start(0)
+    steps(run, 0, 1)
+    save_checkpoint("memory://run", run.model, run.optimizer, keep=1)
+    save_checkpoint("memory://run", run.model, run.optimizer, keep=1)
+    other = start(1)
+    load_checkpoint("memory://run", other.model, other.optimizer)
+    assert_same(weights_of(other), weights_of(run), "loaded")
+    assert len(storage_of(Url("memory://run")).names()) == 1
+    fsspec.filesystem("memory").store.clear()
+
+
+# ------------------------------------------------------------------------------------------------ exports
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("size", ["5GB", 180])
+def test_an_export_has_the_files_of_one_on_a_file_system(context: RankContext, tmp_path: Path, size: Any) -> None:
+    """And loads from there. It is not replaced: another directory takes the next one."""
+    where, model = f"kept://{tmp_path}/export", sharded(filled(Plain))
+    names = export_safetensors(model, where, max_shard_size=size)
+    without = [re.sub("-[0-9a-f]{8}-", "-", name) for name in names]
+    assert export_safetensors(model, tmp_path / "local", max_shard_size=size) == without
+    for name, own in zip(names[:3], without[:3], strict=True):
+        assert (tmp_path / "export" / name).read_bytes() == (tmp_path / "local" / own).read_bytes()
+    other = sharded(Plain())
+    load_safetensors(other, where)
+    assert_same(other.full_state_dict(rank0_only=False), filled(Plain).state_dict(), "loaded")
+    with pytest.raises(CheckpointError, match=f"{where} has an export, {names[-1]}.*name a new directory"):
+        export_safetensors(model, where, max_shard_size=size)
+    assert len(export_safetensors(model, f"{where}-2", max_shard_size=size)) == len(names)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("size", ["5GB", 180])
+def test_two_exports_into_one_directory_do_not_mix(
+    context: RankContext, size: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one comes between any two operations of the first."""
+    monkeypatch.setattr(Kept, "replaces", True)
+    models, outcomes = [sharded(filled(Plain)), sharded(Plain())], set()
+    wanted = []
+    for number, model in enumerate(models):
+        export_safetensors(model, tmp_path / f"of {number}", max_shard_size=size)
+        wanted.append(exporting.stored_bytes(tmp_path / f"of {number}"))
+    for number in itertools.count():
+        where, written = f"kept://{tmp_path}/{number}", []
+
+        def intrude(url: str, written: list[int], call: Callable[[], Any]) -> Any:
+            with contextlib.suppress(CheckpointError):  # the first one is there already
+                export_safetensors(models[1], url, max_shard_size=size)
+                written.append(1)
+            return call()
+
+        with (
+            at_operation(number, functools.partial(intrude, where, written)) as done,
+            contextlib.suppress(CheckpointError),
+        ):
+            export_safetensors(models[0], where, max_shard_size=size)
+            written.append(0)
+        if len(done) <= number:
+            break
+        assert exporting.stored_bytes(tmp_path / str(number)) in [wanted[which] for which in written]
+        outcomes.add(tuple(written))
+    assert outcomes >= {(0,), (1,)}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("act", [_kill, _fail, _fail_late])
+def test_a_kill_or_an_error_anywhere_leaves_no_export_or_all_of_it(
+    context: RankContext, act: Act, tmp_path: Path
+) -> None:
+    """If there is none, the next one succeeds, and sweeps up."""
+    model, outcomes = sharded(filled(Plain)), set()
+    for number in itertools.count():
+        where, local = f"kept://{tmp_path}/{number}", tmp_path / str(number)
+        has_ended = False
+        try:
+            with at_operation(number, act, lasting=act is _kill) as done:
+                export_safetensors(model, where, max_shard_size=180)
+            has_ended = True
+        except (Killed, CheckpointError):
+            pass
+        if len(done) <= number:
+            break
+        found = exporting.stored_bytes(local)
+        outcomes.add(found is not None)
+        assert found is not None or not has_ended
+        if found is None:
+            export_safetensors(model, where, max_shard_size=180)
+            found = exporting.stored_bytes(local)
+            assert not any(path.is_dir() for path in local.iterdir())
+        assert found == {name: exporting._bytes(tensor) for name, tensor in _stored(where).items()}
+    assert outcomes == {True, False}
+
+
+def _stored(where: str) -> dict[str, torch.Tensor]:
+    tensors = StoredDirectory(Url(where), FileNames("model")).tensors
+    return dict(zip(tensors, read_parts([(each, 0, each.numel) for each in tensors.values()]), strict=True))
