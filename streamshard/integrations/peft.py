@@ -24,8 +24,9 @@ from torch import nn
 
 from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.storage import parse_location
 from streamshard.comm.ranks import raise_if, run_on_all_ranks
-from streamshard.config import AnyPath
+from streamshard.config import AnyPath, parse_path
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ShardingError
@@ -163,7 +164,7 @@ def _save_pretrained(self: Any, save_directory: AnyPath, *args: Any, **given: An
     given.pop("is_main_process", None)
     if has_adapters(self):
         wanted = run_on_all_ranks(engine.ranks, "find what PEFT saves", lambda: _wanted(self, given))
-        save_on_first(self, Path(save_directory), functools.partial(own, **given), wanted)
+        save_on_first(self, parse_path("save_directory", save_directory), functools.partial(own, **given), wanted)
         return
     max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
     for name in (name for name, value in given.items() if name in known and value != known[name].default):
@@ -171,7 +172,7 @@ def _save_pretrained(self: Any, save_directory: AnyPath, *args: Any, **given: An
         if is_model_of(self, "diffusers"):
             how = "Save without it, load the directory with from_pretrained in one process, and save that model"
         raise CheckpointError(f"save_pretrained({name}={given[name]!r}) needs full weights: {how}")
-    export_shards(self, engine, Path(save_directory), None, max_shard_size)
+    export_shards(self, engine, parse_location("save_directory", save_directory), None, max_shard_size)
 
 
 def _save_itself(self: Any, name: str, path: AnyPath, *args: Any, **given: Any) -> None:

@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_files(commands: Any) -> None:
     """Commands for files that runs have written."""
     inspect = commands.add_parser("inspect", help="list checkpoints, or verify one")
-    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
+    inspect.add_argument("directory", metavar="DIR", help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
     inspect.set_defaults(run=_inspect)
 
@@ -118,8 +118,8 @@ def _add_files(commands: Any) -> None:
     compare.set_defaults(run=_compare)
 
     convert = commands.add_parser("convert", help="convert a checkpoint to FSDP2's format (DCP), or back")
-    convert.add_argument("directory", metavar="DIR", type=Path, help=f"--to: {_RUN}; --from: a DCP directory")
-    convert.add_argument("out", metavar="OUT", type=Path, help="--to: a new directory; --from: one of checkpoints")
+    convert.add_argument("directory", metavar="DIR", help=f"--to: {_RUN}; --from: a DCP directory")
+    convert.add_argument("out", metavar="OUT", help="--to: a new directory; --from: one of checkpoints")
     way = convert.add_mutually_exclusive_group(required=True)
     way.add_argument("--to", choices=("dcp",), help="write OUT for dcp.load and set_state_dict")
     way.add_argument("--from", choices=("dcp",), dest="source", help="add a checkpoint for load_checkpoint to OUT")
@@ -246,10 +246,10 @@ def _inspect(arguments: argparse.Namespace) -> None:
     """Print a line for each checkpoint in DIR. If DIR is a checkpoint itself, also read and verify its files."""
     from streamshard.checkpoint.directory import is_checkpoint, no_checkpoint, open_verified, survey
     from streamshard.checkpoint.json_codec import dtype_name
+    from streamshard.checkpoint.storage import parse_location
     from streamshard.comm.ranks import RankGroup
-    from streamshard.config import parse_path
 
-    root = parse_path("DIR", arguments.directory)
+    root = parse_location("DIR", arguments.directory)
     if not (found := survey(root)):
         raise no_checkpoint(root, {})
     latest = max((entry for entry in found if not entry.wrong), key=lambda entry: entry.order, default=None)

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from streamshard import StreamShard, export_safetensors, latest, load_checkpoint, load_safetensors, save_checkpoint
 from streamshard.checkpoint import storage
@@ -35,6 +36,7 @@ from tests.checkpoint import exporting
 from tests.checkpoint.exporting import Plain, filled, sharded
 from tests.checkpoint.objects import Act, Kept, at_operation
 from tests.checkpoint.runs import start, steps, weights_of
+from tests.families import llama
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, assert_same
 
@@ -367,6 +369,15 @@ def test_an_export_has_the_files_of_one_on_a_file_system(context: RankContext, t
     with pytest.raises(CheckpointError, match=f"{where} has an export, {names[-1]}.*name a new directory"):
         export_safetensors(model, where, max_shard_size=size)
     assert len(export_safetensors(model, f"{where}-2", max_shard_size=size)) == len(names)
+
+
+@on_ranks(2)
+def test_save_pretrained_writes_what_from_pretrained_reads(context: RankContext, tmp_path: Path) -> None:
+    """With the config, and files of several ranks' ranges."""
+    model: Any = StreamShard(filled(llama))
+    model.save_pretrained(f"kept://{tmp_path}/export", max_shard_size="3KB")
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "export")
+    assert_same(found.state_dict(), filled(llama).state_dict(), "read")
 
 
 @on_ranks(1)

@@ -18,6 +18,7 @@ import streamshard
 from streamshard import save_checkpoint
 from streamshard.tools.command import main
 from tests.checkpoint.crafted import rewrite
+from tests.checkpoint.objects import Kept
 from tests.checkpoint.runs import start, steps
 from tests.ranks import RankContext, RankPool
 
@@ -51,11 +52,12 @@ def test_inspect_says_what_a_checkpoint_holds(saved: Path, capsys: pytest.Captur
     assert last == "verified: all is as written"
 
 
+@pytest.mark.parametrize("scheme", ["", f"{Kept.protocol}://"])
 def test_inspect_of_a_directory_prints_a_line_for_each_checkpoint(
-    saved: Path, capsys: pytest.CaptureFixture[str]
+    saved: Path, capsys: pytest.CaptureFixture[str], scheme: str
 ) -> None:
     """By number. The latest is marked."""
-    assert main(["inspect", str(saved)]) == 0
+    assert main(["inspect", f"{scheme}{saved}"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("checkpoint-9 ") and first.endswith("MB")
     assert second.startswith("checkpoint-10 ") and second.endswith("MB, latest")
