@@ -20,6 +20,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -328,6 +329,17 @@ def finish_running() -> None:
     """
     if _running is not None:
         _running.wait()
+
+
+def _wait_at_exit() -> None:
+    """Wait for the save before Python ends the executors: many stores of fsspec use one for each connection."""
+    if _running is not None and _running._thread is not None:
+        _running._thread.join()
+
+
+# Handlers run in reverse order. There is no public function for this moment; Python's executors use the same.
+import_module("concurrent.futures.thread")
+threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 
 
 class _Unflushable:

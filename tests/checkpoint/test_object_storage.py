@@ -37,6 +37,7 @@ from tests.checkpoint.exporting import Plain, filled, sharded
 from tests.checkpoint.objects import Act, Kept, at_operation
 from tests.checkpoint.runs import start, steps, weights_of
 from tests.families import llama
+from tests.launched import Launched, run_script
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, assert_same
 
@@ -303,6 +304,31 @@ def test_a_run_goes_on_bit_for_bit(context: RankContext, tmp_path: Path, wait: b
     loaded = load_checkpoint(where, other.model, other.optimizer, other.extra)
     assert loaded["step"] == 3 and loaded.path == saving.path
     assert steps(other, 3, 6) == wanted
+
+
+_ENDS_WHILE_IT_SAVES = """
+    import time, torch
+    from concurrent.futures import ThreadPoolExecutor
+    from streamshard import StreamShard, save_checkpoint
+    from tests.checkpoint.objects import Kept
+    pool = ThreadPoolExecutor()
+
+    def watch(kind, path, action):
+        time.sleep(0.05)
+        return pool.submit(action).result()
+
+    Kept.watch = staticmethod(watch)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    save_checkpoint({where!r}, StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))), wait=False)
+"""
+
+
+@pytest.mark.ranks
+def test_a_process_finishes_its_save_before_it_exits(kept: Url, tmp_path: Path) -> None:
+    """s3fs and others use executors, which Python ends before it waits for threads."""
+    ((code, output),) = Launched(0, tmp_path, run_script, _ENDS_WHILE_IT_SAVES.format(where=str(kept))).end()
+    assert code == 0, output
+    assert latest(kept) is not None, output
 
 
 def _wide() -> Any:
