@@ -1,7 +1,6 @@
 """A run that is disturbed at given moments, and started again until it has come to its last step.
 
-``python -m tests.checkpoint.bad_night 50`` disturbs 50 runs at random moments. A moment is the call of a function, not
-a time, so the machine's speed does not matter.
+A moment is the call of a function, not a time, so the machine's speed does not matter.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ import contextlib
 import ctypes
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -34,8 +31,6 @@ LAST = 8
 SAVES_EVERY = 3
 _PR_SET_PDEATHSIG = 1
 _MOST_RESTARTS = 3
-# Functions of saves and loads, in which random moments are more frequent than their share of calls.
-_SAVING = ("save_checkpoint", "start_copies", "write_file", "lay_out", "publish_checkpoint", "finish_running", "exit")
 
 
 class Moment(NamedTuple):
@@ -44,8 +39,8 @@ class Moment(NamedTuple):
     Attributes:
         start: number of the rank's start, from 0.
         rank: the rank that acts.
-        number: the moment is this call of a Python function, from 0.
-        function: its name; None: calls of all functions count.
+        number: the moment is this call of the function, from 0.
+        function: its name.
         signal: what is sent.
         to_launcher: to the launcher, not to the rank itself.
     """
@@ -53,29 +48,29 @@ class Moment(NamedTuple):
     start: int
     rank: int
     number: int
-    function: str | None
+    function: str
     signal: signal.Signals
     to_launcher: bool = False
 
 
 @contextlib.contextmanager
-def _disturbed(moments: list[Moment]) -> Iterator[Counter[str]]:
-    """Inside, the moments come. Yields how many calls there were in all, under ""."""
+def _disturbed(moments: list[Moment]) -> Iterator[None]:
+    """Inside, the moments come."""
     counts: Counter[str] = Counter()
 
     def look(frame: FrameType, event: str, _: object) -> None:
         if event != "call":
             return
-        for name in ("", frame.f_code.co_name):
-            counts[name] += 1
-            for moment in moments:
-                if (moment.function or "") == name and counts[name] - 1 == moment.number:
-                    os.kill(os.getppid() if moment.to_launcher else os.getpid(), moment.signal)
+        name = frame.f_code.co_name
+        counts[name] += 1
+        for moment in moments:
+            if moment.function == name and counts[name] - 1 == moment.number:
+                os.kill(os.getppid() if moment.to_launcher else os.getpid(), moment.signal)
 
     sys.setprofile(look)
     threading.setprofile(look)
     try:
-        yield counts
+        yield
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
@@ -96,7 +91,7 @@ def train(directory: Path, moments: list[Moment]) -> None:
     starts = directory / f"starts of rank {rank}"
     start = len(starts.read_text().splitlines()) if starts.exists() else 0
     _note(starts, str(start))
-    with _disturbed([moment for moment in moments if (moment.start, moment.rank) == (start, rank)]) as counts:
+    with _disturbed([moment for moment in moments if (moment.start, moment.rank) == (start, rank)]):
         random.seed(rank)
         numpy.random.seed(rank)
         run = runs.start(0)
@@ -115,7 +110,6 @@ def train(directory: Path, moments: list[Moment]) -> None:
                     save_checkpoint(checkpoints, run.model, run.optimizer, saves, keep=2, step=step, wait=wait)
                 if is_asked:
                     stop.exit()
-    _note(directory / f"calls of rank {rank}", str(counts[""]))
 
 
 def _torchrun(directory: Path, moments: list[Moment]) -> None:
@@ -136,14 +130,12 @@ class Night(NamedTuple):
         losses: of each rank, pairs of a step and its loss as text, in the order in which they were computed.
         starts: of each rank, how often it was started.
         codes: exit codes of the launchers; the last is 0.
-        calls: of functions, by rank 0 in its last start.
         output: of the launchers.
     """
 
     losses: list[list[tuple[int, str]]]
     starts: list[int]
     codes: list[int | None]
-    calls: int
     output: str
 
 
@@ -162,8 +154,7 @@ def run_night(directory: Path, moments: list[Moment]) -> Night:
         lines = (directory / f"losses of rank {rank}").read_text().splitlines()
         losses.append([(int(line.split()[0]), line.split()[1]) for line in lines])
     starts = [len((directory / f"starts of rank {rank}").read_text().splitlines()) for rank in range(2)]
-    calls = int((directory / "calls of rank 0").read_text().split()[-1])
-    return Night(losses, starts, codes, calls, output)
+    return Night(losses, starts, codes, output)
 
 
 def assert_undisturbed(night: Night, quiet: Night) -> None:
@@ -174,40 +165,3 @@ def assert_undisturbed(night: Night, quiet: Night) -> None:
     """
     for rank, (losses, wanted) in enumerate(zip(night.losses, quiet.losses, strict=True)):
         assert {*losses} == {*wanted}, f"rank {rank}: {losses}, wanted {wanted}\n{night.output}"
-
-
-def _drawn(generator: random.Random, calls: int) -> list[Moment]:
-    kinds = [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGUSR1, False)]
-    kinds += [(signal.SIGTERM, True), (signal.SIGKILL, True)]
-    found = []
-    for start in range(generator.choice([1, 1, 2, 3])):
-        function = generator.choice([None, *_SAVING])
-        number, kind = generator.randrange(calls if function is None else 2), generator.choice(kinds)
-        found.append(Moment(start, generator.randrange(2), number, function, *kind))
-        if kind[0] != signal.SIGKILL and generator.random() < 0.3:  # a second signal, maybe while the run saves
-            later = generator.randrange(1, 3000 if function is None else 3)
-            found.append(found[-1]._replace(number=number + later, rank=generator.randrange(2)))
-    return found
-
-
-def main(times: int, seed: int) -> None:
-    """Print each night, until so many runs were started more than once; end with the first that differs."""
-    root = Path(tempfile.mkdtemp())
-    quiet = run_night(root / "quiet", [])
-    print(f"{quiet.calls} calls of functions in an undisturbed run", flush=True)
-    number = disturbed = 0
-    while disturbed < times:
-        number += 1
-        moments = _drawn(random.Random(seed + number), quiet.calls)
-        told = [f"{each.signal.name}{' to the launcher' * each.to_launcher}" for each in moments]
-        print(number, moments, flush=True)
-        night = run_night(root / f"night {number}", moments)
-        assert_undisturbed(night, quiet)
-        disturbed += max(night.starts) > 1
-        print(f"{disturbed} of {times}: {', '.join(told)}; starts {night.starts}, codes {night.codes}", flush=True)
-        shutil.rmtree(root / f"night {number}")
-    shutil.rmtree(root)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -1,4 +1,4 @@
-"""Runs that are stopped and killed at fixed moments come to their last step. `bad_night` draws moments at random."""
+"""Runs that are stopped and killed come to their last step."""
 
 from __future__ import annotations
 
