@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -152,20 +153,15 @@ def _ends(model: nn.Module) -> set[str]:
     return {engine.units[unit].name for unit in engine.plan.ends}
 
 
-def _each_program(context: RankContext, **settings: Any) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("slots", [2, 3])
+def test_ends_take_turns_where_the_order_of_uses_allows(context: RankContext, slots: int) -> None:
+    """Losses, gradients and weights are plain PyTorch's, whatever reads the weights. With three slots over sockets."""
     for number, (name, (uses, wanted)) in enumerate(PROGRAMS.items()):
-        with case(name):
-            depth = 4 + number % 2
-            model = assert_trains_like_plain(
-                context, lambda d=depth, u=uses: Reader(d, **u), lm_step, steps=4, checked=(2, 3), **settings
-            )
-            assert _ends(model) == wanted
-
-
-@on_ranks(2, 3)
-def test_ends_take_turns_where_the_order_of_uses_allows(context: RankContext) -> None:
-    """Losses, gradients and weights are plain PyTorch's, whatever reads the weights."""
-    _each_program(context)
+        build = functools.partial(Reader, 4 + number % 2, **uses)
+        settings: dict[str, Any] = {"steps": 4, "checked": (2, 3), "weight_slots": slots}
+        with case(name), over_sockets() if slots == 3 else contextlib.nullcontext():
+            assert _ends(assert_trains_like_plain(context, build, lm_step, **settings)) == wanted
 
 
 @on_ranks(2)
@@ -173,17 +169,6 @@ def test_ends_take_turns_inside_saved_tensor_hooks(context: RankContext) -> None
     """These keep what they get, as code that counts bytes does."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
         assert _ends(assert_trains_like_plain(context, _tiny, lm_step, steps=5, checked=(2, 4))) == BOTH
-
-
-@on_ranks(2)
-def test_ends_take_turns_over_sockets(context: RankContext) -> None:
-    with over_sockets():
-        _each_program(context)
-
-
-@on_ranks(2)
-def test_ends_take_turns_with_three_slots(context: RankContext) -> None:
-    _each_program(context, weight_slots=3)
 
 
 # By name: a use that begins after embedding and head have joined; the weight that an error names, or None: it runs.

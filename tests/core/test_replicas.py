@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from streamshard import (
 )
 from streamshard.planning.memory import Category
 from tests.adversary import make_adversarial
-from tests.models import Stack, TinyLM, vector_batch
+from tests.models import Stack, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
@@ -34,13 +33,10 @@ from tests.reference import (
     Tolerance,
     adamw,
     assert_same,
-    assert_trains_like_ddp,
     assert_trains_like_plain,
     engine_inside,
     full_grads,
     full_weights,
-    lm_step,
-    sharded_model,
     stack_step,
 )
 from tests.scenarios import BF16, SCENARIOS, reference, sharded, train, trained
@@ -54,13 +50,6 @@ MESHES = pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 
 
 def _mesh(replicate: int, shard: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
-
-
-@on_ranks(4)
-def test_training_equals_ddp_over_all_ranks(context: RankContext) -> None:
-    """Every rank has its own batch; four steps."""
-    for shape in ((2, 2), (4, 1)):
-        assert_trains_like_ddp(context, TinyLM, lm_step, mesh=_mesh(*shape))
 
 
 # What is averaged while a backward goes on, or given up in the middle of one; all else is a shard group's own affair.
@@ -135,24 +124,6 @@ def test_micro_batches_inside_no_sync_are_averaged_once(context: RankContext, sh
         return full_weights(model)
 
     assert_same(train(_mesh(*shape)), train(None), "weights", NEAR)
-
-
-@on_ranks(4)
-def test_a_parameter_that_is_frozen_in_one_micro_batch_has_the_other_ones_gradient(context: RankContext) -> None:
-    """Inside no_sync(): its place in the slot has another layer's gradients. Frozen, it has no gradient."""
-
-    def gradients(model: Any) -> dict[str, torch.Tensor | None]:
-        for number in range(2):
-            model.zero_grad()
-            for part, trains in enumerate((False, False, True)):
-                for layer in model.layers:
-                    layer.linear.weight.requires_grad_(trains)
-                with model.no_sync() if not trains else contextlib.nullcontext():
-                    stack_step(model, Call(3 * number + part, context.rank, context.world_size, 1.0))
-                assert trains or all(layer.linear.weight.grad is None for layer in model.layers)
-        return full_grads(model)
-
-    assert_same(gradients(sharded_model(mesh=_mesh(2, 2))), gradients(sharded_model()), "gradients", NEAR)
 
 
 @on_ranks()

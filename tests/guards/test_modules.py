@@ -20,7 +20,6 @@ from streamshard.guards.modules import MISSING
 from streamshard.guards.weights import WeightGuard
 from streamshard.planning.structure import modules_of
 from streamshard.torch_private import AsTensors
-from tests import scenarios
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, engine_inside, lm_step
@@ -142,13 +141,3 @@ def test_without_guards_all_numbers_are_the_same(context: RankContext, precision
             found = _trained(context, **settings)
     assert len(found) == len(wanted) > 10
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scenario", ["reentrant checkpointing", "adapters", "weights read elsewhere"])
-def test_other_ways_of_training_give_the_same_without_guards(context: RankContext, scenario: str) -> None:
-    """Recomputed layers, frozen weights, and weights that other layers read."""
-    wanted = scenarios.trained(context, scenario, scenarios.BF16)
-    with without_guards():
-        found = scenarios.trained(context, scenario, scenarios.BF16)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -179,20 +179,6 @@ def _stashing() -> nn.Module:
     return Calling(Stashing, lambda layer, x: layer(x))
 
 
-@on_ranks(2)
-def test_the_loss_may_use_activations_from_inside_layers(context: RankContext) -> None:
-    """Auxiliary losses on activations that the model does not return, beside the loss of its output."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        loss = model(vector_batch(call.step, call.rank)).square().mean()
-        for layer in model.layers:
-            loss = loss + layer.stash.square().mean()
-            layer.stash = None
-        return call.backward(loss)
-
-    assert_trains_like_plain(context, _stashing, step, checked=(0, 2))
-
-
 class Exiting(Layer):
     """Computes a loss from its output, with weights of its own, and keeps it as an attribute (early exits)."""
 
@@ -291,45 +277,6 @@ def test_layers_may_carry_outputs_of_earlier_layers(context: RankContext, way: s
         return stack_step(model, call)
 
     assert_trains_like_plain(context, Chain, step, checked=(0, 2))
-
-
-@on_ranks(2)
-def test_a_loss_of_one_layer_inside_a_checkpoint_of_several(context: RankContext) -> None:
-    """The layers behind it are recomputed too, in the same slots. Hooks that keep tensors as they are do the same."""
-
-    def same(tensor: Any) -> Any:
-        return tensor
-
-    class Segment(nn.Module):
-        def __init__(self, hooks: bool) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Stashing() for _ in range(4))
-            self.hooks = hooks
-
-        def forward(self, x: Tensor) -> list[Tensor]:
-            outs = []
-
-            def run(x: Tensor) -> Tensor:
-                for layer in self.layers:
-                    x = layer(x)
-                    outs.append(x)
-                return x
-
-            if self.hooks:
-                with torch.autograd.graph.saved_tensors_hooks(same, same):
-                    run(x)
-            else:
-                checkpoint(run, x, use_reentrant=False)
-            return outs[:4]
-
-    def step(model: Any, call: Call) -> Tensor:
-        outs = model(vector_batch(call.step, call.rank))
-        stashed = [layer.stash for layer in model.layers]
-        return call.backward([outs[0], outs[1], stashed[0], stashed[2]][call.step].square().mean())
-
-    for hooks in (False, True):
-        with case(f"hooks={hooks}"):
-            assert_trains_like_plain(context, functools.partial(Segment, hooks), step, steps=4, checked=(0, 3))
 
 
 class Attending(nn.Module):

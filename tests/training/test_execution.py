@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +15,6 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     SETTINGS,
     Call,
-    adamw,
     assert_trains_like_ddp,
     assert_trains_like_plain,
     case,
@@ -75,16 +73,6 @@ def test_ranks_may_run_different_layers(context: RankContext) -> None:
                 assert_trains_like_ddp(context, lambda: RoutedStack(4), planned_step(plans))
 
 
-class CheckpointedTower(RoutedStack):
-    """Three layers that one checkpoint recomputes, then two more. The route says which runs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 1]"""
-        for _ in range(list(self.route).count(0)):
-            x = x + checkpoint(nn.Sequential(*self.layers[:3]), x, use_reentrant=self.reentrant)
-        return self.head(self.layers[4](self.layers[3](x)))  # type: ignore[no-any-return]
-
-
 class _InPairs(RoutedStack):
     """Each reentrant checkpoint has two layers."""
 
@@ -106,56 +94,6 @@ def test_layers_of_one_reentrant_checkpoint_are_reduced_once(context: RankContex
     with counted_collectives(model) as counts:
         step(1)
     assert counts["reduce_scatter"] == len(engine_inside(model).units)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_ranks_alone_may_run_resident_layers_inside_one_checkpoint(context: RankContext, reentrant: bool) -> None:
-    """Backward recomputes them in the order of forward, before it comes to the last one's gradients."""
-    routes = [(0,), (0,)], [(0,), ()], [(), (0, 0)], [(0, 0), (0,)], [(), ()]
-
-    def step(model: Any, call: Call) -> Tensor:
-        model.route = routes[call.step][call.rank]
-        return call.backward(model(vector_batch(call.step, call.rank).requires_grad_()).square().mean())
-
-    resident = {"resident": ["layers.0", "layers.1", "layers.2"]}
-    assert_trains_like_plain(context, lambda: CheckpointedTower(5, reentrant), step, steps=len(routes), **resident)
-
-
-class Experts(nn.Module):
-    """Each token goes to one expert; experts that get no token do not run. A weight is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(16, 4)
-        self.experts = nn.ModuleList(Layer() for _ in range(4))
-        self.spare = nn.Parameter(torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> the same"""
-        gates = F.softmax(self.router(x), dim=-1)
-        best = gates.argmax(dim=-1)
-        out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            rows = (best == index).nonzero().flatten()
-            if rows.numel():
-                out = out.index_add(0, rows, expert(x[rows]) * gates[rows, index, None])
-        return x + out
-
-
-def _expert_stack() -> nn.Module:
-    return nn.Sequential(*(Experts() for _ in range(3)), nn.Linear(16, 1))
-
-
-@on_ranks(2)
-def test_experts_that_run_on_some_ranks_only_train_like_ddp(context: RankContext) -> None:
-    """Experts inside a layer's unit, and each expert a unit of its own."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        return call.backward(model(vector_batch(call.step, call.rank, rows=2)).square().mean())
-
-    for units in ([Experts], [Layer]):
-        assert_trains_like_ddp(context, _expert_stack, step, optimizer=adamw, units=units)
 
 
 class Placeholders(nn.Module):

@@ -61,29 +61,6 @@ def adapted(dtype: torch.dtype = HALF) -> nn.Module:
     return model
 
 
-FROZEN = {
-    "all but the head": ("embedding", "positions", "blocks.", "norm"),
-    "units of every kind": ("blocks.0.", "blocks.1.attention", "blocks.2.up.bias", "norm", "embedding"),
-}
-
-
-@on_ranks(1, 2)
-def test_frozen_parameters_get_no_gradient_and_the_others_the_right_one(context: RankContext) -> None:
-    """Whole units, parts of a unit, everything before or after some point, at both ends of the dial."""
-    for name, prefixes in FROZEN.items():
-        for settings in SETTINGS.values() if name == "units of every kind" else [{}]:
-            with case(name):
-                assert_trains_like_plain(
-                    context,
-                    lambda prefixes=prefixes: freeze(TinyLM(), *prefixes),  # type: ignore[misc]
-                    lm_step,
-                    steps=3,
-                    checked=(0, 2),
-                    optimizer=trainable_adamw,
-                    **settings,
-                )
-
-
 SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
     "unfreeze a block": {0: ("blocks.1.",), 2: ()},
     "freeze part of a block and the edge": {0: (), 1: ("blocks.2.attention.", "embedding"), 3: ("head",)},

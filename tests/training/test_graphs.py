@@ -339,23 +339,3 @@ def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) 
         model(vector_batch(0, context.rank))
     model.learns = False
     stack_step(model, Call(0, context.rank, 2, 1.0))
-
-
-class _GraphLayer(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            return super().forward(x)
-
-
-@on_ranks()
-@each_setting
-def test_layers_may_make_a_graph_although_the_model_runs_without(context: RankContext, settings: str) -> None:
-    def step(model: nn.Module, call: Call) -> Tensor:
-        with torch.no_grad():
-            out = model(vector_batch(call.step, call.rank))
-        return call.backward(out.square().mean())
-
-    def build() -> nn.Module:
-        return nn.Sequential(*(_GraphLayer() for _ in range(4)))
-
-    assert_trains_like_plain(context, build, step, **SETTINGS[settings])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests import families
-from tests.models import DIM, Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, assert_trains_like_plain, case, lm_step, stack_step
-from tests.scenarios import RoutedStack
+from tests.reference import Call, assert_trains_like_plain, case, lm_step
 
 
 class RecomputedInside(Block):
@@ -96,28 +93,6 @@ def test_recomputed_activations_give_the_same_numbers(context: RankContext) -> N
     assert_trains_like_plain(context, Stack, whole)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_of_a_transformers_model(context: RankContext, reentrant: bool) -> None:
-    """Switched on after sharding, as Trainer does, and off again."""
-
-    def switch(model: Any, to: str) -> Any:
-        return getattr(model, f"activation_checkpointing_{to}", None) or getattr(model, f"gradient_checkpointing_{to}")
-
-    def prepare(model: Any, number: int) -> None:
-        if number == 0:
-            switch(model, "enable")({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        if number == 2:
-            switch(model, "disable")()
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        tokens = token_batch(call.step, call.rank)
-        return call.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
-
-    assert_trains_like_plain(context, families.llama, step, prepare=prepare)
-
-
 def _two_losses(model: nn.Module, call: Call) -> Tensor:
     """Two losses on one forward, backward one after the other."""
     out = model(vector_batch(call.step, call.rank))
@@ -130,12 +105,6 @@ def _backwards_in_reverse(model: nn.Module, call: Call) -> Tensor:
     first = model(vector_batch(call.step, call.rank)).square().mean()
     second = model(vector_batch(call.step + 100, call.rank)).abs().mean()
     return call.backward(second) + call.backward(first)
-
-
-def _two_forwards(model: nn.Module, call: Call) -> Tensor:
-    """One loss of two forwards: reentrant checkpoints give its gradients in two parts."""
-    outputs = [model(vector_batch(call.step + 100 * part, call.rank)) for part in range(2)]
-    return call.backward(torch.cat(outputs).square().mean())
 
 
 def _evaluation_between(model: nn.Module, call: Call) -> Tensor:
@@ -160,7 +129,6 @@ def _partial_backward(model: Any, call: Call) -> Tensor:
 
 BACKWARDS: dict[str, Callable[[Any, Call], Tensor]] = {
     "two losses": _two_losses,
-    "two forwards": _two_forwards,
     "backwards in reverse": _backwards_in_reverse,
     "evaluation between forward and backward": _evaluation_between,
     "a partial backward first": _partial_backward,
@@ -173,58 +141,6 @@ def test_forwards_and_backwards_in_any_number_and_order(context: RankContext) ->
     for name, step in BACKWARDS.items():
         with case(name):
             assert_trains_like_plain(context, Stack, step, checked=(0, 2))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_layers_with_several_forwards_and_backwards(context: RankContext, reentrant: bool) -> None:
-    """Checkpoints and repeated passes together. Those of the old kind give each pass's gradients by themselves."""
-
-    def of_inputs(step: Callable[[Any, Call], Tensor], model: nn.Module, call: Call) -> Tensor:
-        return step(lambda x: model(x.clone().requires_grad_()), call)
-
-    for name in ("backwards in reverse", "two losses", "two forwards"):
-        with case(name):
-            step = functools.partial(of_inputs, BACKWARDS[name])
-            assert_trains_like_plain(context, lambda: RoutedStack(4, reentrant), step)
-
-
-def _gradient_penalty(model: nn.Module, call: Call) -> Tensor:
-    """The loss contains a gradient: backward through a backward."""
-    x = vector_batch(call.step, call.rank).requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), [x], create_graph=True)
-    return call.backward(out.square().mean() + 0.1 * slope.square().mean())
-
-
-class _Twice(nn.Module):
-    """A layer that computes with its weights twice, each time in a checkpoint of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
-        for _ in range(2):
-            x = checkpoint(lambda h: torch.tanh(self.linear(h)), x, use_reentrant=True)
-        return x
-
-
-def _twice() -> nn.Module:
-    return nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(*(_Twice() for _ in range(3))))
-
-
-@on_ranks(1, 2)
-def test_gradients_that_come_in_parts_before_they_are_copied_are_added(context: RankContext) -> None:
-    """Each reentrant checkpoint is a backward of its own, which gives weights a gradient."""
-    assert_trains_like_plain(context, _twice, stack_step)
-
-
-@on_ranks(1)
-def test_one_rank_runs_a_backward_through_a_backward(context: RankContext) -> None:
-    """Gradient penalties need second derivatives; more ranks refuse them."""
-    assert_trains_like_plain(context, Stack, _gradient_penalty)
 
 
 @on_ranks(2)

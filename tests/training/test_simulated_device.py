@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streamshard import LocalSGD, Precision, StreamShard
+from streamshard import Precision, StreamShard
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.save import start_copies
 from streamshard.comm.nccl import NcclTransport
@@ -109,59 +109,8 @@ def test_every_precision_is_reduced_right(context: RankContext, precision: str) 
     assert bool(streams.in_place["_reduce_scatter_base_"]) is (precision != "16-bit wire")
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all"}])
-def test_flags_are_not_written_while_an_exchange_reads_them(context: RankContext, slots: dict[str, Any]) -> None:
-    """Inside ``no_sync()`` weights stay in their slots, so no gather separates two exchanges."""
-    with simulated_device() as device, checking_streams(device) as checker:
-        model = StreamShard(RoutedStack(2), precision=BF16, **slots)
-        with checker.of(model):
-            for step in range(2):
-                with model.no_sync():
-                    for last in (0, 1, 0):
-                        model.route = range(2 - last)  # type: ignore[assignment]  # a RoutedStack
-                        stack_step(model, Call(step, context.rank, 2, 1.0))
-                stack_step(model, Call(step, context.rank, 2, 1.0))
-                model.zero_grad()
-    assert not checker.found
-
-
 def _mesh(replicate: int, shard: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
-
-
-@on_ranks(4)
-def test_flags_over_replicas_are_read_before_the_next_exchange_writes_them(context: RankContext) -> None:
-    """In local SGD no average of gradients comes between."""
-    with simulated_device() as device, checking_streams(device) as checker:
-        model: Any = StreamShard(RoutedStack(2), precision=BF16, mesh=_mesh(2, 2))
-        optimizer = LocalSGD(adamw(model), model, period=10, warmup_steps=1)
-        with checker.of(model):
-            for step in range(4):
-                stack_step(model, Call(step, context.rank, 4, 1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-    assert not checker.found
-
-
-@on_ranks(4)
-def test_replicas_average_in_time(context: RankContext) -> None:
-    """On a mesh of 2 x 2: late collectives change nothing, of gradients and, in local SGD, of weights."""
-
-    def local(model: Any) -> Any:
-        return LocalSGD(adamw(model), model, period=1, warmup_steps=1)
-
-    in_order = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
-    ways = ("a backward that fails", adamw, FP32), ("plain", local, FP32), ("a kept graph", adamw, in_order)
-    for scenario, make, precision in ways:
-        wanted = sharded(scenario, precision, mesh=_mesh(2, 2))
-        train(wanted, scenario, context, make=make)
-        with simulated_device(), backward_elsewhere():
-            model = sharded(scenario, precision, mesh=_mesh(2, 2))
-            with late(model):
-                train(model, scenario, context, make=make)
-                found = full_weights(model)
-        assert_same(found, full_weights(wanted), scenario, NEAR)
 
 
 @on_ranks(4)
@@ -356,30 +305,6 @@ def test_gradients_that_come_on_other_streams_are_in_time(
                 optimizer.step()
                 optimizer.zero_grad()
     assert checker.leaves == {side, device.compute}
-
-
-class _Aside(nn.Module):
-    """All its gradients come on a stream of its own; one weight has none."""
-
-    def __init__(self, device: SimulatedDevice, side: SimulatedStream) -> None:
-        super().__init__()
-        self.aside, self.spare = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
-        self.streams = device, side
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + _OnSide.apply(x, self.aside.weight, *self.streams)  # type: ignore[no-any-return]
-
-
-@on_ranks(2)
-def test_zeros_of_unused_parameters_are_in_time_if_all_gradients_come_on_another_stream(context: RankContext) -> None:
-    """The reduction's stream writes the zeros: rules 3 and 4 hold for it too."""
-    with simulated_device() as device, checking_streams(device) as checker:
-        side = SimulatedStream()
-        model: Any = StreamShard(nn.Sequential(*(_Aside(device, side) for _ in range(4))), precision=BF16)
-        with checker.of(model):
-            for number in range(3):
-                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-    assert checker.leaves == {side}
 
 
 @on_ranks(2)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, RankMismatchError
-from tests.models import Layer, Stack, vector_batch
+from tests.models import Layer, Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
     Call,
-    assert_trains_like_ddp,
     assert_trains_like_plain,
     counted_collectives,
     engine_inside,
@@ -90,34 +89,6 @@ def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
                 planned_step({(number, context.rank): order})(model, Call(number, context.rank, 2, 1.0))
         assert counts["all_gather"] == 2 * 4 - 2 + 1 + 1, order  # the root unit, the flags
         assert counts["reduce_scatter"] == 4 + 1, order
-
-
-ALL = list(range(8))
-
-
-@on_ranks(3)
-def test_ranks_may_drop_layers_of_units_that_are_interleaved(context: RankContext) -> None:
-    """Where a rank has no second layer to come, the unit's gradients still wait for their place in the program."""
-    order = ALL[::2] + ALL[1::2]
-    dropped = ((2, 1, 5), (3, 0, 2), (3, 1, 1))
-    plans = {(s, r): [k for k in order if (s, r, k) not in dropped] for s in range(4) for r in range(3)}
-    assert_trains_like_ddp(context, lambda: RoutedStack(8), planned_step(plans), min_unit_size=PAIRS)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("size", [0, PAIRS])
-def test_a_layer_may_be_missing_in_one_of_two_forwards_on_one_rank(context: RankContext, size: int) -> None:
-    """Its gradient is complete too early there, and waits for the one place that its unit's reduction has."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        inner = getattr(model, "module", model)
-        losses = []
-        for number in range(2):
-            inner.route = [k for k in ALL if number or call.rank != 1 or k not in (5, 6)]
-            losses.append(model(vector_batch(call.step + 50 * number, call.rank)).square().mean())
-        return call.backward(losses[0] + losses[1])
-
-    assert_trains_like_ddp(context, lambda: RoutedStack(8), step, min_unit_size=size)
 
 
 @on_ranks(2)
