@@ -265,7 +265,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         (
             "Backward._advance",
             Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
-            "execution",
+            "matrix",
         ),
         ("Backward._close_pass", Drop("engine.reductions.start_late("), "execution passes"),
         ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "not skipped"), "matrix"),
@@ -559,7 +559,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.home_of", Swap(" and value.is_pinned()", ""), "late_step:moments"),
         ("HostState.settle", Swap("in self._copied", "in self._copied[1:]"), "offload:events_order"),
         ("HostState.settle", Drop("self._is_busy = False"), "offload:never_waits"),
-        ("HostState.launch", Drop("self._is_busy = True"), "offload:fences_order"),
+        ("HostState.launch", Drop("self._is_busy = True"), "offload:changes_no_bit"),
         ("HostState.add_step", Drop("self._is_busy = True"), "offload:changes_no_bit"),
     ],
     "core/host_grads": [

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from torch import Tensor
 
 from streamshard import Precision
 from streamshard.comm.streams import Rule, StreamName
-from streamshard.comm.transport import Gather
-from streamshard.core.reductions import UsedParams
 from tests.adversary import make_adversarial
-from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, counted_collectives, engine_inside, full_weights, sharded_model
-from tests.scenarios import BF16, dropping, reference, sharded, train
+from tests.reference import FP32, counted_collectives, engine_inside, full_weights
+from tests.scenarios import BF16, dropping, sharded, train
 from tests.simulated import CPU, simulated_device
 
 
@@ -35,18 +30,6 @@ def test_a_missing_wait_for_a_slot_shows_as_nan(context: RankContext, rule: Rule
     with make_adversarial(model), dropping(model, rule):
         train(model, "plain", context)
         assert _has_nan(full_weights(model))
-
-
-@on_ranks(2)
-def test_a_missing_wait_for_reductions_shows_as_wrong_weights(context: RankContext) -> None:
-    """The optimizer reads the main grads of the step before. Flags that have not arrived say nothing about steps."""
-    wanted = reference(context, "plain", FP32)
-    model = sharded("plain", FP32, keep_main_grads=True)
-    steps = mock.patch.object(UsedParams, "refuse_out_of_step")
-    with make_adversarial(model), dropping(model, "main grads", "everybody's flags"), steps:
-        train(model, "plain", context)
-        found = full_weights(model)
-    assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @on_ranks(2)
@@ -72,22 +55,3 @@ def test_it_keeps_a_device_busy_before_each_copy(context: RankContext) -> None:
         with make_adversarial(model):
             train(model, "plain", context, steps=2)
     assert {streams.device_stream(name) for name in (StreamName.FETCH, StreamName.STORE)} <= set(slept)
-
-
-# -- what it does -------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_leaving_the_adversary_completes_pending_collectives(context: RankContext) -> None:
-    """So that a rank that has waited gets its answer."""
-    model = sharded_model()
-    slot = torch.zeros(2)
-    with make_adversarial(model) as late:
-        late.start_gather(Gather(torch.tensor([float(context.rank)]), slot, 0))
-    assert slot.tolist() == [0.0, 1.0]
-    own = engine_inside(model).ranks.transport
-    with pytest.raises(ZeroDivisionError), make_adversarial(model):
-        model(vector_batch(0, context.rank))
-        raise ZeroDivisionError
-    assert engine_inside(model).ranks.transport is own
-    model(vector_batch(0, context.rank)).sum().backward()

@@ -46,28 +46,18 @@ def _cells() -> Iterator[tuple[int, str, str]]:
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "scenario", "precision"), list(_cells()))
 def test_offload_changes_no_bit(context: RankContext, scenario: str, precision: str) -> None:
-    """Copies and collectives are late; parameters are cut into several chunks.
+    """Copies and collectives are late; parameters are cut into several chunks. Fences order all uses of each buffer.
 
-    The resident model has as many slots, because their number changes the order of sums.
+    The host's own uses of host memory too. The resident model has as many slots: their number orders sums.
     """
-    with simulated_device(), backward_elsewhere(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
+    with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
         resident = sharded(scenario, PRECISIONS[precision], weight_slots=2)
         train(resident, scenario, context)
         model = sharded(scenario, PRECISIONS[precision], **OFFLOAD)
-        with late(model):
-            train(model, scenario, context)
-        assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "scenario", "precision"), list(_cells()))
-def test_fences_order_all_uses_of_each_buffer(context: RankContext, scenario: str, precision: str) -> None:
-    """The host's own uses of host memory too."""
-    with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
-        model = sharded(scenario, PRECISIONS[precision], **OFFLOAD)
-        with detect_races(model) as races:
+        with late(model), detect_races(model) as races:
             train(model, scenario, context)
         assert races.accesses > 100
+        assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
 
 
 def _fused(model: Any, **options: Any) -> torch.optim.Optimizer:
@@ -233,12 +223,12 @@ def test_events_order_the_copies_of_a_single_unit(context: RankContext, trains: 
     ("world_size", "scenario", "budget"), [(1, "clipping", "9KB"), (2, "micro-batches", "9KB"), (2, "plain", "30KB")]
 )
 def test_a_part_of_the_state_stays_on_the_device(context: RankContext, scenario: str, budget: str) -> None:
-    """The first units' state; the results are the same."""
-    with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
+    """The first units' state; the results are the same, with backward in a thread of its own."""
+    with simulated_device(), backward_elsewhere(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
         resident = sharded(scenario, BF16, weight_slots=2)
         train(resident, scenario, context)
         model = sharded(scenario, BF16, **OFFLOAD, device_budget=budget)
-        with late(model), detect_races(model):
+        with late(model):
             train(model, scenario, context)
         on_host = [unit.host is not None for unit in engine_inside(model).units]
         assert on_host == sorted(on_host) and {*on_host} == {False, True}
