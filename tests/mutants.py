@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import os
 import re
 import shutil
@@ -90,7 +91,7 @@ class Mutant(NamedTuple):
         Raises:
             LookupError: there is no such function in it, or no such place in the function.
         """
-        node: ast.AST = ast.parse(source)
+        node: ast.AST = _parsed(source)
         for name in self.function.split("."):
             found = [each for each in ast.iter_child_nodes(node) if getattr(each, "name", None) == name]
             if len(found) != 1:
@@ -103,8 +104,16 @@ class Mutant(NamedTuple):
     def test_files(self) -> list[str]:
         """Paths of `tests` below the root of the repository."""
         names = self.tests.partition(":")[0].split()
-        found = [list((ROOT / "tests").rglob(f"test_{name}.py")) for name in names]
-        return [str(path.relative_to(ROOT)) for (path,) in found]
+        return [str(_test_file(name).relative_to(ROOT)) for name in names]
+
+
+_parsed = functools.cache(ast.parse)
+
+
+@functools.cache
+def _test_file(name: str) -> Path:
+    (path,) = (ROOT / "tests").rglob(f"test_{name}.py")
+    return path
 
 
 def _text(source: str, node: ast.AST) -> str:
@@ -464,7 +473,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("DTensorForm.__init__", Swap("[self.cut_along] // blocks", "[self.cut_along]"), "parallelism_config:packed"),
     ],
     "guards/piece": [
-        ("Piece.is_whole", Swap("and self.ranks.is_alone", ""), "tensor_parallel:other_shapes"),
+        ("Piece.is_whole", Swap("and self.ranks.is_alone", ""), "tensor_parallel:example"),
         ("Piece.cut", Swap("part_of(whole.detach(), self.box)", "whole.detach()"), "tensor_parallel:mesh"),
     ],
     "guards/sharded_tensor": [

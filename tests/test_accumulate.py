@@ -36,14 +36,14 @@ from tests.reference import (
     sgd,
 )
 from tests.simulated import checking_streams, late, simulated_device
-from tests.test_same_bits import CASES, run
+from tests.test_same_bits import WAYS, run
 
 # A tied weight's gradients, as a head and as an embedding, may be added in fp32. A divisor divides the sum.
 OTHER_ROUNDING = ("divided at the end", "replicas, divided at the end")
 NEAR = Tolerance(1e-4, 1e-5)  # sums in another order
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in OTHER_ROUNDING])
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in OTHER_ROUNDING])
 def test_one_rank_trains_to_the_bits_of_a_loop(ranks: Any, name: str) -> None:
     """Losses, norms and weights of three steps, the last two layer by layer."""
     loop, accumulated = (ranks(1).run(run, name, accumulates=each)[0] for each in (False, True))

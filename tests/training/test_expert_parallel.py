@@ -118,21 +118,6 @@ def test_the_ranks_of_experts_have_one_group_more(context: RankContext, ep: int)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("slots", [2, "all"])
-@pytest.mark.parametrize("ep", [2, 4])
-def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, ep: int, slots: Any, way: str) -> None:
-    """Two ranks have the same experts, or each has its own; both functions that clip."""
-    with WAYS[way]():
-        model = _sharded(_made(), ep, **_slots(slots))
-    transports = {flat.ranks.transport for unit in engine_inside(model).units for flat in unit.flat_params}
-    kinds = [kind.__name__ for kind in map(type, transports)]
-    assert sorted(kinds) == sorted({"shared memory": SHARED, "sockets": SOCKETS}[way][ep])
-    found = _train(model, context.rank, 4, own_clip=slots == 2)
-    _assert_equal(found, _train(_made()))
-
-
-@on_ranks(4)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_example_trains_what_one_process_trains(context: RankContext, tp: int) -> None:
     """As a user starts it, on two by two ranks; also with tensor parallelism."""
@@ -283,19 +268,23 @@ def test_fences_order_the_collectives_of_both_groups(context: RankContext) -> No
 
 @on_ranks(4)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("slots", [2, "all"])
-def test_waits_order_the_collectives_of_both_groups(context: RankContext, slots: Any, way: str) -> None:
-    """On CPUs: no races, and late collectives change nothing. Ranks of other experts come late."""
+@pytest.mark.parametrize(("ep", "slots"), [(2, 2), (2, "all"), (4, 2), (4, "all")])
+def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, ep: int, slots: Any, way: str) -> None:
+    """Two ranks have the same experts, or each has its own. On CPUs waits order the collectives of both groups.
+
+    No races, and late collectives change nothing. Ranks of other experts come late. Both functions that clip.
+    """
     wanted = _train(_made())
     with WAYS[way]():
-        model = _sharded(_made(), 2, **_slots(slots))
-    with detect_races(model) as races:
-        _assert_equal(_train(model, context.rank, 4), wanted)
+        models = [_sharded(_made(), ep, **_slots(slots)) for _ in range(2)]
+    transports = {flat.ranks.transport for unit in engine_inside(models[0]).units for flat in unit.flat_params}
+    kinds = [kind.__name__ for kind in map(type, transports)]
+    assert sorted(kinds) == sorted({"shared memory": SHARED, "sockets": SOCKETS}[way][ep])
+    with detect_races(models[0]) as races:
+        _assert_equal(_train(models[0], context.rank, 4, own_clip=slots == 2), wanted)
     assert races.accesses > 100
-    with WAYS[way]():
-        model = _sharded(_made(), 2, **_slots(slots))
-    model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.05 * (context.rank % 2)))
-    optimizer = _adam(model)
-    with make_adversarial(model):
-        norms = _steps(model, optimizer, context.rank, 4, steps=STEPS)
-    _assert_equal(_Course(norms, full_weights(model)), wanted)
+    models[1].layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.05 * (context.rank % 2)))
+    optimizer = _adam(models[1])
+    with make_adversarial(models[1]):
+        norms = _steps(models[1], optimizer, context.rank, 4, steps=STEPS)
+    _assert_equal(_Course(norms, full_weights(models[1])), wanted)
