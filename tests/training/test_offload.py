@@ -189,7 +189,7 @@ def test_each_wait_is_needed(context: RankContext, what: str) -> None:
         model = sharded(needs if isinstance(needs, str) else "micro-batches", BF16, **OFFLOAD)
         with checker.of(model), without_waits(engine_inside(model).streams, what):
             if isinstance(needs, str):
-                train(model, needs, context)
+                train(model, needs, context, steps=2)
             else:
                 _twice(needs, model, context)
 
