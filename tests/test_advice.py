@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,23 +65,6 @@ def _change_between(model: Any) -> None:
 def _change_before(model: Any) -> None:
     with torch.no_grad():
         model.layers[1].linear.weight.mul_(0.5)
-    _train(model)
-
-
-def _freeze(model: Any) -> None:
-    model.layers[1].linear.weight.requires_grad_(False)
-    _train(model)
-    model.zero_grad()
-    model.layers[1].linear.weight.requires_grad_(True)
-    _train(model)
-    assert model.layers[1].linear.weight.grad is not None
-
-
-def _thaw(_: Any) -> None:
-    model: Any = Stack()
-    model.layers[1].linear.weight.requires_grad_(False)
-    model = StreamShard(model, precision=FP32)
-    model.layers[1].linear.weight.requires_grad_(True)
     _train(model)
 
 
@@ -153,7 +135,6 @@ def _penalty_inside(model: Any) -> None:
 
 ADVICE = {
     "a change between forward and backward": Advice(_change_between, "run the backward first", _change_before),
-    "a parameter that was frozen": Advice(_thaw, r"Freeze it after StreamShard\(model\)", _freeze),
     "torch.func": Advice(lambda m: torch.func.jvp(m, (vector_batch(0, 0),), (vector_batch(1, 0),)),
                          "forward-mode torch.autograd.forward_ad", _forward_mode),
     "TorchScript": Advice(lambda m: StreamShard(_scripted(nn.Linear(1, 1))), "Scripted functions and modules without",
@@ -237,9 +218,6 @@ OF_OPTIMIZERS = {
                                      lambda m: _in_blocks(128, functools.partial(AdamW8bit, block_size=128))),
     "an incomplete block": Advice(lambda m: _in_blocks(100, AdamW8bit), "give this parameter to another optimizer",
                                   lambda m: _in_blocks(100, _in_blocks_but_one)),
-    "saved pieces": Advice(lambda m: pickle.dumps(_train(m, torch.optim.AdamW).state_dict()),
-                           r"streamshard.full_optimizer_state_dict\(model, optimizer\)",
-                           lambda m: pickle.dumps(full_optimizer_state_dict(m, _train(m, torch.optim.AdamW)))),
     "state of other shapes": Advice(_load_pieces, r"load_optimizer_state_dict\(model, optimizer, state\)", _load_full),
 }  # fmt: skip
 
