@@ -55,6 +55,7 @@ PRESETS = {
     "8x512-256-32k": Preset(layers=8, width=512, vocabulary=32768, sequence=256, rows=1),
     "50x16-16": Preset(layers=50, width=16, vocabulary=64, sequence=16, rows=1, head_width=16),
     "8x512-256-fp32": Preset(layers=8, width=512, vocabulary=4096, sequence=256, rows=1, fp32=True),
+    "8x512-64-fp32": Preset(layers=8, width=512, vocabulary=4096, sequence=64, rows=1, fp32=True),
     "tiny": Preset(layers=2, width=64, vocabulary=256, sequence=32, rows=1),
     "16x2048-8192": Preset(layers=16, width=2048, vocabulary=32768, sequence=2048, rows=4, head_width=128),
     "48x512-512": Preset(layers=48, width=512, vocabulary=4096, sequence=512, rows=1),

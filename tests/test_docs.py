@@ -161,7 +161,10 @@ _SET_UP = {
             model.save_pretrained("base")
         torch.distributed.barrier()
     """,
-    "docs/guide/replicas.md": "from streamshard import StreamShard",
+    "docs/guide/replicas.md": """
+        from streamshard import StreamShard
+        Model = type(model)
+    """,
     "docs/guide/restarts.md": """
         model, last = streamshard.StreamShard(model), 2
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
