@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from streamshard.functions import init_weights as init_weights
     from streamshard.functions import load_optimizer_state_dict as load_optimizer_state_dict
     from streamshard.functions import load_safetensors as load_safetensors
+    from streamshard.integrations.run_log import RunLog as RunLog
     from streamshard.optim.wrappers import DistributedOptimizer as DistributedOptimizer
     from streamshard.optim.wrappers import LocalSGD as LocalSGD
     from streamshard.tools.fingerprints import fingerprints as fingerprints
@@ -54,6 +55,7 @@ else:
         " StreamShardError UnitError",
         "functions": "export_safetensors full_optimizer_state_dict init_weights load_optimizer_state_dict"
         " load_safetensors",
+        "integrations.run_log": "RunLog",
         "optim.wrappers": "DistributedOptimizer LocalSGD",
         "tools.fingerprints": "fingerprints",
         "tools.plan": "plan",

@@ -535,6 +535,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "transformers:same_global",
         ),
     ],
+    "integrations/run_log": [
+        ("RunLog._read", Swap("max(seconds) / self._steps", "seconds[0] / self._steps"), "run_log:means"),
+        ("RunLog.step", Swap("loss.detach()", "loss.detach() * loss.item()"), "run_log:only_at"),
+        ("_open", Drop("if rest:"), "run_log:killed"),
+    ],
     "integrations/join": [
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
         ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),

@@ -188,9 +188,6 @@ _SET_UP = {
         given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
         arguments = transformers.TrainingArguments("out", max_steps=2, **given)
     """,
-    "docs/guide/surroundings.md": """
-        from streamshard.integrations.accelerate import StreamShardAccelerator
-    """,
     "docs/guide/transformers.md": """
         from transformers import TrainingArguments
         from streamshard.integrations.transformers import StreamShardTrainer
@@ -243,6 +240,16 @@ _LEFT_OUT = {
 }
 
 
+@contextlib.contextmanager
+def _inside(directory: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("page", _PAGES)
 def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_path: Path) -> None:
@@ -258,17 +265,16 @@ def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_
         "optimizer": torch.optim.AdamW(model.parameters()),
         "batch": {"input_ids": tokens, "labels": tokens},
     }
-    before = Path.cwd()
-    os.chdir(tmp_path)
-    try:
-        with launched(context), simulated_device() if page in _ON_A_DEVICE else contextlib.nullcontext():
-            for line, code in [(0, textwrap.dedent(_SET_UP.get(page, ""))), *_blocks(page)]:
-                if not any(page == name and word in code for name, word in _LEFT_OUT):
-                    for old, new in _REPLACED.get(page, {}).items():
-                        code = code.replace(old, new)
-                    exec(compile("\n" * line + code, str(ROOT / page), "exec"), names)
-    finally:
-        os.chdir(before)
+    with (
+        _inside(tmp_path),
+        launched(context),
+        simulated_device() if page in _ON_A_DEVICE else contextlib.nullcontext(),
+    ):
+        for line, code in [(0, textwrap.dedent(_SET_UP.get(page, ""))), *_blocks(page)]:
+            if not any(page == name and word in code for name, word in _LEFT_OUT):
+                for old, new in _REPLACED.get(page, {}).items():
+                    code = code.replace(old, new)
+                exec(compile("\n" * line + code, str(ROOT / page), "exec"), names)
 
 
 def test_exceptions_are_about_what_pages_have() -> None:
@@ -310,12 +316,12 @@ _GPT = ROOT / "docs/examples/nanogpt"
 
 
 @on_ranks(2)
-def test_the_first_script_prints_what_the_quick_start_shows(context: RankContext) -> None:
+def test_the_first_script_prints_what_the_quick_start_shows(context: RankContext, tmp_path: Path) -> None:
     """On CPUs. On GPUs other random numbers are drawn."""
     text = _TEXTS["docs/guide/quick_start.md"]
     script, output = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text"))
     assert script is not None and output is not None
-    with launched(context), contextlib.redirect_stdout(io.StringIO()) as printed:
+    with launched(context), _inside(tmp_path), contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(script[1], {})
     assert printed.getvalue() == (output[1] if context.rank == 0 else "")
 

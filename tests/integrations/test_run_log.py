@@ -1,0 +1,140 @@
+"""Where a run goes: the values of `RunLog`, by a clock of the test's own, in files and trackers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamshard import ConfigError, RunLog
+from streamshard.integrations.run_log import flops_per_s_of
+from tests.integrations.accelerating import on_ranks
+from tests.integrations.trainers import launched
+from tests.models import TinyConfig, TinyLM
+from tests.ranks import RankContext
+from tests.reference import sharded_model
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.open()]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_values_are_means_and_rates_over_steps_and_ranks(context: RankContext, tied: bool, tmp_path: Path) -> None:
+    """Rank r takes r + 1 seconds and has 10 (r + 1) tokens in a step, and the losses r, r + 1 ..."""
+    model, rank, n, clock = TinyLM(TinyConfig(tied=tied)), context.rank, context.world_size, Clock()
+    model.norm.requires_grad_(False)
+    flops = sum((6 if param.requires_grad else 4) * param.numel() for param in model.parameters())
+    flops -= 0 if tied else 6 * model.embedding.weight.numel()
+    sharded = sharded_model(lambda: model)
+    log = RunLog(sharded, path=tmp_path / "log.jsonl", every=2, step=4, flops_per_s=1e6, clock=clock)
+    found: list[Any] = []
+    for step in range(4):
+        clock.now += rank + 1
+        found.append(log.step(10 * (rank + 1), torch.tensor(float(rank + step), device=context.device)))
+        with log.paused():
+            clock.now += 50
+    assert found[0] is found[2] is None
+    per_s = 10 * n * (n + 1) / 2 / n  # the last rank takes n seconds
+    wanted = {"step_s": n, "tokens_per_s": per_s, "tokens_per_s_per_rank": per_s / n, "mfu": flops * per_s / n / 1e6}
+    for values, loss in ((found[1], 0.5), (found[3], 2.5)):
+        assert values.pop("peak_memory_bytes") > 0
+        assert values == pytest.approx({**wanted, "loss": loss + (n - 1) / 2})
+    torch.distributed.barrier()
+    assert _steps(tmp_path / "log.jsonl") == [6, 8]
+    assert log.write() == {}
+
+
+@on_ranks(2)
+def test_the_host_reads_the_device_only_at_the_end_of_an_interval(context: RankContext, tmp_path: Path) -> None:
+    model, loss = TinyLM(), torch.ones((), device=context.device)
+    model.experts = nn.Linear(4, 4)
+    log = RunLog(sharded_model(lambda: model), path=tmp_path / "log.jsonl", every=3, flops_per_s=1.0)
+    for _ in range(2):
+        with Operations() as between:
+            log.step(8, loss)
+        assert between.names == ["detach"]
+    with Operations() as at_the_end:
+        values = log.step(8, loss)
+    assert values is not None and "mfu" not in values  # a token does not pass all experts
+    assert at_the_end.names.count("_local_scalar_dense") == 1
+
+
+@on_ranks(2)
+def test_a_run_that_was_killed_leaves_whole_lines_and_appends(context: RankContext, tmp_path: Path) -> None:
+    path, model = tmp_path / "log.jsonl", sharded_model()
+    for first in (0, 2):
+        log = RunLog(model, path=path, every=1, step=first)
+        log.step(8)
+        log.step(8)
+        if context.rank == 0:
+            assert path.read_text().endswith("}\n")
+            path.write_text(path.read_text() + '{"step": 9, "tok')  # as the machine fails
+        torch.distributed.barrier()
+    RunLog(model, path=path)
+    assert _steps(path) == [1, 2, 3, 4]
+
+
+@on_ranks(2)
+def test_mistakes_are_told_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
+    model, text = sharded_model(), tmp_path / "text"
+    text.write_text("of the user")
+    mistakes: dict[str, dict[str, Any]] = {
+        "neither an accelerator nor a path": {},
+        "No such file": {"path": tmp_path / "nowhere" / "log"},
+        "is not a RunLog's": {"path": text},
+        "every=0: wanted a positive": {"path": text, "every": 0},
+    }
+    for message, given in mistakes.items():
+        with pytest.raises(ConfigError, match=message):
+            RunLog(model, **given)
+    assert text.read_text() == "of the user"
+
+
+def test_rates_are_those_of_whole_devices() -> None:
+    names = ("H100 80GB HBM3", "H100 PCIe", "H200 NVL", "A100-SXM4-80GB", "GH200 480GB", "A100-SXM4-40GB MIG 1g.5gb")
+    assert [flops_per_s_of(f"NVIDIA {name}") for name in names] == [989e12, 756e12, 835e12, 312e12, None, None]
+
+
+@on_ranks(2)
+def test_trackers_of_accelerate_get_the_values(context: RankContext) -> None:
+    from accelerate.tracking import GeneralTracker
+
+    from streamshard.integrations.accelerate import StreamShardAccelerator
+
+    class Tracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no types
+        name, requires_logging_directory, tracker = "kept", False, None
+        kept: list[tuple[int, dict[str, float]]] = []
+
+        def log(self, values: dict[str, float], step: int | None, **_: Any) -> None:
+            self.kept.append((step or 0, values))
+
+    with launched(context):
+        accelerator = StreamShardAccelerator(log_with=Tracker())
+        accelerator.init_trackers("run")
+        log = RunLog(accelerator.prepare(TinyLM()), accelerator, every=2)
+        found = [log.step(8, torch.ones((), device=context.device)) for _ in range(4)]
+    assert Tracker.kept == ([(2, found[1]), (4, found[3])] if context.rank == 0 else [])
