@@ -195,6 +195,10 @@ class SimulatedDevice:
         """Of a machine."""
         return 1
 
+    def max_memory_allocated(self, device: object = None) -> int:
+        """Nobody counts."""
+        return 0
+
     def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         """Memory of `tensor` is nobody's, once it is freed, until `stream` has done what is on it by then."""
         self.kept.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream)

@@ -43,6 +43,7 @@ from streamshard.functions import (
 )
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, save_on_first
+from streamshard.integrations.run_log import RunLog
 from streamshard.optim.whole import WholeParameterOptimizer
 from streamshard.planning.structure import modules_inside, replacing
 
@@ -61,7 +62,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         *args: Trainer's arguments.
         streamshard: options of `StreamShard` for `StreamShardAccelerator`, such as ``{"weight_slots": 4}``. One more,
             ``{"accumulate": True}``, runs the micro-batches of ``gradient_accumulation_steps`` by
-            `StreamShard.accumulate`.
+            `StreamShard.accumulate`. And ``flops_per_s`` and ``flops_per_token``, for `RunLog`.
         **kwargs: Trainer's keyword arguments.
 
     Raises:
@@ -79,6 +80,11 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         self._sharding_options = dict(streamshard or {})
         self._accumulates = self._sharding_options.pop("accumulate", False)
         self._waiting: list[Any] = []  # inputs of the step's earlier micro-batches
+        options, names = self._sharding_options, ("flops_per_s", "flops_per_token")
+        self._rates = {name: options.pop(name) for name in names if name in options}
+        self._run_log: RunLog | None = None  # made in the first step
+        self._tokens = self._steps = 0  # of the step under way; steps that `_run_log` has counted
+        self._speeds: dict[str, float] = {}  # what Trainer logs next to the loss
         self._staging: Path | None = None  # while Trainer saves a checkpoint: the directory in the place of the run's
         super().__init__(*args, **kwargs)
         if self.optimizer_cls_and_kwargs is not None:
@@ -98,6 +104,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             SystemExit: the checkpoint is complete; the code is 128 + the signal's number.
         """
         self._waiting.clear()  # of a step that an exception has ended
+        self._run_log = None
         with self._saving_at_signal:
             return super().train(*args, **kwargs)
 
@@ -105,6 +112,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in Trainer. With ``accumulate`` the last micro-batch of a step runs all, and returns the sum of losses."""
+        self._count_tokens(inputs)
         if not self._accumulates:
             with self._dividing_once(*args, **kwargs):
                 return cast(torch.Tensor, super().training_step(model, inputs, *args, **kwargs))
@@ -151,6 +159,35 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             yield
         finally:
             del self.accelerator.backward  # the class has its own
+
+    # -- logs ---------------------------------------------------------------------------------------------------------
+
+    def _count_tokens(self, inputs: Any) -> None:
+        """Of a micro-batch, padding too. Trainers with other inputs than ``input_ids`` log no rate of tokens."""
+        if self._run_log is None:
+            self._tokens, self._steps = 0, self.state.global_step
+            self._run_log = RunLog(self.model, self.accelerator, every=None, step=self._steps, **self._rates)
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        self._tokens += tokens.numel() if isinstance(tokens, torch.Tensor) else 0
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """As in Trainer, on all ranks after each step and epoch. Its loss is the log's, so `RunLog` has none."""
+        log, control, state = self._run_log, self.control, self.state
+        is_idle: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if log is not None:
+            if state.global_step > self._steps:
+                log.step(self._tokens)
+                self._tokens, self._steps = 0, state.global_step
+            self._speeds = log.write() if control.should_log else {}
+            is_idle = log.paused() if control.should_evaluate or control.should_save else is_idle
+        with is_idle:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in Trainer. Beside a step's loss there are the values of `RunLog`."""
+        if "loss" in logs:
+            logs, self._speeds = {**logs, **self._speeds}, {}
+        super().log(logs, *args, **kwargs)
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Where a run goes: the values of `RunLog`, by a clock of the test's own, in files and trackers."""
+"""Where a run goes: the values of `RunLog`, by a clock of the test's own, in files, trackers and Trainer's logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import ConfigError, RunLog
 from streamshard.integrations.run_log import flops_per_s_of
 from tests.integrations.accelerating import on_ranks
-from tests.integrations.trainers import launched
+from tests.integrations.models import make_model, make_rows
+from tests.integrations.trainers import launched, train
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext
 from tests.reference import sharded_model
@@ -138,3 +139,21 @@ def test_trackers_of_accelerate_get_the_values(context: RankContext) -> None:
         log = RunLog(accelerator.prepare(TinyLM()), accelerator, every=2)
         found = [log.step(8, torch.ones((), device=context.device)) for _ in range(4)]
     assert Tracker.kept == ([(2, found[1]), (4, found[3])] if context.rank == 0 else [])
+
+
+@on_ranks(2)
+def test_trainer_logs_them_beside_its_loss(context: RankContext, tmp_path: Path) -> None:
+    from streamshard.integrations.transformers import StreamShardTrainer
+
+    data = make_rows("llama")
+    given = {"streamshard": {"flops_per_s": 1e9}, "eval_dataset": data[:4]}
+    often = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    with launched(context):
+        run = train(StreamShardTrainer, make_model("llama"), tmp_path, data, given=given, **often)
+    names = {"tokens_per_s", "tokens_per_s_per_rank", "mfu", "step_s", "peak_memory_bytes"}
+    history = run.trainer.state.log_history
+    logged = [entry for entry in history if "loss" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4] and all(names <= entry.keys() for entry in logged)
+    assert not any(names & entry.keys() for entry in history if "loss" not in entry)
+    tokens = 2 * 2 * len(data[0]["input_ids"])  # of a step of two ranks
+    assert [entry["tokens_per_s"] * entry["step_s"] for entry in logged] == pytest.approx([tokens] * 2)

@@ -110,7 +110,16 @@ def train(
     return Run(history, whole_weights(trainer.model), trainer)
 
 
-_TIMES = ("runtime", "per_second", "step_time", "preparation_time")
+_TIMES = (
+    "runtime",
+    "per_second",
+    "step_time",
+    "preparation_time",
+    "step_s",
+    "tokens_per_s",
+    "per_rank",
+    "memory_bytes",
+)
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
