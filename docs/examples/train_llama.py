@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 import torch
 from _progress import Progress
 from _ranks import LAUNCH, JobError, Ranks, end_with_error, join_ranks
@@ -28,9 +27,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import streamshard
-from streamshard import Precision, StreamShard
+from streamshard import Precision, RunLog, StreamShard
 
-REPORT_EVERY = 5  # steps between two points of the curve; each costs one small all-reduce
+REPORT_EVERY = 5  # steps between two points of the curve, and two lines of log.jsonl; each costs a small all-reduce
 ARGUMENTS = "arguments.json"  # in the output directory
 RESUME_TAKES = {"resume", "device", "steps", "save_every", "held_out_every"}  # the others are those of the run
 
@@ -286,9 +285,8 @@ def train(
     ranks: Ranks,
 ) -> None:
     """The steps up to `args.steps` that `curve` does not have, with checkpoints; the last is complete at the end."""
-    losses: list[torch.Tensor] = []
-    last = time.perf_counter()
-    start = last - curve.seconds
+    start = time.perf_counter() - curve.seconds
+    log = RunLog(model, path=out / "log.jsonl", every=REPORT_EVERY, step=curve.steps)
     progress = Progress(args.steps, curve.steps, ranks.is_first)
     for step in range(curve.steps + 1, args.steps + 1):
         batch = batch_of(step, text, args, ranks)
@@ -299,31 +297,29 @@ def train(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
         curve.steps = step
         progress.step()
 
         saves = step % args.save_every == 0 or step == args.steps
-        if step % REPORT_EVERY == 0 or saves:
+        if values := log.step(batch.numel(), loss) or (log.write() if saves else None):
             curve.train_step.append(step)
-            curve.train_loss.append(ranks.mean(torch.stack(losses).mean()))
-            now = time.perf_counter()
-            speed = len(losses) * batch.numel() * ranks.world_size / (now - last)
-            losses, last = [], now
-            progress.show(f"loss {curve.train_loss[-1]:.3f}, {speed:,.0f} tokens/s, {memory_text(ranks)}")
+            curve.train_loss.append(values["loss"])
+            memory = f"{values['peak_memory_bytes'] / 2**20:,.0f} MiB at most"
+            progress.show(f"loss {values['loss']:.3f}, {values['tokens_per_s']:,.0f} tokens/s, {memory}")
         if step % args.held_out_every == 0 or step == args.steps:
             curve.held_out_step.append(step)
-            curve.held_out_loss.append(evaluate(model, held_out, args.batch_size, ranks))
+            with log.paused():
+                curve.held_out_loss.append(evaluate(model, held_out, args.batch_size, ranks))
             if ranks.is_first:
                 progress.write(f"step {step}: held-out loss {curve.held_out_loss[-1]:.3f}")
-            last = time.perf_counter()
         curve.seconds = time.perf_counter() - start
         if saves:
             own = ranks.from_first(vars(curve))  # its seconds differ between ranks
             is_last = step == args.steps
-            streamshard.save_checkpoint(
-                out / "checkpoints", model, optimizer, {"curve": own}, keep=2, step=step, wait=is_last
-            )
+            with log.paused():
+                streamshard.save_checkpoint(
+                    out / "checkpoints", model, optimizer, {"curve": own}, keep=2, step=step, wait=is_last
+                )
     progress.close()
 
 
@@ -342,12 +338,6 @@ def evaluate(model: StreamShard, held_out: torch.Tensor, batch_size: int, ranks:
         mine = held_out.chunk(ranks.world_size)[ranks.rank].to(ranks.device)
         losses = [model(input_ids=rows, labels=rows, use_cache=False).loss for rows in mine.split(batch_size)]
     return ranks.mean(torch.stack(losses).mean())
-
-
-def memory_text(ranks: Ranks) -> str:
-    if ranks.device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU at most"
-    return f"{psutil.Process().memory_info().rss / 2**20:,.0f} MiB in the process"
 
 
 # --- what is left behind ----------------------------------------------------------------------------------------------
