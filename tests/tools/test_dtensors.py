@@ -65,7 +65,7 @@ def _built(parallel: str, size: int) -> tuple[nn.Module, Any]:
     """On this rank, and the mesh for `StreamShard`."""
     if parallel == "tp":
         world = tensors._mesh(dist.get_world_size() // size, size)
-        return build_parts(world.tp), world.shard
+        return build_parts(world.tp), world.dp
     shape, names = (dist.get_world_size() // size, size), (f"beside {size}", f"experts over {size}")
     return build_experts(init_device_mesh("cpu", shape, mesh_dim_names=names)[names[1]]), dist.group.WORLD
 
@@ -115,7 +115,7 @@ def test_a_plan_of_tied_weights_equals_the_live_memory_report(context: RankConte
     model: Any = build(world.tp)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     planned = plan(build(world.tp), 2, tp=2, transport="shared-memory").stages[0]
-    _assert_equal(planned, StreamShard(model, mesh=world.shard, weight_slots=2))
+    _assert_equal(planned, StreamShard(model, mesh=world.dp, weight_slots=2))
 
 
 @on_ranks(4)
