@@ -351,6 +351,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_norms_of_small", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
+    "guards/loop": [
+        ("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty"),
+    ],
     "core/outer_shards": [
         ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
         ("OuterShards._gather", Drop("unit.versions_sent = now"), "outer_shards:cross"),

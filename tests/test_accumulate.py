@@ -664,13 +664,18 @@ def test_compiled_layers_and_models_accumulate(context: RankContext, what: str) 
 
 
 @on_ranks(2)
-def test_join_and_dtensors_are_refused(context: RankContext) -> None:
+def test_join_hooks_and_dtensors_are_refused(context: RankContext) -> None:
     """The loop, which the messages name, trains."""
     model = _model_after()
     with Join([model], repeat=model.zero_grad):
         with pytest.raises(ConfigError, match="runs inside Join.*loop with loss.backward"):
             _accumulate(model, [(1, 0), (1, 1)])
         _loop(model, [(1, 0), (1, 1)])
+    hook = next(model.parameters()).register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(ConfigError, match="has a hook of register_post_accumulate_grad_hook.*loop with loss.backward"):
+        _accumulate(model, [(1, 0), (1, 1)])
+    _loop(model, [(1, 0), (1, 1)])
+    hook.remove()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     cut = Stack()
     parallelize_module(cut, mesh["tp"], {"layers.*.linear": ColwiseParallel(output_layouts=Replicate())})

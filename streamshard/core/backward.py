@@ -251,7 +251,8 @@ class Backward(Phase):
         given = engine.reductions.finish(follows_step=self._follows_step or engine.inputs.compares_steps)
         engine.phase = None
         engine.reductions.used.refuse_out_of_step()
-        call_hooks(given)  # last: a hook may step and clear the gradient
+        with engine.progress.calling_hooks():
+            call_hooks(given)  # last: a hook may step and clear the gradient
 
     def recover(self) -> None:
         """See `Phase`. Discard all gradients of the model: some are incomplete.
@@ -266,8 +267,10 @@ class Backward(Phase):
                 return  # the backward runs in another thread
             time.sleep(0.01)
         engine = self._engine
+        stepped = "Hooks have stepped some parameters: load a checkpoint"
+        advice = stepped if engine.progress.has_stepped else "Repeat the step"
+        log.warning("a backward has ended with an exception: all gradients of the model are discarded. %s", advice)
         engine.progress.has_stepped |= self._follows_step
-        log.warning("a backward has ended with an exception: all gradients of the model are discarded. Repeat the step")
         try:
             if engine.ranks.failure is None:
                 self._close_pass()

@@ -212,7 +212,7 @@ class Engine:
         self.are_weights_current = False
         self.edits_of: Callable[[], ModuleEdits | None] = lambda: None
         self.members_of: Callable[[], Members | None] = lambda: None
-        self.progress = Progress()
+        self.progress = self.reductions.progress = Progress()
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)
         self.inputs = Inputs()

@@ -31,6 +31,7 @@ from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.core.unit_grads import GradState
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.guards.loop import Progress
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors
 
@@ -56,6 +57,7 @@ class Reductions:
     Attributes:
         is_open: a backward runs: autograd leaves gradients in ``.grad`` of unsharded parameters.
         used: agrees on which parameters had a gradient.
+        progress: the model's; the engine sets it.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Reductions:
         self._units = units
         self._inner = units[0].inner
         self._scale = 1.0
+        self.progress = Progress()
         self._reduces = True
         self._stream: Any = None  # the device's stream of the backward; None on the CPU
         self._made: set[int] = set()  # indices of units with new gradients
@@ -153,10 +156,8 @@ class Reductions:
     def _look_for_hooks(self) -> None:
         self._hooked.clear()
         if self._reduces and self._axis is None:
-            with AsTensors():
-                for unit in self._units:
-                    if unit.grads.may_give_early and any(map(_hooks_of, map(_sharded_of, unit.grads.params))):
-                        self._hooked.add(unit.index)
+            units = [unit for unit in self._units if unit.grads.may_give_early and has_hooks(unit)]
+            self._hooked.update(unit.index for unit in units)
 
     def note(self, unit: int) -> None:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
@@ -209,6 +210,7 @@ class Reductions:
         with self.ranks.streams.on_device_stream(self._stream), contextlib.ExitStack() as stack:
             for ranks in {self.ranks, *(flat.ranks for flat in unit.trained)}:
                 stack.enter_context(ranks.in_hook())
+            stack.enter_context(self.progress.calling_hooks())
             call_hooks(unit.grads.give_early())
         unit.grads.drop_early()
 
@@ -264,6 +266,12 @@ class Reductions:
             if follows_step is not None:
                 self.used.start(follows_step)
             self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced
+
+
+def has_hooks(unit: Unit) -> bool:
+    """Whether the user has registered a hook for a gradient of the unit."""
+    with AsTensors():
+        return any(map(_hooks_of, map(_sharded_of, unit.grads.params)))
 
 
 def call_hooks(params: Iterable[nn.Parameter]) -> None:

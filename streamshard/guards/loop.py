@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -17,6 +18,7 @@ from streamshard.guards.sharded_tensor import CALL_BACKWARD
 from streamshard.nested import sums_of_bits, tensors_in
 from streamshard.planning.structure import join_names, modules_of, params_of
 from streamshard.torch_private import (
+    graph_task_id,
     innermost_transform,
     is_autograd_compiled,
     is_traceable_wrapper_subclass,
@@ -133,9 +135,30 @@ class Progress:
     """
 
     def __init__(self) -> None:
+        self._calls_hooks = False
         self.is_unreached = False
         self.has_stepped = True
         self.names: Mapping[Any, str] = {}
+
+    @contextlib.contextmanager
+    def calling_hooks(self) -> Iterator[None]:
+        """The engine calls hooks of the user's inside backward, for gradients that are complete: they may step."""
+        self._calls_hooks = True
+        try:
+            yield
+        finally:
+            self._calls_hooks = False
+
+    def count_step(self, params: Sequence[torch.Tensor]) -> None:
+        """An optimizer is about to step `params`, some of them perhaps the model's. Errors: see `note_step`."""
+        first = next(filter(self.names.__contains__, params), None)
+        if first is not None and not self._calls_hooks and graph_task_id() != -1:
+            raise ShardingError(
+                f"an optimizer steps {self.names[first]!r} inside backward, with a part of its gradient: a hook of "
+                "register_post_accumulate_grad_hook has got the gradient of a penalty on the weight itself, such as "
+                "p.norm() in the loss. Step after backward(), or leave the penalty to the optimizer (weight_decay)"
+            )
+        self.has_stepped = self.has_stepped or first is not None
 
     def begin(self, names: Mapping[nn.Parameter, str]) -> None:
         """Look at all steps from now on."""
@@ -147,9 +170,13 @@ _models: WeakSet[Progress] = WeakSet()
 
 
 def note_step(params: Sequence[torch.Tensor]) -> None:
-    """An optimizer, any of the process, is about to step `params`."""
+    """An optimizer, any of the process, is about to step `params`.
+
+    Raises:
+        ShardingError: it steps inside a backward, with a gradient that is not complete.
+    """
     for progress in list(_models):
-        progress.has_stepped = progress.has_stepped or any(param in progress.names for param in params)
+        progress.count_step(params)
 
 
 def refuse_unreached(params: Sequence[torch.Tensor]) -> None:

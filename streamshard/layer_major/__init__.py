@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from streamshard.core.engine import Engine
+from streamshard.core.reductions import has_hooks
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.layer_major.attributes import Attributes
 from streamshard.layer_major.step import LayerMajorStep, can_run
@@ -30,6 +31,8 @@ def accumulate(
         refuse_accumulation(HAS_DTENSORS)
     if engine.inputs.compares_steps:
         refuse_accumulation("it runs inside Join")
+    if any(map(has_hooks, engine.units)):
+        refuse_accumulation("a parameter has a hook of register_post_accumulate_grad_hook, called in every backward")
     given = list(micro_batches)
     losses = [functools.partial(loss_of, model, micro_batch) for micro_batch in given]
     if len(losses) > 1 and can_run(engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ShardingError
 from streamshard.comm.streams import StreamName
+from streamshard.errors import log
 from streamshard.optim import WholeParameterOptimizer
 from tests.adversary import make_adversarial
 from tests.models import Layer, TinyConfig, TinyLM, stack_of, vector_batch
@@ -200,7 +202,10 @@ def test_a_backward_that_fails_behind_steps_calls_no_hook_afterwards(context: Ra
     hook = model.layers[1].register_forward_hook(lambda module, args, out: out.register_hook(stop) and None)
     with pytest.raises(ZeroDivisionError):
         stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-    before, called = full_weights(model), len(calls)
+    called = len(calls)
+    with mock.patch.object(log, "warning") as warning:
+        before = full_weights(model)
+    assert "Hooks have stepped some parameters: load" in warning.call_args.args[1]
     assert 0 < called < len(list(model.parameters()))
     hook.remove()
     model.eval()(vector_batch(0, context.rank))
@@ -232,3 +237,19 @@ def test_collectives_inside_hooks_raise(context: RankContext) -> None:
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert float(found.grad.norm()) == pytest.approx(float(wanted.grad.norm()), rel=1e-5)
         whole[found].step()
+
+
+@on_ranks(1, 2)
+def test_steps_with_the_gradient_of_a_penalty_alone_raise(context: RankContext) -> None:
+    """Autograd adds it by itself, before the gradient of the layer is there. Weight decay works."""
+    for name in ("layers.1.linear.weight", "head.weight"):
+        model: Any = sharded_model(stack_of(Layer, 5))
+        step_in_hooks(model)
+        loss = (
+            model(vector_batch(0, context.rank)).square().mean() + dict(model.named_parameters())[name].square().sum()
+        )
+        with pytest.raises(ShardingError, match=rf"steps '{name}' inside backward.*a penalty.*weight_decay"):
+            loss.backward()
+    behind, model = (sharded("plain", FP32) for _ in range(2))
+    step_in_hooks(model)
+    assert_same(run(model, "plain", context), run(behind, "plain", context, step_behind(behind)), "weights", EXACT)
