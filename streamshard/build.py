@@ -394,7 +394,8 @@ def _problem_of_levels(who: Groups, settings: Settings) -> ConfigError | None:
     if who.replicate is None:
         return ConfigError(f"{name} without replicas: give a 2-D mesh, replicate x shard, or leave it away")
     if who.tensor_parallel is not None or who.experts is not None:
-        return ConfigError(f"{name}, and the model has DTensors: shard it over all ranks, with a 1-D mesh")
+        advice = "leave it away, or give a 1-D mesh of the ranks with the same part"
+        return ConfigError(f"{name}, and the model has DTensors: {advice}")
     if settings.offload is not None:
         return ConfigError(_REPLICAS_STAY)
     size, everyone = who.shard.size(), dist.get_process_group_ranks(who.all_ranks)

@@ -95,6 +95,12 @@ class FileNames:
         return [*(file.name for file in files), *([self.index] if len(files) > 1 else [])]
 
 
+def _refuse_quantized(engine: Engine) -> None:
+    for param in engine.params:
+        if param.form.beside(param.sharded):
+            raise CheckpointError(f"{param.name!r} is quantized; only unquantized weights can be exported")
+
+
 def export_shards(
     model: nn.Module, engine: Engine, root: Location, dtype: torch.dtype | str | None, max_shard_size: int | str
 ) -> list[str]:
@@ -125,8 +131,7 @@ def export_shards(
         here = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
         pieces = {name: piece for name, piece in here.items() if not piece.is_copy}
         stored, runs_of = plan_export(model, engine, wanted)
-        if packed := next((each.name for each in engine.params if each.form.beside(each.sharded)), None):
-            raise CheckpointError(f"{packed!r} is quantized; only unquantized weights can be exported")
+        _refuse_quantized(engine)
         held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
         floating = (tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
         return plan_files(stored, max_file_bytes, names), held, next(floating, None)

@@ -24,7 +24,7 @@ from streamshard.core.reductions import Reductions
 from streamshard.core.slots import Ledger, WeightState
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
-from streamshard.guards.loop import Members, Progress
+from streamshard.guards.loop import Members
 from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.program import Op, UnitOrder
@@ -212,7 +212,7 @@ class Engine:
         self.are_weights_current = False
         self.edits_of: Callable[[], ModuleEdits | None] = lambda: None
         self.members_of: Callable[[], Members | None] = lambda: None
-        self.progress = self.reductions.progress = Progress()
+        self.progress = self.reductions.progress
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)
         self.inputs = Inputs()

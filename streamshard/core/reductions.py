@@ -57,7 +57,7 @@ class Reductions:
     Attributes:
         is_open: a backward runs: autograd leaves gradients in ``.grad`` of unsharded parameters.
         used: agrees on which parameters had a gradient.
-        progress: the model's; the engine sets it.
+        progress: how far the training loop has come.
     """
 
     def __init__(

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from streamshard import (
     ConfigError,
@@ -201,7 +203,14 @@ def test_a_model_that_cannot_be_cut_over_replicas_is_refused(context: RankContex
         with pytest.raises(ConfigError, match=message):
             StreamShard(Stack(), shard_over_replicas=True, **settings)
     model = sharded_model(**outer(2, 2))
-    with pytest.raises(ConfigError, match="LocalSGD averages over replicas, this model has one"):
+    with pytest.raises(ConfigError, match="LocalSGD averages over replicas, this model has one.*without shard_over"):
         LocalSGD(adamw(model), model, period=2)
+    LocalSGD(adamw(plain := sharded_model(mesh=mesh)), plain, period=2)
+    world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    cut = Stack()
+    parallelize_module(cut, world["tp"], {"layers.*.linear": ColwiseParallel(output_layouts=Replicate())})
+    with pytest.raises(ConfigError, match="the model has DTensors: leave it away, or give a 1-D mesh"):
+        StreamShard(cut, mesh=world["replicate", "shard"], shard_over_replicas=True)
+    stack_step(StreamShard(cut, mesh=world["replicate"]), Call(0, context.rank // 2, 2, 1.0))
     with simulated_device(), pytest.raises(ConfigError, match="offload=.state. on a 2-D mesh"):
         StreamShard(Stack(), offload="state", **outer(2, 2))
