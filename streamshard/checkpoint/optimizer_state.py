@@ -7,10 +7,11 @@ param groups. `scatter_state` loads this format.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -73,9 +74,24 @@ def of_replica(pieces: Iterable[TensorPiece], engine: Engine) -> list[TensorPiec
     return [piece._replace(name=name_of_replica(piece.name, number)) for piece in pieces if is_alone]
 
 
+class LocalState(NamedTuple):
+    """One rank's part of an optimizer's state.
+
+    Attributes:
+        options: JSON of the optimizer's state dict with names of parameters, its class, and state of no parameter. The
+            same on all ranks.
+        state: by the parameter's name, JSON of the state of parameters and pieces that this rank steps.
+        pieces: this rank's pieces of the tensors.
+    """
+
+    options: dict[str, Any]
+    state: dict[str, Any]
+    pieces: list[TensorPiece]
+
+
 def local_state(
     name: str, optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Sharded, ranks: Communicator
-) -> tuple[dict[str, Any], list[TensorPiece]]:
+) -> LocalState:
     """Collect this rank's part of an optimizer's state.
 
     Args:
@@ -85,15 +101,11 @@ def local_state(
         sharded: its sharded parameters.
         ranks: all ranks. The first rank's state of parameters that are not sharded counts.
 
-    Returns:
-        JSON: the optimizer's state dict with names of parameters, its class, and as "state", by the parameter's name,
-        the state of parameters and pieces that this rank steps. And this rank's pieces of tensors.
-
     Raises:
         CheckpointError, ShardingError: names state that cannot be saved.
     """
     take_over_state(optimizer)
-    saved, tensors = encode(_without_state(optimizer, names), name)
+    options, tensors = encode(_without_state(optimizer, names), name)
     pieces = TensorPiece.wholes(tensors) if ranks.is_first else []
     state: dict[str, dict[str, Any]] = {}
     owners = owner_ranks(optimizer)
@@ -110,7 +122,7 @@ def local_state(
         if cut is not None:
             own = _own_pieces(tensors, cut, {f"{path}.{key}" for key in moments})
         pieces += own if place is None else of_replica(own, place[0])
-    return {**saved, "state": state}, pieces
+    return LocalState(options, state, pieces)
 
 
 def _own_pieces(tensors: Mapping[str, torch.Tensor], param: Param, moments: Collection[str]) -> list[TensorPiece]:
@@ -144,41 +156,64 @@ def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> d
 
 
 _CHANGE_NO_NUMBER = ("foreach", "fused")  # options that choose a kernel
+_Seen = dict[tuple[str, str], tuple[int, Any]]  # by where and key, the first rank that has a value, and the value
 
 
-def join_parts(name: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """JSON of the optimizer, with the state of all parameters.
+def refuse_other_options(name: str, options: Mapping[str, Any], ranks: Communicator) -> None:
+    """Raise on all ranks alike if an optimizer has other options on another rank. Collective.
 
     Args:
         name: the optimizer's name.
-        parts: by rank, the JSON of `local_state`.
+        options: see `LocalState`.
+        ranks: all ranks.
 
     Raises:
-        RankMismatchError: on all ranks alike; ranks have different options, or have taken different numbers of steps.
-            Names the option or state, the group or parameter, and the values of two ranks.
+        RankMismatchError: names the option, the group, and the values of two ranks.
     """
-    first: dict[tuple[str, str], tuple[int, Any]] = {}
-    joined: dict[str, dict[str, Any]] = {}
-    for rank, saved in enumerate(parts):
-        groups = dict(enumerate(saved["param_groups"]))
+    if ranks.are_equal(json.dumps(options, sort_keys=True)):
+        return
+    seen: _Seen = {}
+    for rank, theirs in enumerate(ranks.gather_objects(options)):
+        groups = dict(enumerate(theirs["param_groups"]))
         found: dict[tuple[str, str], Any] = {("the optimizer", "number of groups"): len(groups)}
         for number, own in groups.items():
-            options = {**own, "params": sorted(own["params"])}
-            found |= {(f"group {number}", key): each for key, each in options.items() if key not in _CHANGE_NO_NUMBER}
-        found |= {(param, "has stepped"): bool(each) for param, each in saved["state"].items()}
-        found |= {(param, key): each for param, own in saved["state"].items() for key, each in own.items()}
-        for (where, key), value in found.items():
-            known, wanted = first.setdefault((where, key), (rank, value))
-            if not _are_close(value, wanted):
-                raise RankMismatchError(
-                    f"{name}: {key!r} of {where} is {_shown(wanted)} on rank {known} and {_shown(value)} on rank {rank}"
-                    ", so ranks step their pieces differently. Nothing is written. Use the same options and take the "
-                    "same steps on all ranks; average a loss over ranks before a schedule uses it. Or save without "
-                    "this optimizer"
-                )
-        for param, own in saved["state"].items():
+            known = {**own, "params": sorted(own["params"])}
+            found |= {(f"group {number}", key): each for key, each in known.items() if key not in _CHANGE_NO_NUMBER}
+        _refuse_differences(name, rank, found, seen)
+
+
+def join_states(name: str, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """JSON of the state of all parameters, by the parameter's name.
+
+    Args:
+        name: the optimizer's name.
+        states: by rank, see `LocalState`.
+
+    Raises:
+        RankMismatchError: ranks have taken different numbers of steps. Names the state, the parameter, and the values
+            of two ranks.
+    """
+    seen: _Seen = {}
+    joined: dict[str, dict[str, Any]] = {}
+    for rank, state in enumerate(states):
+        found: dict[tuple[str, str], Any] = {(param, "has stepped"): bool(each) for param, each in state.items()}
+        found |= {(param, key): each for param, own in state.items() for key, each in own.items()}
+        _refuse_differences(name, rank, found, seen)
+        for param, own in state.items():
             joined[param] = own | joined.get(param, {})
-    return {**parts[0], "state": joined}
+    return joined
+
+
+def _refuse_differences(name: str, rank: int, found: Mapping[tuple[str, str], Any], seen: _Seen) -> None:
+    for (where, key), value in found.items():
+        known, wanted = seen.setdefault((where, key), (rank, value))
+        if not _are_close(value, wanted):
+            raise RankMismatchError(
+                f"{name}: {key!r} of {where} is {_shown(wanted)} on rank {known} and {_shown(value)} on rank {rank}"
+                ", so ranks step their pieces differently. Nothing is written. Use the same options and take the "
+                "same steps on all ranks; average a loss over ranks before a schedule uses it. Or save without "
+                "this optimizer"
+            )
 
 
 def _shown(value: Any) -> Any:
@@ -206,15 +241,18 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     names = {param: str(number) for number, param in enumerate(params_in(optimizer.param_groups))}
     sharded = {shard.sharded: (engine, shard) for shard in engine.params if shard.sharded in names}
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
-    mine: list[TensorPiece] = []
+    name, mine = type(optimizer).__name__, list[TensorPiece]()
+    options: dict[str, Any] = {}
 
     def outline() -> tuple[dict[str, Any], dict[str, TensorRecord]]:
-        part, pieces = local_state(type(optimizer).__name__, optimizer, names, sharded, ranks)
-        mine.extend(piece for piece in pieces if not ranks.replica and not piece.is_copy)
-        return part, {piece.name: piece.record(ranks.total_rank) for piece in mine}
+        own = local_state(name, optimizer, names, sharded, ranks)
+        options.update(own.options)
+        mine.extend(piece for piece in own.pieces if not ranks.replica and not piece.is_copy)
+        return own.state, {piece.name: piece.record(ranks.total_rank) for piece in mine}
 
     told = ranks.gather_results("collect the optimizer's state", outline, ShardingError)
-    joined = join_parts(type(optimizer).__name__, [part for part, _ in told])["state"]
+    refuse_other_options(name, options, ranks)
+    joined = join_states(name, [state for state, _ in told])
     own = {piece.name: piece.data for piece in mine}
     wholes: dict[str, torch.Tensor] = {}
     for name, record in join_records(records for _, records in told).items():

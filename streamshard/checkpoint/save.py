@@ -30,15 +30,22 @@ from streamshard.checkpoint.directory import next_number, publish_checkpoint, wr
 from streamshard.checkpoint.disk_layout import TensorPiece, local_pieces
 from streamshard.checkpoint.json_codec import encode
 from streamshard.checkpoint.manifest import Manifest, TensorRecord, join_records, name_of_rank
-from streamshard.checkpoint.optimizer_state import join_parts, local_state, of_replica, settle
+from streamshard.checkpoint.optimizer_state import (
+    LocalState,
+    join_states,
+    local_state,
+    of_replica,
+    refuse_other_options,
+    settle,
+)
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
 from streamshard.checkpoint.storage import Location, parse_location, storage_of
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.host_groups import make_host_group, state_of, weak
-from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
+from streamshard.comm.ranks import RankGroup, raise_if, refuse_differences, run_on_all_ranks, run_on_first
 from streamshard.device import has_streams, module_of
-from streamshard.errors import CheckpointError, CommunicationError, ConfigError, log, warn_user
+from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, log, warn_user
 from streamshard.full import warn_of_different_copies
 from streamshard.guards.sharded_parameter import is_unreduced
 from streamshard.guards.sharded_tensor import piece_of
@@ -142,7 +149,7 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     """Collect everything to save. Collective.
 
     Returns:
-        JSON, the same on all ranks, and this rank's pieces of tensors: its own memory, not copies.
+        JSON, complete on the first rank, and this rank's pieces of tensors: its own memory, not copies.
 
     Raises:
         CheckpointError: on every rank; names a part that cannot be saved.
@@ -151,35 +158,47 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     ranks = parts.engine.ranks
     saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
     pieces: list[TensorPiece] = []
+    states: dict[str, LocalState] = {}
     values: dict[str, Any] = {}
     trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)
 
-    def collect_here() -> tuple[dict[str, Any], dict[str, str]]:
-        optimizer_parts = {}
+    def collect_here() -> dict[str, str]:
         for name, (model, engine) in parts.models.items():
             saved["models"][name] = facts_of(model, engine)
             own = local_pieces(model, engine, buffers=engine.ranks.is_first).values()
             pieces.extend(of_replica((piece._replace(name=f"{name}/{piece.name}") for piece in own), engine))
         for name, optimizer in parts.optimizers.items():
-            optimizer_parts[name], moments = local_state(name, optimizer, *parts.names_of(optimizer), ranks)
-            pieces.extend(moments)
+            states[name] = local_state(name, optimizer, *parts.names_of(optimizer), ranks)
+            pieces.extend(states[name].pieces)
         for name, value in parts.trees.items():
             values[name] = value.state_dict() if has_state(value) else value
             trees[name] = encode(values[name], name, keeps_pieces=True)
-        return optimizer_parts, {name: digest_of(tree, _common(own)) for name, (tree, own) in trees.items()}
+        return {name: digest_of(tree, _common(own)) for name, (tree, own) in trees.items()}
 
-    told = ranks.gather_results("save", collect_here)
-    for name in parts.optimizers:
-        saved["optimizers"][name] = join_parts(name, [optimizer_parts[name] for optimizer_parts, _ in told])
-    differing = {name for name in trees if len({digests[name] for _, digests in told}) > 1}
+    digests = ranks.gather_results("save", collect_here)
+    for name, state in states.items():
+        refuse_other_options(name, state.options, ranks)
+    differing = {name for name in trees if len({theirs[name] for theirs in digests}) > 1}
     if ranks.is_first and (named := ", ".join(sorted(differing - {RANDOM}))):
         _say_what_differs(named)
     trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank), keeps_pieces=True) for name in differing}
-    their_trees = ranks.gather_results("save", lambda: {name: trees[name][0] for name in differing})
-    for name, (tree, tensors) in trees.items():
-        saved["trees"][name] = [theirs[name] for theirs in their_trees] if name in differing else [tree]
+    mine = {name: own.state for name, own in states.items()}, {name: trees[name][0] for name in differing}
+
+    def join(told: list[tuple[dict[str, Any], dict[str, Any]]]) -> RankMismatchError | None:
+        try:
+            for name, own in states.items():
+                joined = join_states(name, [their_states[name] for their_states, _ in told])
+                saved["optimizers"][name] = {**own.options, "state": joined}
+        except RankMismatchError as error:
+            return error
+        for name, (tree, _) in trees.items():
+            saved["trees"][name] = [theirs[name] for _, theirs in told] if name in differing else [tree]
+        return None
+
+    raise_if(ranks.join_results("save", lambda: mine, join))
+    for name, (_, tensors) in trees.items():
         if name in differing or ranks.is_first:
             pieces.extend(TensorPiece.wholes(tensors))
         if (cut := TensorPiece.parts(tensors)) and name in differing:
@@ -401,7 +420,7 @@ def write_checkpoint(
         number: the checkpoint's number.
         keep: number of checkpoints to keep; None: all.
         ranks: the ranks.
-        state: everything except tensors, as JSON, the same on all ranks.
+        state: everything except tensors, as JSON, of the first rank.
         take: returns this rank's pieces of tensors.
 
     Returns:
@@ -420,7 +439,7 @@ def write_checkpoint(
         written = write_file(partial, layout, held)
         return written, {piece.name: piece.record(ranks.total_rank) for piece in pieces}
 
-    def publish(partial: Location, written: list[tuple[FileRecord, dict[str, TensorRecord]]]) -> Location:
+    def publish(partial: Location, written: Sequence[tuple[FileRecord, dict[str, TensorRecord]]]) -> Location:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
         versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": saved_at}
         files, tensors = tuple(file for file, _ in written), join_records(records for _, records in written)

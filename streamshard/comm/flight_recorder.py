@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from streamshard.comm.groups import connection_advice
-from streamshard.comm.host_groups import log_store
+from streamshard.comm.host_groups import log_store, state_of_default
 from streamshard.comm.streams import Entry, IssueLog
 from streamshard.errors import line_reached, log
 from streamshard.torch_private import count_collectives
@@ -52,7 +52,6 @@ _SHOW_AFTER_S = 3.0  # a rank that has issued nothing for this time shows its lo
 _LOGS_WITHIN_S = 1.5  # after an error, the longest wait for the logs of other ranks
 
 _recorders: tuple[weakref.ref[FlightRecorder], ...] = ()  # of all models of this process
-_started = Counter[tuple[int, ...]]()  # by ranks, the number of models that this process has started on them
 
 _ADVICE = (
     "All ranks have to call forward (evaluation and generate() too), backward, norms, and functions that collect or "
@@ -170,10 +169,12 @@ class FlightRecorder:
         self._key = ""
         self._store: Any = None  # None: there is one rank, or the process that hosts the store has ended
         self._members: tuple[int, ...] = ()
+        self._started = Counter[tuple[int, ...]]()
         if group is not None and self._world_size > 1:
             self._store, self._key = log_store(group)
             self._members = tuple(dist.get_process_group_ranks(group))
-            _started[self._members] += 1
+            self._started = state_of_default().started
+            self._started[self._members] += 1
             global _recorders
             _recorders = (*(known for known in _recorders if known() is not None), weakref.ref(self))
 
@@ -201,7 +202,7 @@ class FlightRecorder:
             self._write(shown)
 
     def _write(self, shown: Shown) -> None:
-        shown = shown._replace(place=line_reached(), models=_started[self._members], is_waiting=bool(self.log.waits))
+        shown = shown._replace(place=line_reached(), models=self._started[self._members], is_waiting=bool(self.log.waits))
         self._ask("set", f"{self._key}{self._rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
 
     def leave(self) -> None:
@@ -251,7 +252,7 @@ class FlightRecorder:
 
     def _found_elsewhere(self, peer: int, shown: Shown, total: int) -> str | None:
         """What `peer` does with another model, before this rank; `shown` has less than `total` entries of its log."""
-        if shown.models > _started[self._members]:
+        if shown.models > self._started[self._members]:
             return "has started another StreamShard(model)"
         for other in (known() for known in _recorders):
             if other is None or other is self or other._members != self._members:

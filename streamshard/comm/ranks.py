@@ -22,7 +22,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from streamshard.comm import flight_recorder
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
 from streamshard.comm.host_groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, state_of, weak
 from streamshard.comm.streams import RankWait, StreamName, Streams
+from streamshard.comm.tree import gather_to_first, send_to_all
 from streamshard.errors import (
     CheckpointError,
     CommunicationError,
@@ -41,7 +42,6 @@ from streamshard.errors import (
     log,
     uncaught,
 )
-from streamshard.torch_private import AllgatherOptions
 
 _VALUE, _ERROR = b"v", b"e"  # the first byte of a message
 _END_WITHIN_S = 5.0  # at exit, the longest wait for the watchdog
@@ -50,6 +50,7 @@ _END_WITHIN_S = 5.0  # at exit, the longest wait for the watchdog
 _OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 _T = TypeVar("_T")
+_Joined = TypeVar("_Joined")
 
 
 class RankGroup:
@@ -140,7 +141,7 @@ class RankGroup:
 
         Args:
             doing: the action in words, for the message: "could not <doing>".
-            action: this rank's work, without communication. Its result is pickled.
+            action: this rank's work, without communication. Its result is pickled. Equal results are one object.
             raises: the class of the error.
             with_replicas: include the ranks of other replicas.
 
@@ -148,21 +149,34 @@ class RankGroup:
             StreamShardError: of class `raises`, with the same text on every rank: on some rank `action` raised, or its
                 result cannot be pickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`.
         """
-        error: BaseException | None = None
-        try:
-            sent = _VALUE + pickle.dumps(action())
-        except BaseException as caught:
-            error, sent = caught, _ERROR + describe(caught).encode(errors="backslashreplace")
+        sent, error = _attempt(action)
         gathered = self.gather_bytes(sent, with_replicas=with_replicas)
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        errors = {rank: each[1:].decode() for rank, each in enumerate(gathered) if each.startswith(_ERROR)}
-        if errors:
-            failed = "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
-            if len(errors) == len(gathered) and len(set(errors.values())) == 1:
-                failed = f"all ranks: {errors[0]}" if len(errors) > 1 else errors[0]
-            raise raises(f"could not {doing}: {failed}") from error
-        return [pickle.loads(memoryview(each)[1:]) for each in gathered]
+        _raise_failed(doing, _failure_in(gathered), raises, error)
+        return _loaded(gathered)
+
+    def join_results(self, doing: str, action: Callable[[], _T], join: Callable[[list[_T]], _Joined]) -> _Joined:
+        """Run `action` on every rank, and on the first rank `join` with all results. Returns its result on every rank.
+
+        So results may be different and large: only the first rank gets them. For the arguments see `gather_results`.
+
+        Raises:
+            CheckpointError: with the same text on every rank: `action` raised on some rank, or `join` on the first.
+        """
+        sent, error = _attempt(action)
+        failed: list[BaseException | None] = [error]
+
+        def answer(gathered: list[bytes]) -> bytes:
+            if failure := _failure_in(gathered):
+                return _ERROR + failure.encode()
+            reply, caught = _attempt(lambda: join(_loaded(gathered)))
+            failed.append(caught)
+            return reply if caught is None else _ERROR + (_failure_in([reply, *gathered[1:]]) or "").encode()
+
+        reply = self._meet(sent, answer, with_replicas=True)
+        failure = reply[1:].decode() if reply.startswith(_ERROR) else None
+        _raise_failed(doing, failure, CheckpointError, failed[-1])
+        joined: _Joined = pickle.loads(memoryview(reply)[1:])
+        return joined
 
     def gather_objects(self, value: object, *, with_replicas: bool = True) -> list[Any]:
         """Every rank's `value`, pickled, in rank order. Blocks: for set-up and errors, not for steps."""
@@ -170,29 +184,26 @@ class RankGroup:
         return self.gather_results(doing, lambda: value, ShardingError, with_replicas=with_replicas)
 
     def gather_bytes(self, data: bytes, *, with_replicas: bool = True) -> list[bytes]:
-        """Every rank's `data`, in rank order. Blocks. Two collectives; one if `data` is empty on all ranks.
+        """Every rank's `data`, in rank order. Blocks.
 
         Args:
             data: any number of bytes, which may differ between ranks.
             with_replicas: include the ranks of other replicas.
         """
+        messages, order = pickle.loads(self._meet(data, _packed, with_replicas=with_replicas))
+        return [messages[place] for place in order]
+
+    def _meet(self, data: bytes, answer: Callable[[list[bytes]], bytes], *, with_replicas: bool) -> bytes:
+        """Call `answer`, which does not raise, on the first rank with all ranks' `data`. Returns its bytes. Blocks."""
         if (self.total_size if with_replicas else self.world_size) == 1:
-            return [data]
+            return answer([data])
+        timeout = self._timeout or CONTROL_TIMEOUT
         with self.talk(self._meeting, RecordKind.MEETING):
             group = host_group_of(self.users_group if with_replicas else self.group)
-            sizes = self._all_gather(group, torch.tensor([len(data)])).flatten().tolist()
-            if not any(sizes):
-                return [b""] * len(sizes)
-            padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-            gathered = self._all_gather(group, padded).numpy()
-        return [row[:size].tobytes() for row, size in zip(gathered, sizes, strict=True)]
-
-    def _all_gather(self, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
-        results = tensor.new_empty(group.size(), tensor.numel())
-        options = AllgatherOptions()
-        options.timeout = self._timeout or CONTROL_TIMEOUT
-        group.allgather([list(results.unbind())], [tensor], options).wait()
-        return results
+            gathered = gather_to_first(group, data, timeout)
+        reply = None if gathered is None else answer(gathered)  # other ranks see that this rank has not come yet
+        with self.talk(self._meeting, RecordKind.MEETING):
+            return send_to_all(group, reply, timeout)
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
@@ -200,7 +211,7 @@ class RankGroup:
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, pickled. Blocks: for set-up, not for steps."""
-        return self.gather_objects(value if self.is_first else None)[0]
+        return self.join_results("send an object to the other ranks", lambda: None, lambda _: value)
 
     def are_equal(self, text: str) -> bool:
         """Whether `text` is the same on all ranks, replicas included. Blocks the host."""
@@ -249,6 +260,42 @@ class RankGroup:
         """Close StreamShard's own groups; with `users_too` the user's group as well."""
         groups = [group for of in (self.group_of, self._users_group_of) if (group := of()) is not None]
         close_connections(*groups, users_too=users_too)
+
+
+def _attempt(action: Callable[[], object]) -> tuple[bytes, BaseException | None]:
+    """The message with the result of `action`, pickled, or with its error; and the error."""
+    try:
+        return _VALUE + pickle.dumps(action()), None
+    except BaseException as caught:
+        return _ERROR + describe(caught).encode(errors="backslashreplace"), caught
+
+
+def _loaded(gathered: Sequence[bytes]) -> list[Any]:
+    results = {each: pickle.loads(memoryview(each)[1:]) for each in dict.fromkeys(gathered)}
+    return [results[each] for each in gathered]
+
+
+def _packed(gathered: Sequence[bytes]) -> bytes:
+    place_of = {each: place for place, each in enumerate(dict.fromkeys(gathered))}
+    return pickle.dumps((list(place_of), [place_of[each] for each in gathered]))
+
+
+def _failure_in(gathered: Sequence[bytes]) -> str | None:
+    """The errors in the messages of `_attempt`, with their ranks; None: there are none."""
+    errors = {rank: each[1:].decode() for rank, each in enumerate(gathered) if each.startswith(_ERROR)}
+    if not errors:
+        return None
+    if len(errors) == len(gathered) and len(set(errors.values())) == 1:
+        return f"all ranks: {errors[0]}" if len(errors) > 1 else errors[0]
+    return "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
+
+
+def _raise_failed(doing: str, failure: str | None, raises: type[StreamShardError], error: BaseException | None) -> None:
+    """Raise if an exchange has found a `failure`; `error` is this rank's own part of it."""
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    if failure is not None:
+        raise raises(f"could not {doing}: {failure}") from error
 
 
 def refuse_together(group: dist.ProcessGroup | None, error: Exception | None, told: object = None) -> list[Any]:
@@ -305,7 +352,7 @@ def run_on_all_ranks(
 
 def run_on_first(ranks: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
     """Run `action` on the first rank only, and return its result, pickled. If it fails, raise on all ranks."""
-    return cast(_T, ranks.gather_results(doing, lambda: action() if ranks.is_first else None)[0])
+    return ranks.join_results(doing, lambda: None, lambda _: action())
 
 
 def refuse_differences(what: str, given: Sequence[object]) -> None:

@@ -85,9 +85,10 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         if module not in layers and engine.precision.cast_inputs:
             compute_in_fp32(module, edits)
     for module in list(modules_inside(root)):
+        if module in owner and module not in layers and module is not root:
+            continue
         inside = list(modules_inside(module))
-        is_around = module not in owner and (module._parameters or any(child in owner for child in inside))
-        if module is root or module in layers or is_around:
+        if module is root or module in layers or module._parameters or any(child in owner for child in inside):
             units = frozenset((ROOT_UNIT, *(layers[child].index for child in inside if child in layers)))
             dtype = _input_dtype(module, engine.precision, in_fp32)
             computing = inside if module in layers else [module]

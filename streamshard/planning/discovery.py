@@ -327,15 +327,12 @@ def _find_large(
     inside = {inner for unit in (*layers, *beside) for inner in modules_inside(unit)}
     large: list[nn.Module] = []
     for module in modules_inside(root):
+        is_large = module is not root and _own_numel(module) >= max(at_least, enough[module], 1)
+        if not is_large or not _is_callable(module):
+            continue
         within = set(modules_inside(module))
         uses = Counter(param for inner in within for param in inner._parameters.values() if param is not None)
-        if (
-            module is not root
-            and _own_numel(module) >= max(at_least, enough[module], 1)
-            and _is_callable(module)
-            and within.isdisjoint(inside)
-            and all(users[param] == count for param, count in uses.items())
-        ):
+        if within.isdisjoint(inside) and all(users[param] == count for param, count in uses.items()):
             large.append(module)
             inside |= within
     return large

@@ -48,20 +48,19 @@ def replacing(*changes: tuple[MutableMapping[str, Any], str, Any]) -> Iterator[N
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
     """All modules with their names, in the order of ``nn.Module.named_modules``, which a model may redefine."""
     found: list[tuple[str, nn.Module]] = []
-    _add_modules(found, set() if remove_duplicate else None, "", root)
+    seen: set[nn.Module] = set()
+    waiting = [("", root)]  # no recursion: models of 20,000 modules ask for those in each of their modules
+    while waiting:
+        prefix, module = waiting.pop()
+        if module in seen and remove_duplicate:
+            continue
+        seen.add(module)
+        found.append((prefix, module))
+        if children := module._modules:
+            waiting += [
+                (join_names(prefix, key), child) for key in reversed(children) if (child := children[key]) is not None
+            ]
     return found
-
-
-def _add_modules(found: list[tuple[str, nn.Module]], seen: set[int] | None, prefix: str, module: nn.Module) -> None:
-    # No function inside `modules_of`: that would be in a cycle, and keep the modules in `found` alive.
-    if seen is not None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-    found.append((prefix, module))
-    for key, child in module._modules.items():
-        if child is not None:
-            _add_modules(found, seen, join_names(prefix, key), child)
 
 
 def params_of(root: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,0 +1,78 @@
+"""Messages of all ranks to the first rank, and one message of the first rank to all, along a binomial tree.
+
+Children of rank r are the ranks r + 1, r + 2, r + 4, .. as long as the step is below the lowest set bit of r. Children
+of the first rank are all powers of two. So a rank connects to log2(N) others, and a message takes log2(N) hops. Equal
+messages are sent on once: most exchanges send a digest or a list of settings, the same on all ranks, whose bytes do not
+grow with N. gloo's all-gather takes N - 1 hops, and receives N messages of the longest one's size.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+_TAG = (1 << 31) - 2  # of no flat parameter
+_FIRST_BYTES, _LENGTH_BYTES = 512, 8  # a short message takes one send
+
+
+def gather_to_first(group: dist.ProcessGroup, data: bytes, timeout: datetime.timedelta) -> list[bytes] | None:
+    """Every rank's `data`, in rank order, on the first rank; None on the others. Equal ones are one object. Blocks.
+
+    Args:
+        group: serves the CPU.
+        data: any number of bytes.
+        timeout: of each hop.
+    """
+    rank, size = group.rank(), group.size()
+    messages, order = {data: 0}, [0]  # of the ranks from this one to the last one below it
+    for child in _children(rank, size):
+        theirs, places = pickle.loads(_receive(group, child, timeout))
+        known = [messages.setdefault(each, len(messages)) for each in theirs]
+        order += [known[place] for place in places]
+    different = list(messages)
+    if not rank:
+        return [different[place] for place in order]
+    _send(group, pickle.dumps((different, order)), [rank & (rank - 1)], timeout)
+    return None
+
+
+def send_to_all(group: dist.ProcessGroup, data: bytes | None, timeout: datetime.timedelta) -> bytes:
+    """The first rank's `data`, on every rank. Blocks. Other ranks give None."""
+    rank = group.rank()
+    if data is None:
+        data = _receive(group, rank & (rank - 1), timeout)
+    _send(group, data, list(_children(rank, group.size()))[::-1], timeout)  # the longest way first
+    return data
+
+
+def _children(rank: int, size: int) -> Iterator[int]:
+    step = 1
+    while not rank & step and rank + step < size:
+        yield rank + step
+        step *= 2
+
+
+def _send(group: dist.ProcessGroup, data: bytes, to: Sequence[int], timeout: datetime.timedelta) -> None:
+    text = torch.frombuffer(bytearray(len(data).to_bytes(_LENGTH_BYTES, "little") + data), dtype=torch.uint8)
+    first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+    first[: text.numel()] = text[:_FIRST_BYTES]
+    parts = [first, text[_FIRST_BYTES:]] if text.numel() > _FIRST_BYTES else [first]
+    for work in [group.send([part], rank, _TAG) for rank in to for part in parts]:
+        work.wait(timeout)
+
+
+def _receive(group: dist.ProcessGroup, source: int, timeout: datetime.timedelta) -> bytes:
+    first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+    group.recv([first], source, _TAG).wait(timeout)
+    begin = first.numpy().tobytes()
+    size = int.from_bytes(begin[:_LENGTH_BYTES], "little")
+    data = begin[_LENGTH_BYTES:][:size]
+    if missing := size - len(data):
+        rest = torch.empty(missing, dtype=torch.uint8)
+        group.recv([rest], source, _TAG).wait(timeout)
+        data += rest.numpy().tobytes()
+    return data
