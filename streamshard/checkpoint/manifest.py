@@ -5,6 +5,9 @@ of a checkpoint is noticed. Anyone can compute checksums, so `read_manifest` als
 directory and that pieces lie inside their tensors. `CheckpointFiles` checks that each piece is in its file, and reads
 each tensor once. So a load takes no more time and memory than the files have bytes.
 
+A tensor whose pieces lie as those of an earlier tensor of the same shape names this tensor instead, as moments do their
+weight. On 4,096 ranks Llama 70B and its moments have a million pieces.
+
 [Note: names of tensors]
 Examples: a weight is "model/layers.0.weight", its moment "optimizer/model/layers.0.weight.exp_avg" (converted from DCP:
 "optimizer.state.model/layers.0.weight.exp_avg"), a tensor in `extra` "extra.positions". If ranks or replicas have
@@ -38,7 +41,7 @@ from streamshard.checkpoint.storage import CHUNK_BYTES, MANIFEST_NAME, MAX_TEXT_
 from streamshard.errors import CheckpointError
 from streamshard.forms import Box, part_of
 
-FORMAT = 9
+FORMAT = 10
 MAX_GENERATION = 1 << 40
 """No run saves as often. A larger generation is damage: no later checkpoint could be newer."""
 
@@ -84,18 +87,23 @@ class TensorRecord(NamedTuple):
             TypeError: starts are not numbers.
         """
         pieces = tuple(sorted(self.pieces, key=lambda piece: (piece.box, piece.start, piece.stop)))
-        whole = tuple((0, size, size) for size in self.shape)
-        ranges: dict[Box, list[int]] = {} if pieces else {whole: []}  # by box
+        ranges: dict[Box, list[int]] = {} if pieces else {(): []}  # by box
         for piece in pieces:
-            ranges.setdefault(piece.box or whole, []).extend(piece[1:3])
-        sizes = [tuple(size for *_, size in box) for box in ranges]
-        numbers = (*self.shape, *chain(*sizes), *chain(*(piece[:3] for piece in pieces)))
-        fit = (
-            _are_sizes(numbers)
-            and len({*sizes}) == 1
-            and math.prod(sizes[0]) == math.prod(self.shape)
-            and are_tiles(sizes[0], [[(start, length) for start, length, _ in box] for box in ranges])
-            and all(_is_filled(math.prod(length for _, length, _ in box), own) for box, own in ranges.items())
+            ranges.setdefault(piece.box, []).extend(piece[1:3])
+        fit = _are_sizes((*self.shape, *chain(*(piece[:3] for piece in pieces))))
+        if fit and any(ranges):
+            whole = tuple((0, size, size) for size in self.shape)
+            boxes = [box or whole for box in ranges]
+            sizes = [tuple(size for *_, size in box) for box in boxes]
+            fit = (
+                len({*sizes}) == 1
+                and _are_sizes(sizes[0])
+                and math.prod(sizes[0]) == math.prod(self.shape)
+                and are_tiles(sizes[0], [[(start, length) for start, length, _ in box] for box in boxes])
+            )
+        numel = math.prod(self.shape) if fit else 0
+        fit = fit and all(
+            _is_filled(math.prod(length for _, length, _ in box) if box else numel, own) for box, own in ranges.items()
         )
         if not fit:
             places = ((each, f"{list(each.box)} of " * bool(each.box)) for each in pieces)
@@ -210,7 +218,11 @@ class Manifest(NamedTuple):
             CheckpointError: the file would be too large to read.
         """
         files = [record._asdict() for record in self.files]
-        tensors = {name: {**each._asdict(), "dtype": dtype_name(each.dtype)} for name, each in self.tensors.items()}
+        first: dict[tuple[object, ...], str] = {}  # by shape and pieces
+        tensors = {}
+        for name, (shape, dtype, pieces) in self.tensors.items():
+            known = first.setdefault((shape, pieces), name) if pieces else name
+            tensors[name] = {"shape": shape, "dtype": dtype_name(dtype), "pieces": pieces if known == name else known}
         content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
         text = sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
         if len(text) > MAX_TEXT_BYTES:
@@ -252,10 +264,18 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
     records = tuple(_file_of(**record) for record in files)
     if len({record.name for record in records}) < len(records):
         raise CheckpointError("it lists a file twice")
-    found = {}
+    found: dict[str, TensorRecord] = {}
     for name, told in tensors.items():
-        pieces = tuple(_piece_of(*piece) for piece in told["pieces"])
-        found[name] = TensorRecord(tuple(told["shape"]), dtype_named(told["dtype"]), pieces).ordered(name)
+        shape, dtype, places = tuple(told["shape"]), dtype_named(told["dtype"]), told["pieces"]
+        if not isinstance(places, str):
+            pieces = tuple(_piece_of(*piece) for piece in places)
+            found[name] = TensorRecord(shape, dtype, pieces).ordered(name)
+        elif (known := found[places]).shape == shape:
+            found[name] = known._replace(dtype=dtype)
+        else:
+            raise CheckpointError(f"{name!r:.80} has another shape than the tensor whose pieces it shares")
+    if sum(len(each.pieces) for each in found.values()) > sum(record.size_bytes for record in records):
+        raise CheckpointError("it lists more pieces than its files have bytes")
     manifest = Manifest(files=records, tensors=found, **others)
     for key, kind in (("number", int), ("world_size", int), ("generation", int), ("versions", dict), ("state", dict)):
         if type(value := getattr(manifest, key)) is not kind:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.block_state import extent_of, is_part, put_together, take_apart
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, encode
-from streamshard.checkpoint.manifest import TensorRecord, join_records, name_of_replica, runs_in
+from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, join_records, name_of_replica, runs_in
 from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.core.engine import Engine
@@ -31,6 +31,7 @@ from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.forms import part_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
+_MESSAGE_BYTES = 1 << 26
 _REL_TOLERANCE = 1e-6  # two machines may round the cosine of a schedule differently
 
 
@@ -254,19 +255,21 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     refuse_other_options(name, options, ranks)
     joined = join_states(name, [state for state, _ in told])
     own = {piece.name: piece.data for piece in mine}
-    wholes: dict[str, torch.Tensor] = {}
-    for name, record in join_records(records for _, records in told).items():
-        if ranks.is_first or not rank0_only:
-            wholes[name] = torch.empty(record.shape, dtype=record.dtype)
-        for source, start, stop, box in record.pieces:
-            is_mine = source == ranks.total_rank
-            part = own[name].to(device) if is_mine else torch.empty(stop - start, dtype=record.dtype, device=device)
-            ranks.broadcast(part, source)
-            if name in wholes:
-                done = 0
-                for first, numel in runs_in(box, start, stop - start):
-                    wholes[name].view(-1)[first : first + numel] = part[done : done + numel]
-                    done += numel
+    records = join_records(records for _, records in told)
+    wanted = records if ranks.is_first or not rank0_only else {}
+    wholes = {name: torch.empty(record.shape, dtype=record.dtype) for name, record in wanted.items()}
+    for source, dtype, pieces in _messages(records):
+        sizes = [piece.stop - piece.start for _, piece in pieces]
+        if source == ranks.total_rank:
+            parts = torch.cat([own[name].to(device) for name, _ in pieces])
+        else:
+            parts = torch.empty(sum(sizes), dtype=dtype, device=device)
+        ranks.broadcast(parts, source)
+        for (name, (_, start, _, box)), part in zip(pieces, parts.split(sizes), strict=True):
+            done = 0
+            for first, numel in runs_in(box, start, part.numel()) if name in wholes else ():
+                wholes[name].view(-1)[first : first + numel] = part[done : done + numel]
+                done += numel
     if rank0_only and not ranks.is_first:
         return {}
     state = {
@@ -278,6 +281,27 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     others = {key: value for key, value in packed["state"].items() if isinstance(key, str)}  # of no parameter
     full: dict[str, Any] = {**packed, "state": {**state, **others}}
     return full if (whole := steps_whole(optimizer)) is None else whole.join_stacks(full)
+
+
+def _messages(
+    records: Mapping[str, TensorRecord],
+) -> Iterator[tuple[int, torch.dtype, list[tuple[str, PieceRecord]]]]:
+    """All pieces as messages of `_MESSAGE_BYTES`, or of one larger piece: the sender, the dtype, and names and pieces.
+
+    One message for each piece would be a million of them for 70B parameters on 4,096 ranks.
+    """
+    begun: dict[tuple[int, torch.dtype], tuple[int, list[tuple[str, PieceRecord]]]] = {}
+    for name, record in records.items():
+        for piece in record.pieces:
+            key, n_bytes = (piece.file, record.dtype), (piece.stop - piece.start) * record.dtype.itemsize
+            size, pieces = begun.setdefault(key, (0, []))
+            if pieces and size + n_bytes > _MESSAGE_BYTES:
+                yield (*key, pieces)
+                size, pieces = 0, []
+            pieces.append((name, piece))
+            begun[key] = size + n_bytes, pieces
+    for key, (_, pieces) in begun.items():
+        yield (*key, pieces)
 
 
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:

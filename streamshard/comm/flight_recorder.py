@@ -202,7 +202,9 @@ class FlightRecorder:
             self._write(shown)
 
     def _write(self, shown: Shown) -> None:
-        shown = shown._replace(place=line_reached(), models=self._started[self._members], is_waiting=bool(self.log.waits))
+        shown = shown._replace(
+            place=line_reached(), models=self._started[self._members], is_waiting=bool(self.log.waits)
+        )
         self._ask("set", f"{self._key}{self._rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
 
     def leave(self) -> None:

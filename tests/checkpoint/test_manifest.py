@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import random
@@ -171,6 +172,24 @@ def test_many_boxes_are_compared_without_comparing_every_pair() -> None:
     assert not are_tiles([200, 200], [*boxes[1:], boxes[1]])
 
 
+def test_a_moment_names_its_weight_instead_of_the_same_pieces(tmp_path: Path) -> None:
+    """One of another shape, or with other pieces, lists its own."""
+    halves, thirds = ((PieceRecord(0, 0, 3), PieceRecord(1, 3, 6)), (PieceRecord(0, 0, 2), PieceRecord(1, 2, 6)))
+    tensors = {
+        "weight": TensorRecord((6,), torch.bfloat16, halves),
+        "moment": TensorRecord((6,), torch.float32, halves),
+        "row": TensorRecord((1, 6), torch.float32, halves),
+        "other": TensorRecord((6,), torch.float32, thirds),
+    }
+    files = tuple(FileRecord(f"rank-{number}.safetensors", 9, ["0" * 8]) for number in range(2))
+    text = Manifest(1, 2, VERSIONS, files, tensors, {}).encode()
+    (tmp_path / MANIFEST_NAME).write_bytes(text)
+    told = json.loads(text)["content"]["tensors"]
+    assert told["moment"]["pieces"] == "weight"
+    assert [type(told[name]["pieces"]) for name in ("weight", "row", "other")] == [list] * 3
+    assert read_manifest(tmp_path).tensors == tensors
+
+
 def test_ranks_that_have_a_tensor_in_two_dtypes_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"the same 'w', but .*float32.* and .*float16"):
         join_records([_record(0, 0, 4), _record(1, 4, 6, dtype=torch.float16)])
@@ -252,6 +271,11 @@ STRANGE: dict[str, Callable[[Any], object]] = {
     "a file without bytes": lambda c: c["files"][0].update(size_bytes=0, crc32=[]),
     "a size that is no integer": lambda c: _set(c, "files", 0, "size_bytes", 1.0),
     "a file that is not counted in integers": lambda c: _set(c, *TENSOR, "pieces", [[0.0, 0, 2]]),
+    "pieces of a tensor that there is not": lambda c: _set(c, *TENSOR, "pieces", "w"),
+    "pieces of a tensor of another shape": lambda c: _set(c, *TENSOR, "pieces", "model/layers.0.linear.weight"),
+    "pieces that too many tensors share": lambda c: c["tensors"].update(
+        (str(each), {**c["tensors"]["extra.values[0]"], "pieces": "extra.values[0]"}) for each in range(100_000)
+    ),
     "a key with a command": lambda c: c.update({"\x1b[2K": 1}),
 }
 # What it says of the files' contents.
