@@ -86,7 +86,9 @@ BENCHMARKS = (
     Benchmark("muon_step.8x512-256", "--rounds 8", 900, "--preset 3x64-32 --rounds 3"),
     Benchmark("checkpoints", "", 900, "--layers 2 --width 64 --rounds 4"),
     Benchmark("host_overhead", "--rounds 40", 600, "--parameters 1 --rounds 3 --warmup 1"),
-    Benchmark("world_size", "", 900, "--ranks 8 16 --rounds 2 --layers 3"),
+    Benchmark(
+        "scale", "", 1800, "--ranks 8 16 --rounds 2 --layers 3 --shrink 64 --only mixture", needs=("transformers",)
+    ),
     Benchmark("same_bits", "", 1500, "--only fp32 --ranks 2"),
     Benchmark("timeline", "", 120, "--layers 3 --width 64 --sequence 32 --steps 2"),
     Benchmark("bytes_per_parameter", "", 900, ""),
