@@ -163,8 +163,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("refuse_replacing", Drop("if isinstance(root, Url)"), "object_storage:export"),
         ("name_files", Swap("partial.name.split('.')[1]", "8 * chr(48)"), "publish:no_name"),
     ],
-    "checkpoint/storage": [
+    "checkpoint/local_directory": [
         ("LocalDirectory.sweep", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
+    ],
+    "checkpoint/object_store": [
         ("ObjectStore.begin", Swap("put(BEGUN", "put(MANIFEST_NAME"), "object_storage:kill"),
         ("ObjectStore.publish", Swap(_PUT_THEN_LOOK, _LOOK_THEN_PUT), "object_storage:deletes"),
         ("ObjectStore.publish", Drop("if not inside.is_file(BEGUN)"), "object_storage:deletes"),

@@ -7,7 +7,7 @@ writes its own byte ranges into the same files, and reads its own bytes. Nothing
 
 [Note: publishing an export]
 All files are written into a partial directory inside the export's directory, and synced. Its lock refuses a second
-process that exports there: see [Note: two runs in one directory] in `directory.py`. Readers begin at the *front*:
+process that exports there: see [Note: two runs in one directory] in `local_directory.py`. Readers begin at the *front*:
 ``model.safetensors``, or the index if there is no such file. The index names the other files. So renaming a new front
 over the old one replaces the whole export:
 
@@ -44,6 +44,8 @@ from torch import nn
 
 from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.disk_layout import Difference, fill_buffers, local_pieces, overlaps, plan_export, plan_load
+from streamshard.checkpoint.local_directory import sync_directory
+from streamshard.checkpoint.object_store import ObjectStore
 from streamshard.checkpoint.safetensors_file import (
     FileLayout,
     Held,
@@ -58,7 +60,7 @@ from streamshard.checkpoint.safetensors_file import (
     write_part,
     write_ranges,
 )
-from streamshard.checkpoint.storage import MANIFEST_NAME, Location, ObjectStore, Url, storage_of, sync_directory
+from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Url, storage_of
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import parse_bytes, parse_dtype
 from streamshard.conventions import conventions
