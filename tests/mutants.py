@@ -520,7 +520,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("MicroBatch._keep", Swap("dense[place] + grad if place in dense else grad", "grad"), _LAYER_MAJOR),
         ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:cannot_run"),
     ],
-    "layer_major/thread_state": [
+    "layer_major/own_state": [
         ("ThreadState.put", Drop("torch.set_grad_enabled("), _LAYER_MAJOR),
         ("with_other_numbers", Swap("manual_seed(seed)", "manual_seed(0)"), "accumulate:random"),
     ],
