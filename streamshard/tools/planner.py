@@ -1,4 +1,4 @@
-"""Memory and communication of ranks that do not exist, for `streamshard.tools.plan` and `streamshard.tools.plan_ranks`.
+"""Memory and communication of ranks that do not exist, for `streamshard.tools.plan`.
 
 The engine allocates the model for them, with buffers on the meta device. So a plan has the bytes of
 ``model.memory_report()``.
