@@ -19,7 +19,6 @@ from torch import nn
 from streamshard import StreamShard, export_safetensors
 from streamshard.checkpoint import local_directory, save, storage
 from streamshard.checkpoint.disk_layout import TensorPiece
-from streamshard.checkpoint.export import export_shards
 from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.planning.layout import LocalRange
@@ -119,8 +118,7 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused(
 ) -> None:
     """A file with a hole, or with bytes that two ranks have written, is not published."""
     model, (start, stop) = _one(4), ranges[context.rank]
-    engine = engine_inside(model)
-    (shard,) = engine.params
+    (shard,) = engine_inside(model).params
     piece = nn.Parameter(torch.ones(stop - start))
     wrong = copy_of(shard)
     wrong.local, wrong.sharded = LocalRange(start, stop, start), piece
@@ -128,5 +126,5 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused(
         mock.patch.object(Engine, "params", [wrong]),
         pytest.raises(CheckpointError, match="ranks did not write every byte"),
     ):
-        export_shards(model, engine, tmp_path, torch.float32, "1TB")
+        export_safetensors(model, tmp_path, torch.float32, "1TB")
     assert names_in(tmp_path) == []
