@@ -74,11 +74,7 @@ class CheckpointError(StreamShardError):
     """
 
     def __init__(
-        self,
-        *args: object,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
-        mismatched: Sequence[str] = (),
+        self, *args: object, missing: Sequence[str] = (), unexpected: Sequence[str] = (), mismatched: Sequence[str] = ()
     ) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
         self.missing, self.unexpected, self.mismatched = list(missing), list(unexpected), list(mismatched)

@@ -541,7 +541,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ),
     ],
     "integrations/run_log": [
-        ("RunLog._read", Swap("max(seconds) / self._steps", "seconds[0] / self._steps"), "run_log:means"),
+        ("RunLog._measure", Swap("max(seconds) / self._steps", "seconds[0] / self._steps"), "run_log:means"),
         ("RunLog.step", Swap("loss.detach()", "loss.detach() * loss.item()"), "run_log:only_at"),
         ("_open", Drop("if rest:"), "run_log:killed"),
     ],

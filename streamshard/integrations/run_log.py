@@ -130,7 +130,7 @@ class RunLog:
         """End the interval, on all ranks at the same step. Returns its values without ``step``; {} without steps."""
         if not self._steps:
             return {}
-        values = self._read()
+        values = self._measure()
         self._steps = self._tokens = 0
         self._losses = []
         if self._accelerator is not None:
@@ -157,7 +157,7 @@ class RunLog:
         losses = self._losses or [torch.zeros((), device=self._ranks.streams.device)]
         return torch.stack(losses).double().mean().item()
 
-    def _read(self) -> dict[str, float]:
+    def _measure(self) -> dict[str, float]:
         """The interval's values. Collective: one all-reduce, which brings a row of each rank to all ranks."""
         ranks, loss = self._ranks, self._wait()
         own = (loss, self._tokens, self._clock() - self._start, _peak_memory_bytes(ranks.streams))
