@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from streamshard import optim as optim
     from streamshard.api import StreamShard as StreamShard
     from streamshard.checkpoint.directory import latest as latest
+    from streamshard.checkpoint.export import export_safetensors as export_safetensors
+    from streamshard.checkpoint.export import load_safetensors as load_safetensors
     from streamshard.checkpoint.restore import Loaded as Loaded
     from streamshard.checkpoint.restore import load_checkpoint as load_checkpoint
     from streamshard.checkpoint.save import Saving as Saving
@@ -29,12 +31,10 @@ if TYPE_CHECKING:
     from streamshard.errors import ShardingError as ShardingError
     from streamshard.errors import StreamShardError as StreamShardError
     from streamshard.errors import UnitError as UnitError
-    from streamshard.functions import export_safetensors as export_safetensors
-    from streamshard.functions import full_optimizer_state_dict as full_optimizer_state_dict
-    from streamshard.functions import init_weights as init_weights
-    from streamshard.functions import load_optimizer_state_dict as load_optimizer_state_dict
-    from streamshard.functions import load_safetensors as load_safetensors
+    from streamshard.initialise import init_weights as init_weights
     from streamshard.integrations.run_log import RunLog as RunLog
+    from streamshard.optim.full_state import full_optimizer_state_dict as full_optimizer_state_dict
+    from streamshard.optim.full_state import load_optimizer_state_dict as load_optimizer_state_dict
     from streamshard.optim.wrappers import DistributedOptimizer as DistributedOptimizer
     from streamshard.optim.wrappers import LocalSGD as LocalSGD
     from streamshard.tools.fingerprints import fingerprints as fingerprints
@@ -46,6 +46,7 @@ else:
     _NAMES = {
         "api": "StreamShard",
         "checkpoint.directory": "latest",
+        "checkpoint.export": "export_safetensors load_safetensors",
         "checkpoint.restore": "Loaded load_checkpoint",
         "checkpoint.save": "Saving save_checkpoint",
         "checkpoint.stop_on_signal": "StopOnSignal",
@@ -53,9 +54,9 @@ else:
         "core.edge": "register_forward_method",
         "errors": "CheckpointError CommunicationError ConfigError OptimizerError RankMismatchError ShardingError"
         " StreamShardError UnitError",
-        "functions": "export_safetensors full_optimizer_state_dict init_weights load_optimizer_state_dict"
-        " load_safetensors",
+        "initialise": "init_weights",
         "integrations.run_log": "RunLog",
+        "optim.full_state": "full_optimizer_state_dict load_optimizer_state_dict",
         "optim.wrappers": "DistributedOptimizer LocalSGD",
         "tools.fingerprints": "fingerprints",
         "tools.plan": "plan",

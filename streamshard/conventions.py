@@ -29,13 +29,13 @@ class ForLoading(NamedTuple):
     Attributes:
         made: the tensors, by the model's names.
         failed: by the model's names, the reasons for tensors that cannot be made.
-        used: names of the files' tensors that are needed or allowed.
+        taken: names of the files' tensors that are needed or allowed.
         optional: names of the model's tensors that the files need not have.
     """
 
     made: dict[str, torch.Tensor]
     failed: dict[str, str]
-    used: set[str]
+    taken: set[str]
     optional: set[str]
 
 

@@ -25,7 +25,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class StreamShardError(RuntimeError):
@@ -74,11 +74,7 @@ class CheckpointError(StreamShardError):
     """
 
     def __init__(
-        self,
-        *args: object,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
-        mismatched: Sequence[str] = (),
+        self, *args: object, missing: Sequence[str] = (), unexpected: Sequence[str] = (), mismatched: Sequence[str] = ()
     ) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
         self.missing, self.unexpected, self.mismatched = list(missing), list(unexpected), list(mismatched)
@@ -95,6 +91,13 @@ class StateError(StreamShardError):
 
     def __init__(self, subject: str, state: str, wanted: str) -> None:
         super().__init__(f"{subject} is {state}, wanted {wanted}")
+
+
+def want_positive(numbers: Mapping[str, float | None]) -> None:
+    """Raise a ConfigError that names the first of `numbers` that is not positive. None is not given."""
+    for name, number in numbers.items():
+        if number is not None and number <= 0:
+            raise ConfigError(f"{name}={number}: wanted a positive number")
 
 
 _PACKAGE = os.path.dirname(__file__)

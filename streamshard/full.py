@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.core.engine import Engine
+from streamshard.core.optimizer_kinds import params_in
 from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
@@ -224,7 +225,7 @@ def warn_of_different_copies(engine: Engine) -> None:
 
 
 def _refuse_step(params: set[nn.Parameter], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if any(param in params for group in optimizer.param_groups for param in group["params"]):
+    if not params.isdisjoint(params_in(optimizer.param_groups)):
         raise ShardingError(f"{type(optimizer).__name__}.step() inside summon_full_params(): step before or after")
 
 

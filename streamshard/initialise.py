@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
+from streamshard.core.module_state import engine_at_rest, not_a_layer
 from streamshard.core.params import Param
 from streamshard.device import module_of
 from streamshard.errors import ShardingError
 from streamshard.forms import form_of
 from streamshard.full import under_params
-from streamshard.planning.structure import join_names, modules_of
+from streamshard.planning.structure import join_names, leave_inference_mode, leave_meta_device, modules_of
 
 Init = Callable[[nn.Module], Any]
 
@@ -35,8 +36,31 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # modules of torch have one
 _DOING = "initialise the model"
 
 
-def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | None) -> None:
-    """See `streamshard.init_weights`; `engine` is the engine of `model`."""
+def init_weights(model: nn.Module, init: Init | None = None, *, seed: int | None = None) -> None:
+    """Fill empty parameters and buffers by the model's own initialisation. Call it on every rank.
+
+    A tensor is empty if it was on the meta device when the model was sharded, and was not loaded since. Other tensors
+    keep their values. The initialisation runs once for each unit. In each run the unit's weights are full tensors; all
+    other weights are on the meta device, where writing does nothing and reading raises. The weights have the model's
+    own distribution and are equal on any number of ranks. Other `units` give other random numbers.
+
+    Args:
+        model: made by `StreamShard`.
+        init: called in each run with each module, children first, as by ``model.apply(init)``. None: calls
+            ``initialize_weights`` of transformers' models, ``init_weights()`` of modules that have it without arguments
+            (it must initialise all modules inside), and ``reset_parameters`` of other modules.
+        seed: seed of torch's random numbers; None: ``torch.initial_seed()``. Rank 0's seed counts.
+
+    Raises:
+        ShardingError: names a module whose ``init_weights`` or ``_init_weights`` takes arguments, parameters and
+            buffers that nothing fills, or a parameter that the initialisation has replaced. Then all stay empty.
+    """
+    engine = engine_at_rest(not_a_layer(model), "init_weights", accepts_empty=True)
+    with leave_inference_mode(), leave_meta_device():
+        _draw_all(engine, model, init, seed)
+
+
+def _draw_all(engine: Engine, model: nn.Module, init: Init | None, seed: int | None) -> None:
     seed = engine.ranks.of_first(torch.initial_seed() if seed is None else seed)
     before = dict(engine.empty)
     if init is None:

@@ -47,7 +47,7 @@ class PinnedMemory:
         self.nbytes = 0
         self._device = device
         self._block = torch.empty(0, dtype=torch.uint8)  # the last one
-        self._used = 0  # its bytes that buffers have
+        self._filled = 0  # its bytes that buffers have
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer [numel] of zeros.
@@ -60,10 +60,10 @@ class PinnedMemory:
         n_bytes = numel * dtype.itemsize
         if n_bytes >= _BLOCK_BYTES // 8:  # else the rest of many blocks would be lost
             return self._map(n_bytes).narrow(0, 0, n_bytes).view(dtype)
-        if self._used + n_bytes > self._block.numel():
-            self._block, self._used = self._map(_BLOCK_BYTES), 0
-        buffer = self._block.narrow(0, self._used, n_bytes)
-        self._used += math.ceil(n_bytes / _ALIGNMENT) * _ALIGNMENT
+        if self._filled + n_bytes > self._block.numel():
+            self._block, self._filled = self._map(_BLOCK_BYTES), 0
+        buffer = self._block.narrow(0, self._filled, n_bytes)
+        self._filled += math.ceil(n_bytes / _ALIGNMENT) * _ALIGNMENT
         return buffer.view(dtype)
 
     def _map(self, n_bytes: int) -> torch.Tensor:

@@ -163,8 +163,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("refuse_replacing", Drop("if isinstance(root, Url)"), "object_storage:export"),
         ("name_files", Swap("partial.name.split('.')[1]", "8 * chr(48)"), "publish:no_name"),
     ],
-    "checkpoint/storage": [
+    "checkpoint/local_directory": [
         ("LocalDirectory.sweep", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
+    ],
+    "checkpoint/object_store": [
         ("ObjectStore.begin", Swap("put(BEGUN", "put(MANIFEST_NAME"), "object_storage:kill"),
         ("ObjectStore.publish", Swap(_PUT_THEN_LOOK, _LOOK_THEN_PUT), "object_storage:deletes"),
         ("ObjectStore.publish", Drop("if not inside.is_file(BEGUN)"), "object_storage:deletes"),
@@ -518,7 +520,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("MicroBatch._keep", Swap("dense[place] + grad if place in dense else grad", "grad"), _LAYER_MAJOR),
         ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:cannot_run"),
     ],
-    "layer_major/thread_state": [
+    "layer_major/own_state": [
         ("ThreadState.put", Drop("torch.set_grad_enabled("), _LAYER_MAJOR),
         ("with_other_numbers", Swap("manual_seed(seed)", "manual_seed(0)"), "accumulate:random"),
     ],
@@ -539,7 +541,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ),
     ],
     "integrations/run_log": [
-        ("RunLog._read", Swap("max(seconds) / self._steps", "seconds[0] / self._steps"), "run_log:means"),
+        ("RunLog._measure", Swap("max(seconds) / self._steps", "seconds[0] / self._steps"), "run_log:means"),
         ("RunLog.step", Swap("loss.detach()", "loss.detach() * loss.item()"), "run_log:only_at"),
         ("_open", Drop("if rest:"), "run_log:killed"),
     ],

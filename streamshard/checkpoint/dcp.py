@@ -30,10 +30,11 @@ from streamshard.checkpoint.block_state import is_part
 from streamshard.checkpoint.directory import next_number, open_intact, write_together
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, encode
+from streamshard.checkpoint.local_directory import LocalDirectory, open_regular, sync_directory
 from streamshard.checkpoint.manifest import CheckpointFiles, are_tiles
 from streamshard.checkpoint.safetensors_file import FILE_NAME, digest_of
 from streamshard.checkpoint.save import write_checkpoint
-from streamshard.checkpoint.storage import LocalDirectory, Location, open_regular, parse_location, sync_directory
+from streamshard.checkpoint.storage import Location, parse_location
 from streamshard.comm.ranks import RankGroup
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError, describe

@@ -279,7 +279,7 @@ def plan_load(
     wanted = _whole_tensors(model, engine, names, None)
     metas = {name: torch.empty(there.shape, dtype=there.dtype, device="meta") for name, there in stored.items()}
     with Rearrangement(metas, "loading") as followed:
-        made, failed, used, optional = conventions().rearrange_for_loading(model, metas, wanted)
+        made, failed, taken, optional = conventions().rearrange_for_loading(model, metas, wanted)
     difference = Difference([], [], [])
     runs: dict[str, list[Run]] = {}
     for source, own in _by_source(names).items():
@@ -296,7 +296,7 @@ def plan_load(
                 difference.missing.append(own[0])
         except CheckpointError as error:
             difference.mismatched.append(f"{found} ({error})")
-    difference.unexpected.extend(sorted(set(stored) - used))
+    difference.unexpected.extend(sorted(set(stored) - taken))
     return runs, difference
 
 

@@ -7,7 +7,7 @@ writes its own byte ranges into the same files, and reads its own bytes. Nothing
 
 [Note: publishing an export]
 All files are written into a partial directory inside the export's directory, and synced. Its lock refuses a second
-process that exports there: see [Note: two runs in one directory] in `directory.py`. Readers begin at the *front*:
+process that exports there: see [Note: two runs in one directory] in `local_directory.py`. Readers begin at the *front*:
 ``model.safetensors``, or the index if there is no such file. The index names the other files. So renaming a new front
 over the old one replaces the whole export:
 
@@ -44,6 +44,8 @@ from torch import nn
 
 from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.disk_layout import Difference, fill_buffers, local_pieces, overlaps, plan_export, plan_load
+from streamshard.checkpoint.local_directory import sync_directory
+from streamshard.checkpoint.object_store import ObjectStore
 from streamshard.checkpoint.safetensors_file import (
     FileLayout,
     Held,
@@ -58,12 +60,15 @@ from streamshard.checkpoint.safetensors_file import (
     write_part,
     write_ranges,
 )
-from streamshard.checkpoint.storage import MANIFEST_NAME, Location, ObjectStore, Url, storage_of, sync_directory
+from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Url, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
-from streamshard.config import parse_bytes, parse_dtype
+from streamshard.config import AnyPath, parse_bytes, parse_dtype
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
+from streamshard.core.module_state import engine_at_rest, not_a_layer
 from streamshard.errors import CheckpointError, log
+from streamshard.initialise import compute_buffers
+from streamshard.planning.structure import leave_inference_mode, leave_meta_device
 
 _SAMPLE_BYTES = 256
 
@@ -101,25 +106,37 @@ def _refuse_quantized(engine: Engine) -> None:
             raise CheckpointError(f"{param.name!r} is quantized; only unquantized weights can be exported")
 
 
-def export_shards(
-    model: nn.Module, engine: Engine, root: Location, dtype: torch.dtype | str | None, max_shard_size: int | str
+def export_safetensors(
+    model: nn.Module, directory: AnyPath, dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB"
 ) -> list[str]:
-    """Write an export. Collective. Extra memory: `CHUNK_BYTES` on each rank.
+    """Write the weights in the Hugging Face layout, all ranks at once. Call it on every rank, with the same arguments.
+
+    Every rank writes its own bytes of each file, chunk by chunk (8 MiB); nothing is all-gathered. Tensors are equal,
+    byte for byte, to those that `save_pretrained` of the same weights writes. For transformers models the config is
+    saved too. An export over an earlier one is safe: at every moment, and after a kill, readers find the old weights or
+    the new ones, complete.
+
+    A PeftModel, or a model with ``add_adapter``, raises: ``model.save_pretrained(directory)`` writes its adapters.
 
     Args:
-        model: the sharded model.
-        engine: its engine.
-        root: the directory, on storage that all ranks share. Made if it does not exist. On object storage it has no
-            export yet.
-        dtype, max_shard_size: see `streamshard.export_safetensors`.
+        model: a model made by `StreamShard`.
+        directory: on storage that all ranks share; made if it is not there. Or a URL of object storage, without an
+            export.
+        dtype: dtype of floating-point weights in the files, such as ``torch.bfloat16`` or ``"bfloat16"``. None: each
+            parameter's dtype before sharding.
+        max_shard_size: the largest size of a file, such as ``"500MB"``; more weights are split over several files.
 
     Returns:
-        The names of the written safetensors files, the index last.
+        The names of the safetensors files and of their index.
 
     Raises:
-        CheckpointError: on every rank; names the rank that failed, and the cause. The directory then has the earlier
-            export, or the new one, complete.
+        ConfigError: `dtype` or `max_shard_size` cannot be read.
+        CheckpointError: on every rank: the files cannot be written, the model's class stores its weights as other
+            values than ranges of its parameters, or a module inside it has adapters.
+        RankMismatchError: on every rank: `directory` differs between ranks. Nothing is written.
     """
+    root = parse_location("directory", directory)
+    engine = engine_at_rest(not_a_layer(model), "export_safetensors")
     ranks = engine.ranks
     wanted = None if dtype is None else parse_dtype("dtype", dtype, "None")
     max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
@@ -335,8 +352,42 @@ class StoredDirectory(OpenFiles):
         return file_of
 
 
-def load_shards(model: nn.Module, engine: Engine, root: Location, *, strict: bool = True) -> Difference:
-    """Load a directory, as `streamshard.load_safetensors` documents. Returns how files and model differ."""
+def load_safetensors(model: nn.Module, directory: AnyPath, *, strict: bool = True) -> Difference:
+    """Load an export, or any safetensors directory in the Hugging Face layout. Call it on every rank.
+
+    A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). The files must have exactly the
+    names of the model's parameters and persistent buffers. For transformers' models tensors are converted as by
+    ``from_pretrained``: renamed, merged or split, with or without the base model's prefix. Of several tied names one is
+    enough; if the files have more, the first in the model's order is loaded.
+
+    If the model was sharded on the meta device, its own initialisation computes buffers that no file has, such as
+    rotary tables, as in `init_weights`.
+
+    All ranks check each file before a weight changes. If storage fails afterwards, some weights are new and some are
+    old, and the error says so.
+
+    Args:
+        model: a model made by `StreamShard`.
+        directory: holds ``model.safetensors``, or numbered files and their index, or links to them (a snapshot of the
+            hub), or a URL of object storage. Every rank must be able to read it, or a copy of it.
+        strict: False: load the tensors that fit. Other parameters keep their values, or stay empty.
+
+    Returns:
+        The names that are ``missing``, ``unexpected`` or ``mismatched``; none if `strict`.
+
+    Raises:
+        CheckpointError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the
+            file that cannot be read or is damaged, or the rank that sees other files.
+    """
+    root = parse_location("directory", directory)
+    engine = engine_at_rest(not_a_layer(model), "load_safetensors", accepts_empty=True)
+    with leave_inference_mode(), leave_meta_device():
+        difference = _load(model, engine, root, strict=strict)
+        compute_buffers(engine, model)
+    return difference
+
+
+def _load(model: nn.Module, engine: Engine, root: Location, *, strict: bool) -> Difference:
     ranks = engine.ranks
     names = FileNames(conventions().file_stem(model))
     doing = f"load {root}"

@@ -183,7 +183,8 @@ Place = tuple[int, str, int, int]
 
 def write_part(directory: Location, name: str, layouts: Sequence[FileLayout], held: Held) -> list[list[Place]]:
     """Write this rank's ranges of several files into one file, called `name`. Returns where they are, by file."""
-    size_bytes = sum(data.numel() * dtype.itemsize for file in layouts for data, dtype in _ranges(file, held))
+    tensors = ((name, dtype) for layout in layouts for name, (_, dtype) in layout.places.items())
+    size_bytes = sum(data.numel() * dtype.itemsize for name, dtype in tensors for _, data in held[name])
     if not size_bytes:
         return [[] for _ in layouts]
     places: list[list[Place]] = []
@@ -196,10 +197,6 @@ def write_part(directory: Location, name: str, layouts: Sequence[FileLayout], he
                 places[-1].append((position, name, end, len(data)))
                 end += len(data)
     return places
-
-
-def _ranges(layout: FileLayout, held: Held) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-    return ((data, dtype) for name, (_, dtype) in layout.places.items() for _, data in held[name])
 
 
 def join_ranges(directory: Location, layout: FileLayout, source: Location, places: Iterable[Place]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -16,7 +16,7 @@ from streamshard.comm.streams import Streams
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.guards.sharded_tensor import CALL_BACKWARD
 from streamshard.nested import sums_of_bits, tensors_in
-from streamshard.planning.structure import join_names, modules_of, params_of
+from streamshard.planning.structure import join_names, modules_of, params_of, replacing
 from streamshard.torch_private import (
     graph_task_id,
     innermost_transform,
@@ -140,14 +140,9 @@ class Progress:
         self.has_stepped = True
         self.names: Mapping[Any, str] = {}
 
-    @contextlib.contextmanager
-    def calling_hooks(self) -> Iterator[None]:
+    def calling_hooks(self) -> AbstractContextManager[None]:
         """The engine calls hooks of the user's inside backward, for gradients that are complete: they may step."""
-        self._calls_hooks = True
-        try:
-            yield
-        finally:
-            self._calls_hooks = False
+        return replacing((vars(self), "_calls_hooks", True))
 
     def count_step(self, params: Sequence[torch.Tensor]) -> None:
         """An optimizer is about to step `params`, some of them perhaps the model's. Errors: see `note_step`."""

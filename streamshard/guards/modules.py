@@ -2,7 +2,7 @@
 
 Each layer of a unit, and each module that has units inside or parameters of the root unit, gets a subclass of its class
 with the same name, which reports calls (`streamshard.core.edge`) and refuses methods that would take pieces for full
-parameters. Every change goes through `ModuleEdits`, which can list and undo the changes.
+parameters. Every change goes through `ModuleEdits`, which lists the changes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,10 @@ class Edit(NamedTuple):
     Attributes:
         module_of: returns the module; weak, because the model holds its edits.
         what: "class", the key of an entry of its ``__dict__``, or "hook".
-        before: the class or entry before the change; `MISSING`: there was no entry. The handle that removes a hook.
     """
 
     module_of: Callable[[], nn.Module | None]
     what: str
-    before: Any
-
-
-MISSING = object()
 
 
 class ModuleEdits:
@@ -48,35 +43,20 @@ class ModuleEdits:
 
     def set_class(self, module: nn.Module, kind: type) -> None:
         """Change the class of `module`."""
-        self._note(module, "class", type(module))
+        self._note(module, "class")
         change_class(module, kind)
 
     def set_entry(self, module: nn.Module, key: str, value: Any) -> None:
         """Set an entry of the ``__dict__`` of `module`."""
-        self._note(module, key, module.__dict__.get(key, MISSING))
+        self._note(module, key)
         module.__dict__[key] = value
 
     def add_hook(self, module: nn.Module, handle: RemovableHandle) -> None:
         """Note a hook of `module` that `handle` removes."""
-        self._note(module, "hook", handle)
+        self._note(module, "hook")
 
-    def _note(self, module: nn.Module, what: str, before: Any) -> None:
-        self.edits.append(Edit(weakref.ref(module), what, before))
-
-    def undo(self) -> None:
-        """Undo all changes, the last one first."""
-        while self.edits:
-            module_of, what, before = self.edits.pop()
-            if (module := module_of()) is None:
-                continue
-            if what == "class":
-                change_class(module, before)
-            elif what == "hook":
-                before.remove()
-            elif before is MISSING:
-                del module.__dict__[what]
-            else:
-                module.__dict__[what] = before
+    def _note(self, module: nn.Module, what: str) -> None:
+        self.edits.append(Edit(weakref.ref(module), what))
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------

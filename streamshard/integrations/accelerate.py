@@ -16,6 +16,7 @@ from accelerate.utils import DynamoBackend, is_compiled_module, recursively_appl
 from torch import nn
 
 from streamshard.api import StreamShard
+from streamshard.checkpoint.export import export_safetensors
 from streamshard.checkpoint.restore import load_checkpoint
 from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.groups import make_default_group
@@ -26,7 +27,6 @@ from streamshard.core.optimizer_hooks import follow_model
 from streamshard.device import accelerator as accelerator_kind
 from streamshard.errors import ConfigError, log
 from streamshard.forms import successor
-from streamshard.functions import export_safetensors
 from streamshard.planning.structure import modules_inside, replacing
 
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module

@@ -194,7 +194,7 @@ class HuggingFace(Conventions):
             loading = importlib.import_module("transformers.core_model_loading")
             mapping = importlib.import_module("transformers.conversion_mapping")
             transforms = mapping.get_model_conversion_mapping(model)
-            steps, used = _steps_of(loading, transforms, model, stored, wanted)
+            steps, taken = _steps_of(loading, transforms, model, stored, wanted)
         except Exception as error:  # any error means that the layout of the files is not known
             what = f"transformers cannot convert these files for {type(model).__name__}"
             raise CheckpointError(f"{what}: {error}") from error
@@ -209,7 +209,7 @@ class HuggingFace(Conventions):
                 for target, tensors in results.items():
                     if target in wanted:
                         made[target] = tensors[0] if isinstance(tensors, list) else tensors
-        ignored = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(stored) - used)
+        ignored = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(stored) - taken)
         cast(Any, model)._adjust_missing_and_unexpected_keys(ignored)
         return ForLoading(made, failed, set(stored) - ignored.unexpected_keys, optional)
 
@@ -256,7 +256,7 @@ def _steps_of(
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     for_base = (model.base_model_prefix, wanted)  # positional: transformers 5.17 renamed the first
     steps: dict[str, Any] = {}
-    used: set[str] = set()
+    taken: set[str] = set()
     for key in sorted(stored, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(key, renamings, converters, *for_base)
         if name not in wanted and key in wanted:
@@ -268,5 +268,5 @@ def _steps_of(
         else:
             step = steps.setdefault(name, copy.deepcopy(by_pattern[pattern]))
         step.add_tensor(name, key, pattern, stored[key])
-        used.add(key)
-    return steps, used
+        taken.add(key)
+    return steps, taken

@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.api import StreamShard
+from streamshard.checkpoint.export import load_safetensors
 from streamshard.checkpoint.restore import load_checkpoint
 from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.ranks import run_on_first
 from streamshard.config import Precision
 from streamshard.core.module_state import engine_of
 from streamshard.errors import ConfigError
-from streamshard.functions import load_safetensors
 
 
 class StreamShardBackend:

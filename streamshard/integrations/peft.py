@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from streamshard.checkpoint.directory import write_together
-from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.export import export_safetensors
 from streamshard.checkpoint.storage import parse_location
 from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.config import AnyPath, parse_path
@@ -172,7 +172,7 @@ def _save_pretrained(self: Any, save_directory: AnyPath, *args: Any, **given: An
         if is_model_of(self, "diffusers"):
             how = "Save without it, load the directory with from_pretrained in one process, and save that model"
         raise CheckpointError(f"save_pretrained({name}={given[name]!r}) needs full weights: {how}")
-    export_shards(self, engine, parse_location("save_directory", save_directory), None, max_shard_size)
+    export_safetensors(self, parse_location("save_directory", save_directory), max_shard_size=max_shard_size)
 
 
 def _save_itself(self: Any, name: str, path: AnyPath, *args: Any, **given: Any) -> None:

@@ -29,7 +29,7 @@ from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.comm.streams import Streams
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest, not_a_layer
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, want_positive
 from streamshard.planning.structure import modules_inside
 
 # Dense bf16 and fp16: half of what the vendor states with sparsity, on the pages a100, h100 and h200 of
@@ -98,13 +98,7 @@ class RunLog:
         def opened() -> Path | None:
             if accelerator is None and path is None:
                 raise ConfigError("RunLog has neither an accelerator nor a path: wanted one of them")
-            for name, number in {
-                "every": every,
-                "flops_per_s": flops_per_s,
-                "flops_per_token": flops_per_token,
-            }.items():
-                if number is not None and number <= 0:
-                    raise ConfigError(f"{name}={number}: wanted a positive number")
+            want_positive({"every": every, "flops_per_s": flops_per_s, "flops_per_token": flops_per_token})
             return _open(Path(path).absolute()) if path is not None and engine.ranks.is_first else None
 
         self._path = run_on_all_ranks(engine.ranks, "start a RunLog", opened, ConfigError)
@@ -136,7 +130,7 @@ class RunLog:
         """End the interval, on all ranks at the same step. Returns its values without ``step``; {} without steps."""
         if not self._steps:
             return {}
-        values = self._read()
+        values = self._measure()
         self._steps = self._tokens = 0
         self._losses = []
         if self._accelerator is not None:
@@ -163,7 +157,7 @@ class RunLog:
         losses = self._losses or [torch.zeros((), device=self._ranks.streams.device)]
         return torch.stack(losses).double().mean().item()
 
-    def _read(self) -> dict[str, float]:
+    def _measure(self) -> dict[str, float]:
         """The interval's values. Collective: one all-reduce, which brings a row of each rank to all ranks."""
         ranks, loss = self._ranks, self._wait()
         own = (loss, self._tokens, self._clock() - self._start, _peak_memory_bytes(ranks.streams))

@@ -30,20 +30,16 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 
 from streamshard.api import StreamShard
 from streamshard.checkpoint.directory import write_together
+from streamshard.checkpoint.export import export_safetensors, load_safetensors
 from streamshard.checkpoint.stop_on_signal import StopOnSignal
 from streamshard.comm.ranks import run_on_all_ranks, run_on_first
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_kinds import is_elementwise_class
 from streamshard.errors import ConfigError
-from streamshard.functions import (
-    export_safetensors,
-    full_optimizer_state_dict,
-    load_optimizer_state_dict,
-    load_safetensors,
-)
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, save_on_first
 from streamshard.integrations.run_log import RunLog
+from streamshard.optim.full_state import full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.optim.whole import WholeParameterOptimizer
 from streamshard.planning.structure import modules_inside, replacing
 

@@ -15,7 +15,7 @@ import torch
 from streamshard.core.engine import Engine
 from streamshard.core.reductions import has_hooks
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.layer_major.attributes import Attributes
+from streamshard.layer_major.own_state import Attributes
 from streamshard.layer_major.step import LayerMajorStep, can_run
 from streamshard.layer_major.sums import Sums
 from streamshard.nested import tensors_in

@@ -22,7 +22,7 @@ import contextvars
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -33,8 +33,7 @@ from streamshard.core.lookups import Lookup
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, ShardingError, StateError
 from streamshard.guards.weights import WeightGuard, weight_at
-from streamshard.layer_major.attributes import Attributes, Values
-from streamshard.layer_major.thread_state import ThreadState, take_state
+from streamshard.layer_major.own_state import Attributes, ThreadState, Values, take_state
 from streamshard.nested import map_tensors, tensors_in
 from streamshard.planning.structure import replacing
 from streamshard.torch_private import RUN_AUTOGRAD, run_autograd, sequence_number
@@ -194,14 +193,9 @@ class MicroBatch:
             with contextlib.suppress(Exception):  # the step raises its own
                 self._switch(self._greenlet.throw)
 
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self) -> contextlib.AbstractContextManager[None]:
         """Inside a call of the model."""
-        self.is_inside = True
-        try:
-            yield
-        finally:
-            self.is_inside = False
+        return replacing((vars(self), "is_inside", True))
 
     def leaves_of(self, unit: Unit) -> list[Any]:
         """The parameters of `unit` for this segment, see [Note: segments]."""

@@ -23,10 +23,10 @@ from streamshard.core.engine import Engine, Graph
 from streamshard.core.forward import begin_forward
 from streamshard.core.graph_hooks import refuse_without_room
 from streamshard.core.unit import Unit
-from streamshard.layer_major.attributes import Attributes
 from streamshard.layer_major.micro_batch import MicroBatch, new_greenlets, refuse_pause
+from streamshard.layer_major.own_state import Attributes, take_state, with_other_numbers
 from streamshard.layer_major.sums import Sums
-from streamshard.layer_major.thread_state import take_state, with_other_numbers
+from streamshard.planning.structure import replacing
 from streamshard.torch_private import AsTensors, set_grad
 
 # Elements of a parameter of the root unit, such as a tied head, whose gradients do not wait for those of the layers
@@ -142,11 +142,8 @@ class LayerMajorStep:
     def _resume(self, micro_batch: MicroBatch) -> None:
         micro_batch.begin_segment()
         self._root_unit.bind_leaves(micro_batch.leaves_of(self._root_unit))
-        self._engine.micro_batch = micro_batch
-        try:
+        with replacing((vars(self._engine), "micro_batch", micro_batch)):
             micro_batch.resume()
-        finally:
-            self._engine.micro_batch = None
 
     def _end_forwards(self) -> None:
         for micro_batch in self._micro_batches:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from streamshard.comm.ranks import raise_if
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of
+from streamshard.core.optimizer_kinds import params_in
 from streamshard.device import on_device
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
 
@@ -235,7 +236,7 @@ class LocalSGD(WrappedOptimizer):
 
     def _pieces(self) -> Iterator[list[torch.Tensor]]:
         """By unit, the pieces to average: of parameters with a gradient, as PeriodicModelAverager does."""
-        ours = {param for group in self.param_groups for param in group["params"] if param.grad is not None}
+        ours = {param for param in params_in(self.param_groups) if param.grad is not None}
         for unit in self.engine.units:
             yield [param.main for param in unit.params if param.sharded in ours]
 
@@ -251,6 +252,6 @@ def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
     engine = engine_of(model)
     ours = {param.sharded for param in engine.params}
-    if ours.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
+    if ours.isdisjoint(params_in(optimizer.param_groups)):
         raise ConfigError(f"{type(optimizer).__name__} has no parameter of this model: make it of model.parameters()")
     return engine

@@ -150,8 +150,7 @@ def _add_step(plan: argparse.ArgumentParser) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     from streamshard.config import parse_bytes, parse_precision
     from streamshard.tools.model_source import builder_of
-    from streamshard.tools.plan import plan, tokens_of
-    from streamshard.tools.plan_ranks import plan_ranks
+    from streamshard.tools.plan import plan, plan_ranks, tokens_of
     from streamshard.tools.planner import Ranks
 
     def of(names: str) -> dict[str, Any]:

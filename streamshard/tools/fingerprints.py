@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest
+from streamshard.core.optimizer_kinds import params_in
 from streamshard.core.params import Param
 from streamshard.errors import ConfigError, StreamShardError
 from streamshard.guards.sharded_parameter import data_of, grad_of
@@ -92,8 +93,7 @@ class _Writer:
         self._steps += 1
 
     def _stepped(self, optimizer: Any) -> list[Param]:
-        given = [param for group in optimizer.param_groups for param in group["params"]]
-        return [self._params[param] for param in given if param in self._params]
+        return [self._params[param] for param in params_in(optimizer.param_groups) if param in self._params]
 
     def _own(self, param: Param, values: torch.Tensor) -> torch.Tensor:
         """The part of a digest that this rank adds: copies count once."""
@@ -176,7 +176,7 @@ def compare(first: Path, second: Path) -> str:
         StreamShardError: they differ; names the first step, and what differs in it: losses before gradients, gradients
             before weights, weights before optimizer state.
     """
-    one, other = _read(first), _read(second)
+    one, other = _digests_in(first), _digests_in(second)
     for step in sorted(one.keys() & other.keys()):
         for kind in ("losses", *_KINDS):
             mine, theirs = one[step][kind], other[step][kind]
@@ -191,7 +191,7 @@ def compare(first: Path, second: Path) -> str:
     return f"equal: {steps} steps, {len(one[0]['weights'])} parameters{rest}"
 
 
-def _read(path: Path) -> dict[int, dict[str, dict[str, str]]]:
+def _digests_in(path: Path) -> dict[int, dict[str, dict[str, str]]]:
     """By step and kind, the digests by name."""
     steps: dict[int, dict[str, dict[str, str]]] = {}
     try:

@@ -39,14 +39,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from streamshard.errors import ConfigError
-
-
-def want_positive(numbers: Mapping[str, float]) -> None:
-    """Raise a ConfigError that names the first of `numbers` that is not positive."""
-    for name, number in numbers.items():
-        if number <= 0:
-            raise ConfigError(f"{name}={number}: wanted a positive number")
+from streamshard.errors import ConfigError, want_positive
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class Machine:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        want_positive({name: number for name, number in vars(self).items() if number is not None})
+        want_positive(vars(self))
 
     def __str__(self) -> str:
         ranks = f" for {self.ranks} ranks" if self.ranks > 1 else ""
@@ -223,7 +216,7 @@ class Step:
     active: float | None = None
 
     def __post_init__(self) -> None:
-        want_positive({"micro_batches": self.micro_batches, "active": 1 if self.active is None else self.active})
+        want_positive({"micro_batches": self.micro_batches, "active": self.active})
 
 
 @dataclass(frozen=True)

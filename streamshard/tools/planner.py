@@ -1,4 +1,4 @@
-"""Memory and communication of ranks that do not exist, for `streamshard.tools.plan` and `streamshard.tools.plan_ranks`.
+"""Memory and communication of ranks that do not exist, for `streamshard.tools.plan`.
 
 The engine allocates the model for them, with buffers on the meta device. So a plan has the bytes of
 ``model.memory_report()``.
@@ -155,7 +155,7 @@ class Planner(NamedTuple):
         loads = [load, dataclasses.replace(load, is_layer_major=True)][: 1 + self.is_layer_major]
         machine = dataclasses.replace(step.machine, ranks=min(step.machine.ranks, self.ranks.world_size))
         if self.checked.settings.offload is not None:
-            inputs = _inputs_of(self.engine(weight_slots=stage.weight_slots, grad_slots=None))
+            inputs = _host_bytes_of(self.engine(weight_slots=stage.weight_slots, grad_slots=None))
             return [predict(inputs, each, machine) for each in loads]
         if self.accumulate is None:
             told = 'a step without offload copies nothing from host memory: give offload="state", or accumulate'
@@ -322,7 +322,7 @@ def _gathers_of(engine: Engine) -> tuple[list[Unit], list[Unit]]:
     return [units[unit] for unit in forward], [units[unit] for unit in backward]
 
 
-def _inputs_of(engine: Engine) -> HostBytes:
+def _host_bytes_of(engine: Engine) -> HostBytes:
     """What the rank of a planned engine has in host memory."""
     forward, backward = _gathers_of(engine)
 

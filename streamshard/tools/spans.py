@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib.resources import files
+from string import Template
 from typing import Any, NamedTuple
 
 from streamshard.comm.ranks import RankGroup, run_on_first
@@ -164,42 +166,15 @@ LOOKS = {
 _SLOWEST = 5  # layers in the table
 _STEP_PX, _MOST_STEPS, _LEFT_PX, _LANE_PX, _LETTER_PX, _TICKS = 1000, 8, 110, 26, 7, 10
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; font: 14px system-ui, sans-serif; }}
-body {{ margin: 1em; }}
-.wide {{ overflow-x: auto; }}
-svg text {{ fill: currentColor; font-size: 12px; }}
-svg .in {{ fill: white; text-anchor: middle; pointer-events: none; }}
-svg line {{ stroke: currentColor; opacity: 0.2; }}
-i {{ display: inline-block; width: 1em; height: 1em; margin: 0 0.3em 0 0.5em; vertical-align: -0.1em; }}
-span {{ white-space: nowrap; }}
-td, th {{ text-align: left; padding: 0 1em 0 0; }}
-pre {{ margin: 0 2em 1em 0; }}
-.ranks {{ display: flex; flex-wrap: wrap; }}
-</style></head><body>
-<h1>{title}</h1>
-<p>Time begins where each rank entered the trace. Point at a span to see its length.</p>
-<p>{legend}</p>
-<div class="wide">{svg}</div>
-<h2>The slowest layers</h2>
-<table><tr><th>layer</th><th>forward, ms</th><th>backward, ms</th></tr>{slowest}</table>
-<p>Means over steps and ranks, without waits.</p>
-<h2>By rank</h2>
-<div class="ranks">{ranks}</div>
-</body></html>
-"""
-
 
 def page_of(traces: Sequence[Trace]) -> str:
-    """The page, as HTML."""
+    """The page, as HTML: ``trace.html``, filled in."""
     steps, first = traces[0].steps, traces[0]
     title = f"{len(traces)} rank{'s' * (len(traces) > 1)}, {steps} step{'s' * (steps > 1)}: "
     title += f"{first.summary()['step_s'] * 1e3:.1f} ms a step"
     looks = dict.fromkeys(LOOKS[span.activity] for trace in traces for span in trace.spans)
-    return _PAGE.format(
+    page = Template(files(__package__).joinpath("trace.html").read_text())
+    return page.substitute(
         title=title,
         legend=" ".join(f'<span><i style="background:{look.color}"></i>{look.words}</span>' for look in looks),
         svg="\n".join(_svg(traces)),

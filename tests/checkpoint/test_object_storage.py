@@ -23,14 +23,16 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from streamshard import StreamShard, export_safetensors, latest, load_checkpoint, load_safetensors, save_checkpoint
-from streamshard.checkpoint import storage
+from streamshard.checkpoint import object_store
 from streamshard.checkpoint.directory import create_partial, next_number, open_intact, open_verified, survey
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.export import FileNames, StoredDirectory
+from streamshard.checkpoint.object_store import BEGUN, ObjectStore
 from streamshard.checkpoint.safetensors_file import read_parts
 from streamshard.checkpoint.save import write_checkpoint
-from streamshard.checkpoint.storage import BEGUN, MANIFEST_NAME, Location, Url, parse_location, storage_of
+from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Url, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup
+from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint import exporting
 from tests.checkpoint.exporting import Plain, filled, sharded
@@ -201,7 +203,7 @@ def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(root: Url) -> 
     assert next_number(root) == 12
     for name in storage_of(paths[2]).names():
         (data,) = storage_of(paths[2]).read((name, 0, storage_of(paths[2]).sizes()(name)))
-        storage.ObjectStore(root / "best").put(name, data)
+        ObjectStore(root / "best").put(name, data)
     last = _save(root, 3, keep=2)
     assert {entry.path for entry in survey(root)} == {root / "best", paths[2], last}
     assert latest(root) == last
@@ -213,7 +215,7 @@ def test_a_damaged_checkpoint_is_passed_over(root: Url, name: str, what: str) ->
     _save(root, 1)
     path = _save(root, 2)
     data = storage_of(path).read((name, 0, storage_of(path).sizes()(name)))[0]
-    store = storage.ObjectStore(path)
+    store = ObjectStore(path)
     store.unlink(name)
     if what == "changed":
         store.put(name, data[:-1] + b"?")
@@ -224,8 +226,8 @@ def test_a_damaged_checkpoint_is_passed_over(root: Url, name: str, what: str) ->
 
 def test_an_upload_has_parts_and_one_that_fails_leaves_nothing(kept: Url, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is in memory as a whole."""
-    monkeypatch.setattr(storage, "_PART_BYTES", 1000)
-    monkeypatch.setattr(storage, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(object_store, "_PART_BYTES", 1000)
+    monkeypatch.setattr(object_store, "CHUNK_BYTES", 1000)
     store = storage_of(kept)
     with at_operation(-1, _kill) as done, store.writing("file", 9000) as write:
         for number in range(9):
@@ -251,7 +253,7 @@ def test_urls_and_paths_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pathlib takes one slash of a URL away"):
         parse_location("directory", Path("s3://bucket/run"))
     with pytest.raises(ConfigError, match="wanted a path of this machine"):
-        storage.parse_path("path", "s3://bucket/run")
+        parse_path("path", "s3://bucket/run")
 
 
 @on_ranks(2)

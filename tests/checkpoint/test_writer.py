@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from streamshard import StreamShard, export_safetensors
-from streamshard.checkpoint import save, storage
+from streamshard.checkpoint import local_directory, save, storage
 from streamshard.checkpoint.disk_layout import TensorPiece
-from streamshard.checkpoint.export import export_shards
 from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.planning.layout import LocalRange
@@ -94,11 +93,11 @@ def test_directory_that_other_ranks_do_not_see_is_named(context: RankContext, tm
     """Each host has a disk of its own: the message says that the directory must be shared."""
     (tmp_path / "of rank 0").mkdir(exist_ok=True)
 
-    def seen(self: storage.LocalDirectory, path: Path) -> None:
+    def seen(self: local_directory.LocalDirectory, path: Path) -> None:
         self.path = Path(str(path).replace("of rank 0", f"of rank {context.rank}"))
 
     refused = pytest.raises(CheckpointError, match="rank 1: .*must be on storage all ranks share")
-    with mock.patch.object(storage.LocalDirectory, "__init__", seen), refused:
+    with mock.patch.object(local_directory.LocalDirectory, "__init__", seen), refused:
         export_safetensors(sharded(filled(Plain)), tmp_path / "of rank 0")
     assert names_in(tmp_path / "of rank 0") == []
 
@@ -106,7 +105,7 @@ def test_directory_that_other_ranks_do_not_see_is_named(context: RankContext, tm
 @on_ranks(1)
 def test_interrupt_removes_the_temporaries(context: RankContext, tmp_path: Path) -> None:
     """Ctrl-C in the middle of writing leaves nothing behind, and is still an interrupt."""
-    interrupted = mock.patch.object(storage, "write_all", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch.object(local_directory, "write_all", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
         export_safetensors(_one(4), tmp_path)
     assert names_in(tmp_path) == []
@@ -119,8 +118,7 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused(
 ) -> None:
     """A file with a hole, or with bytes that two ranks have written, is not published."""
     model, (start, stop) = _one(4), ranges[context.rank]
-    engine = engine_inside(model)
-    (shard,) = engine.params
+    (shard,) = engine_inside(model).params
     piece = nn.Parameter(torch.ones(stop - start))
     wrong = copy_of(shard)
     wrong.local, wrong.sharded = LocalRange(start, stop, start), piece
@@ -128,5 +126,5 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused(
         mock.patch.object(Engine, "params", [wrong]),
         pytest.raises(CheckpointError, match="ranks did not write every byte"),
     ):
-        export_shards(model, engine, tmp_path, torch.float32, "1TB")
+        export_safetensors(model, tmp_path, torch.float32, "1TB")
     assert names_in(tmp_path) == []

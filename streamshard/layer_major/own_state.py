@@ -1,23 +1,27 @@
-"""torch's state of a thread, which forwards that take turns in one thread must not see of each other.
+"""What forwards that take turns in one thread must not see of each other: torch's state of the thread, and attributes.
 
-Code around a layer may have disabled gradients, entered autocast, a mode or saved-tensor hooks (a checkpoint around
-several layers), or seeded the random numbers. It leaves these contexts when its forward goes on.
+- Code around a layer may have disabled gradients, entered autocast, a mode or saved-tensor hooks (a checkpoint around
+  several layers), or seeded the random numbers. It leaves these contexts when its forward goes on.
+- A forward may put a mask or an auxiliary loss into an attribute, for code behind a later layer. Modules around layers
+  are watched. Numbers stay common: a counter counts all forwards.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from streamshard.core.module_state import handle_of
 from streamshard.device import generators_of, has_streams, module_of
 from streamshard.torch_private import THREAD_STACKS
 
 
 class ThreadState(NamedTuple):
-    """See the module.
+    """torch's state of the thread.
 
     Attributes:
         makes_graph: gradients are enabled.
@@ -70,3 +74,50 @@ def with_other_numbers(state: ThreadState, count: int) -> Sequence[ThreadState]:
         fresh = [torch.Generator(generator.device).manual_seed(seed) for generator in generators_of(state.device)]
         states.append(state._replace(random=[generator.get_state() for generator in fresh]))
     return states
+
+
+# -- attributes of modules ---------------------------------------------------------------------------------------------
+
+_KINDS = (torch.Tensor, list, dict, tuple, type(None))
+_OWN = frozenset(vars(nn.Module()))  # attributes of any module, such as ``_parameters``
+
+Values = dict[tuple[int, str], Any]  # by the number of a mapping, and the key in it
+
+
+class Attributes:
+    """Attributes of a model's modules that hold tensors.
+
+    Args:
+        model: sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._mappings: list[MutableMapping[str, Any]] = []
+        self._add(model)
+        self._before = self._values()
+
+    def _add(self, module: nn.Module) -> None:
+        """Watch `module` and the modules in it, except layers, whose own forwards do not pause."""
+        handle = handle_of(module)
+        if handle is None or handle.unit is None:
+            self._mappings += module.__dict__, module._buffers
+            for child in module.children():
+                self._add(child)
+
+    def _values(self) -> Values:
+        return {
+            (number, key): value
+            for number, mapping in enumerate(self._mappings)
+            for key, value in mapping.items()
+            if isinstance(value, _KINDS) and key not in _OWN
+        }
+
+    def enter(self, own: Values) -> None:
+        """Set the attributes that a forward has set before, `own`. Others that existed get their first values."""
+        changed = {place: self._before[place] for place in self.leave() if place in self._before}
+        for (number, key), value in {**changed, **own}.items():
+            self._mappings[number][key] = value
+
+    def leave(self) -> Values:
+        """The attributes that the forward has set so far."""
+        return {place: value for place, value in self._values().items() if self._before.get(place, self) is not value}
