@@ -139,7 +139,7 @@ def main() -> None:
     cases = []
     for (name, size), found in rounds.items():
         cases.append(
-            {"model": name, "ranks": size, **{key: summary([each[key] for each in found]) for key in found[0]}}
+            {"case": f"{name} on {size} ranks", **{key: summary([each[key] for each in found]) for key in found[0]}}
         )
         print(f"\n{name} on {size} ranks")
         for key in found[0]:

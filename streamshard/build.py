@@ -444,12 +444,14 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str], parts: set[str]) ->
     Raises:
         RankMismatchError: rank 0 has no values where another rank has some.
     """
-    firsts, *others = map(set, ranks.gather_objects(on_meta))
-    if lost := parts.intersection(firsts.union(*others) - firsts.intersection(*others)):
+    told = {id(each): each for each in ranks.gather_objects(on_meta)}  # equal ones are one object
+    different = list(map(set, told.values()))
+    firsts, everywhere = different[0], set.intersection(*different)
+    if lost := parts.intersection(set.union(*different) - everywhere):
         raise RankMismatchError(
             f"{min(lost)!r}, a DTensor, is on the meta device on some ranks only: load each rank's part, or none"
         )
-    if lost := firsts.difference(firsts.intersection(*others)):
+    if lost := firsts - everywhere:
         raise RankMismatchError(
             f"{min(lost)!r} is on the meta device on rank 0 and has values on another rank, and rank 0's weights count "
             "for all: let rank 0 have the values, or none"

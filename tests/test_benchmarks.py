@@ -29,16 +29,16 @@ def _benchmarks(*arguments: str) -> str:
 
 @pytest.mark.ranks
 def test_a_benchmark_is_run_and_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = _benchmarks("--quick", "--only", "world_size", "--out", str(tmp_path))
-    assert "\nworld_size             ended well" in told
-    result = json.loads((tmp_path / "world_size.json").read_text())
-    assert (result["benchmark"], result["config"]["rounds"]) == ("world_size", 2)
+    told = _benchmarks("--quick", "--only", "scale", "--out", str(tmp_path))
+    assert "\nscale                  ended well" in told
+    result = json.loads((tmp_path / "scale.json").read_text())
+    assert (result["benchmark"], result["config"]["rounds"]) == ("scale", 2)
     monkeypatch.setattr(sys, "argv", ["benchmarks", "report", str(tmp_path)])
     main()
     page = (tmp_path / "report.md").read_text()
-    assert "| | ranks 8 | ranks 16 |" in page
+    assert "| | case mixture on 8 ranks | case mixture on 16 ranks |" in page
     assert "not complete" not in page
-    assert (tmp_path / "world_size.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_list_names_every_script_that_measures(

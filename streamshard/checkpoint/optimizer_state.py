@@ -157,7 +157,6 @@ def _without_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> d
 
 
 _CHANGE_NO_NUMBER = ("foreach", "fused")  # options that choose a kernel
-_Seen = dict[tuple[str, str], tuple[int, Any]]  # by where and key, the first rank that has a value, and the value
 
 
 def refuse_other_options(name: str, options: Mapping[str, Any], ranks: Communicator) -> None:
@@ -173,14 +172,13 @@ def refuse_other_options(name: str, options: Mapping[str, Any], ranks: Communica
     """
     if ranks.are_equal(json.dumps(options, sort_keys=True)):
         return
-    seen: _Seen = {}
+    known = _Known(name)
     for rank, theirs in enumerate(ranks.gather_objects(options)):
-        groups = dict(enumerate(theirs["param_groups"]))
-        found: dict[tuple[str, str], Any] = {("the optimizer", "number of groups"): len(groups)}
-        for number, own in groups.items():
-            known = {**own, "params": sorted(own["params"])}
-            found |= {(f"group {number}", key): each for key, each in known.items() if key not in _CHANGE_NO_NUMBER}
-        _refuse_differences(name, rank, found, seen)
+        groups = theirs["param_groups"]
+        known.add(rank, "the optimizer", {"number of groups": len(groups)})
+        for number, own in enumerate(groups):
+            compared = {key: each for key, each in own.items() if key not in _CHANGE_NO_NUMBER}
+            known.add(rank, f"group {number}", {**compared, "params": sorted(own["params"])})
 
 
 def join_states(name: str, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -194,27 +192,47 @@ def join_states(name: str, states: Iterable[Mapping[str, Any]]) -> dict[str, Any
         RankMismatchError: ranks have taken different numbers of steps. Names the state, the parameter, and the values
             of two ranks.
     """
-    seen: _Seen = {}
-    joined: dict[str, dict[str, Any]] = {}
+    known, steps = _Known(name), _Known(name)
     for rank, state in enumerate(states):
-        found: dict[tuple[str, str], Any] = {(param, "has stepped"): bool(each) for param, each in state.items()}
-        found |= {(param, key): each for param, own in state.items() for key, each in own.items()}
-        _refuse_differences(name, rank, found, seen)
         for param, own in state.items():
-            joined[param] = own | joined.get(param, {})
-    return joined
+            steps.add(rank, param, {"has stepped": bool(own)})
+            known.add(rank, param, own)
+    return known.values
 
 
-def _refuse_differences(name: str, rank: int, found: Mapping[tuple[str, str], Any], seen: _Seen) -> None:
-    for (where, key), value in found.items():
-        known, wanted = seen.setdefault((where, key), (rank, value))
-        if not _are_close(value, wanted):
-            raise RankMismatchError(
-                f"{name}: {key!r} of {where} is {_shown(wanted)} on rank {known} and {_shown(value)} on rank {rank}"
-                ", so ranks step their pieces differently. Nothing is written. Use the same options and take the "
-                "same steps on all ranks; average a loss over ranks before a schedule uses it. Or save without "
-                "this optimizer"
-            )
+class _Known:
+    """What ranks say of an optimizer, of which later ranks may not say something else.
+
+    Args:
+        name: the optimizer's name.
+
+    Attributes:
+        values: by parameter or group, and by key.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.values: dict[str, dict[str, Any]] = {}
+        self._first: dict[tuple[str, str], int] = {}  # the first rank that has said so
+
+    def add(self, rank: int, where: str, found: Mapping[str, Any]) -> None:
+        """Compare what rank number `rank` says with what is known, and add what is new.
+
+        Raises:
+            RankMismatchError: names the two ranks and their values.
+        """
+        known = self.values.setdefault(where, {})
+        if found == known:  # soon: thousands of ranks have pieces of one parameter
+            return
+        for key, value in found.items():
+            first, wanted = self._first.setdefault((where, key), rank), known.setdefault(key, value)
+            if not _are_close(value, wanted):
+                raise RankMismatchError(
+                    f"{self._name}: {key!r} of {where} is {_shown(wanted)} on rank {first} and {_shown(value)} on rank "
+                    f"{rank}, so ranks step their pieces differently. Nothing is written. Use the same options and "
+                    "take the same steps on all ranks; average a loss over ranks before a schedule uses it. Or save "
+                    "without this optimizer"
+                )
 
 
 def _shown(value: Any) -> Any:
