@@ -66,16 +66,13 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "bf16",
     ),
     "GPT-2 with a large head": (
-        lambda: _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 17000}),
+        lambda: _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 9000}),
         "bf16",
     ),
     "BERT with dropout": (lambda: _make("BertForMaskedLM", _TEXT), "fp32"),
     "ViT": (lambda: _make("ViTForImageClassification", {**_WIDE, "image_size": 64, "patch_size": 8}), "fp32"),
     "ModernBERT": (lambda: _make("ModernBertForMaskedLM", {**_TEXT, **_BERT_ENDS}), "bf16"),
-    "T5 with dropout": (
-        lambda: _make("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}),
-        "fp32",
-    ),
+    "T5 with dropout": (lambda: _make("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}), "fp32"),
     "Mixtral": (lambda: _make("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}), "fp32"),
     "convolutions": (ConvLM, "bf16"),
 }
