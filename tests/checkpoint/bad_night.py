@@ -59,21 +59,19 @@ def _disturbed(moments: list[Moment]) -> Iterator[None]:
     counts: Counter[str] = Counter()
 
     def look(frame: FrameType, event: str, _: object) -> None:
-        if event != "call":
-            return
         name = frame.f_code.co_name
         counts[name] += 1
         for moment in moments:
             if moment.function == name and counts[name] - 1 == moment.number:
                 os.kill(os.getppid() if moment.to_launcher else os.getpid(), moment.signal)
 
-    sys.setprofile(look)
-    threading.setprofile(look)
+    sys.settrace(look)  # of calls alone, because it returns nothing
+    threading.settrace(look)
     try:
         yield
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]  # clears it
 
 
 def _note(file: Path, line: str) -> None:
