@@ -147,9 +147,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Entry.order", Swap("made.generation, made.number", "made.number, made.generation"), "directory"),
         ("open_verified", Drop('run_on_all_ranks(ranks, f"verify {path}"'), "find"),
     ],
-    "checkpoint/manifest": [
-        ("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find"),
-    ],
+    "checkpoint/manifest": [("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find")],
     "checkpoint/save": [
         ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),
         ("start_copies", Swap("current_stream(device))", "Stream())"), "simulated_device:copies"),
@@ -196,9 +194,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "groups:restart"),
         ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
     ],
-    "comm/host_groups": [
-        ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
-    ],
+    "comm/host_groups": [("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone")],
     "comm/ranks": [
         ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
         ("_after_fork_in_child", Drop("_watchdog = _Watchdog(inherited)"), "flight_recorder:forked"),
@@ -219,7 +215,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ),
     ],
     "comm/transport": [
-        ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32"),
+        ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32")
     ],
     "comm/nccl": [
         ("NcclTransport.start_flags", Swap("ReduceOp.MAX", "ReduceOp.SUM"), "transport"),
@@ -351,9 +347,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_norms_of_small", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
-    "guards/loop": [
-        ("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty"),
-    ],
+    "guards/loop": [("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
         ("OuterShards._gather", Drop("unit.versions_sent = now"), "outer_shards:cross"),
@@ -411,7 +405,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("TiedHead.put", Drop("with AsTensors():"), "tied"),
     ],
     "core/saved_tensors": [
-        ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later"),
+        ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later")
     ],
     "core/slots": [
         ("GradSlot.open", Drop("self.weights.read.complete()"), "shared_memory matrix"),
@@ -488,9 +482,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),
         ("classes_of", Drop("entries[inner] = property"), "packed"),
     ],
-    "../tests/adversary": [
-        ("delay", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
-    ],
+    "../tests/adversary": [("delay", Drop("sleep(_DELAY_CYCLES)"), "adversary")],
     "build": [
         ("shard_model", Drop("ranks.broadcast(tensor)"), "packed"),
         ("_taking_weights", Swap("is_part=bool(form_of(found.param).box)", "is_part=False"), "tensor_parallel:other"),
@@ -500,9 +492,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_by_kind", Swap("found.is_expert", "False"), "expert_parallel"),
     ],
     "core/clipping": [("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process")],
-    "full": [
-        ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
-    ],
+    "full": [("summon", Drop("_refuse_different(engine, edited, failure)"), "full")],
     "layer_major/step": [
         ("LayerMajorStep._run_backward", Swap("in reversed(list(enumerate(self._visits)))}", _VISITS), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Swap("self._micro_batches:  # that", "visit.micro_batches:  #"), _LAYER_MAJOR),
@@ -522,16 +512,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("ThreadState.put", Drop("torch.set_grad_enabled("), _LAYER_MAJOR),
         ("with_other_numbers", Swap("manual_seed(seed)", "manual_seed(0)"), "accumulate:random"),
     ],
-    "layer_major/sums": [
-        ("Sums.swap", Drop("setattr("), _LAYER_MAJOR),
-    ],
+    "layer_major/sums": [("Sums.swap", Drop("setattr("), _LAYER_MAJOR)],
     "integrations/transformers": [
         ("StreamShardTrainerMixin._dividing_once", Swap("loss / n_ranks", "loss"), "transformers:training_equals"),
-        (
-            "StreamShardTrainerMixin._dividing_once",
-            Drop("if not is_multiplied"),
-            "transformers:divisor_of_ones_own",
-        ),
+        ("StreamShardTrainerMixin._dividing_once", Drop("if not is_multiplied"), "transformers:divisor_of_ones_own"),
         (
             "StreamShardTrainerMixin._dividing_once",
             Swap("self.accelerator.backward = divided", "self.accelerator.backward = backward"),
@@ -547,12 +531,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
         ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),
     ],
-    "optim/averages": [
-        ("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages"),
-    ],
-    "optim/inner": [
-        ("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state"),
-    ],
+    "optim/averages": [("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages")],
+    "optim/inner": [("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state")],
     "optim/rounds": [
         ("Rounds._compare", Drop("self._event.record("), "whole_parameters:host_reads"),
         ("Rounds._compare", Swap("StreamName.COMPUTE", "StreamName.COMM"), "whole_parameters:host_reads"),
@@ -618,9 +598,7 @@ _OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("call_unit", Swap("outer is not None or", "False or"), "activations"),
         ("call_pass", Drop("args, kwargs = untraced(moved,"), "offload_device:until_inputs"),
     ],
-    "nested": [
-        ("moved", Swap(", non_blocking=True", ""), "offload_device:until_inputs"),
-    ],
+    "nested": [("moved", Swap(", non_blocking=True", ""), "offload_device:until_inputs")],
     "torch_private": [
         ("kept", Drop("if tensor._version != version:"), "ends:tokens"),
         ("saved_as_it_is", Swap(' and getattr(saved, "unpack_hook", data) is None', ""), "lookups:hooks"),

@@ -20,14 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard import Precision, StreamShard, build, load_checkpoint, save_checkpoint
-from streamshard.errors import (
-    ConfigError,
-    RankMismatchError,
-    ShardingError,
-    StreamShardError,
-    UnitError,
-    log,
-)
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError, UnitError, log
 from tests.launched import Launched, run_script
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks

@@ -46,10 +46,7 @@ class _Recurrent(nn.Module):
 def _state_of(model: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
     """By name, each module's class and entries, hooks by their number."""
     return {
-        name: (
-            type(module),
-            {key: len(value) if key in _STATE[1:] else value for key, value in vars(module).items()},
-        )
+        name: (type(module), {key: len(value) if key in _STATE[1:] else value for key, value in vars(module).items()})
         for name, module in modules_of(model)
     }
 
