@@ -223,7 +223,7 @@ _DIES_WHILE_IT_CONNECTS = """
     while rank == 0 and not os.path.exists(DIRECTORY + "/dead"):
         time.sleep(0.01)
     try:
-        make_host_group(dist.group.WORLD, timedelta(hours=1), timedelta(seconds=5))
+        make_host_group(dist.group.WORLD, timedelta(hours=1), timedelta(seconds=2))
     except RuntimeError as error:
         print("raised", error)
 """

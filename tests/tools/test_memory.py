@@ -126,7 +126,7 @@ def test_what_a_model_with_dtensors_would_hold_is_what_it_holds(context: RankCon
 
 def test_a_rank_that_cannot_pin_host_memory_says_what_it_would_hold(ranks: RankPool) -> None:
     """On the device, whose use torch knows, and in host memory. The others name this rank."""
-    ranks(2, group_timeout_s=3.0).run(_pin_on_rank_0)  # rank 0 waits for it in a broadcast of the played device
+    ranks(2, group_timeout_s=1.5).run(_pin_on_rank_0)  # rank 0 waits for it in a broadcast of the played device
 
 
 def _pin_on_rank_0(context: RankContext) -> None:
