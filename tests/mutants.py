@@ -116,8 +116,16 @@ def _test_file(name: str) -> Path:
     return path
 
 
-def _text(source: str, node: ast.AST) -> str:
-    return ast.get_source_segment(source, node) or ""
+@functools.cache
+def _lines(source: str) -> list[bytes]:
+    return source.encode().splitlines(keepends=True)
+
+
+def _text(source: str, node: ast.stmt) -> str:
+    """As `ast.get_source_segment`, which splits the source into lines each time."""
+    lines = _lines(source)[node.lineno - 1 : node.end_lineno]
+    text = b"".join(lines)
+    return text[node.col_offset : len(text) - len(lines[-1]) + (node.end_col_offset or 0)].decode()
 
 
 _PUT_THEN_LOOK = "inside.put(MANIFEST_NAME, manifest)\n            if not inside.is_file(BEGUN):"

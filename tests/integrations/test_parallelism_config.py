@@ -36,7 +36,7 @@ from streamshard import (  # noqa: E402
 from streamshard.integrations.accelerate import StreamShardAccelerator  # noqa: E402
 from streamshard.integrations.transformers import StreamShardTrainer  # noqa: E402
 
-WORDS, STEPS, CLIP = 64, 3, 0.5
+WORDS, STEPS, CLIP = 64, 2, 0.5
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
     "qwen2": transformers.Qwen2Config,

@@ -291,9 +291,6 @@ def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> No
 # -- while a model is built -------------------------------------------------------------------------------------------
 
 
-SLOTS = pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
-
-
 class Wide(nn.Module):
     """4 MiB for each matrix."""
 
@@ -308,8 +305,8 @@ def _walk(events: Sequence[Any]) -> Iterator[Any]:
         yield from _walk(event.children)
 
 
-@on_ranks(1, 2)
-@SLOTS
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "slots"), [(1, {}), (2, {}), (2, {"weight_slots": "all", "grad_slots": "all"})])
 def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext, slots: dict[str, Any]) -> None:
     """The model's own memory goes unit by unit, before there is any for gradients: 48 MiB that are not there twice."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, simulated_device():

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard, plan
-from streamshard.errors import ConfigError
 from streamshard.planning.discovery import find_units
 from streamshard.tools.activations import Activations, LiveBytes, estimate_activations
 from streamshard.tools.command import main
@@ -160,8 +159,8 @@ def test_planned_activations_are_the_peak_of_a_step(context: RankContext, name: 
 def test_planned_activations_of_micro_batches_are_the_peak_of_a_step(context: RankContext, name: str) -> None:
     """What layers keep for all of them, the head and loss of one, and gradients of a small tied head of all."""
     pytest.importorskip("transformers")
-    for is_checkpointed, estimate in enumerate(planned(name, 5)):
-        true = measure(name, 5, is_checkpointed=bool(is_checkpointed))
+    for is_checkpointed, estimate in enumerate(planned(name, 3)):
+        true = measure(name, 3, is_checkpointed=bool(is_checkpointed))
         assert 0.99 <= estimate / true <= 1.01, (estimate, true)
 
 
@@ -223,11 +222,11 @@ def test_frozen_parameters_make_no_gradients() -> None:
 
 def test_attention_with_dropout_keeps_its_weights_on_cpus_only() -> None:
     """GPUs have fused kernels for it: twice the sequence takes twice the memory."""
-    build, found = CASES["GPT-2 with dropout"][0], dict[tuple[bool, int], int]()
     pytest.importorskip("transformers")
+    found = dict[tuple[bool, int], int]()
     for on_gpus, seq in ((True, 512), (True, 1024), (False, 512), (False, 1024)):
         with torch.device("meta"):
-            model = build()
+            model = _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1024})
         units = find_units(model, None)
         found[on_gpus, seq] = estimate_activations(model, units, torch.bfloat16, 1, seq, on_gpus=on_gpus).without
     assert found[True, 1024] < 2.1 * found[True, 512]
@@ -259,9 +258,3 @@ def test_a_model_that_cannot_run_has_a_plan_without_activations(capsys: pytest.C
         assert made.stages == plan(build, 2).stages
     assert main(["plan", "tests.models:Stack", "--ranks", "2", "--batch", "1", "--seq", "4"]) == 0
     assert "activations: unknown, because" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("shape", [{"batch": 1}, {"seq": 0}, {"batch": 0, "seq": 4}])
-def test_a_shape_of_tokens_has_positive_numbers(shape: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="wanted positive numbers, or neither"):
-        plan(TinyLM, 2, **shape)  # type: ignore[arg-type]
