@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from streamshard import StopOnSignal, latest, load_checkpoint, save_checkpoint
+from streamshard.comm import flight_recorder
 from tests.checkpoint import runs
 from tests.launched import Launched
 
@@ -85,6 +86,7 @@ def train(directory: Path, moments: list[Moment]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own processes are not forked
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
+    flight_recorder._LOGS_WITHIN_S = 0.2  # how long a rank waits for the log of one that was killed
     rank, checkpoints = int(os.environ["RANK"]), directory / "checkpoints"
     starts = directory / f"starts of rank {rank}"
     start = len(starts.read_text().splitlines()) if starts.exists() else 0
