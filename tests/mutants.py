@@ -210,7 +210,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/flight_recorder": [
         ("FlightRecorder._show_if_idle", Drop("elif self._shown is not None"), "flight_recorder:takes_it_back"),
         ("FlightRecorder._look_for_failure", Drop('log.error("%s", self.difference)'), "flight_recorder:alone"),
-        ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:alone"),
+        ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:explains"),
     ],
     "comm/gloo": [
         ("Exchange._abandon", Drop("state_of(self.group).abandoned.extend(self.messages)"), "transport"),

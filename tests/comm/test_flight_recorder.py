@@ -508,6 +508,14 @@ def test_an_idle_rank_shows_its_log_and_takes_it_back_when_it_goes_on(context: R
             dist.barrier()
 
 
+def test_what_the_watchdog_has_found_explains_an_error_at_once() -> None:
+    """Other logs may have changed since, and their ranks may be gone."""
+    own = FlightRecorder(None)
+    own.difference = "rank 0 gathers 'layers.0', rank 1 reduces it"
+    with mock.patch.object(own, "_read", side_effect=AssertionError):
+        assert own.explain(RuntimeError("a closed connection")) == own.difference
+
+
 @on_ranks(2)
 def test_one_thread_looks_after_all_ranks_and_keeps_none_of_them_alive(context: RankContext) -> None:
     """Their memory goes with their model."""
