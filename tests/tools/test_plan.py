@@ -489,27 +489,34 @@ def test_the_command_plans_the_model_of_a_function(
     sys.path.remove(str(tmp_path))
 
 
-def test_the_command_takes_units_resident_modules_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Several names each. The plan is that of `plan` with the same arguments."""
-    command = ["plan", "tests.models:TinyLM", "--ranks", "2", "--json", "--units", "Block", "embedding"]
-    assert main([*command, "--resident", "blocks.1", "--min-unit-size", "16KiB"]) == 0
-    wanted = plan(TinyLM, 2, ["Block", "embedding"], resident=["blocks.1"], min_unit_size="16KiB")
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        (
+            "--units Block embedding --resident blocks.1 --min-unit-size 16KiB",
+            {"units": ["Block", "embedding"], "resident": ["blocks.1"], "min_unit_size": "16KiB"},
+        ),
+        (
+            "--replicas 3 --precision fp32 --sums-in-rank-order",
+            {"replicas": 3, "precision": Precision(param_dtype=torch.float32, sums_in_rank_order=True)},
+        ),
+        (
+            "--replicas 3 --precision fp32 --shard-over-replicas",
+            {"replicas": 3, "precision": "fp32", "shard_over_replicas": True},
+        ),
+    ],
+)
+def test_the_command_takes_the_arguments_of_plan(
+    capsys: pytest.CaptureFixture[str], options: str, arguments: dict[str, Any]
+) -> None:
+    command = ["plan", "tests.models:TinyLM", "--ranks", "2", *options.split()]
+    wanted = plan(TinyLM, 2, **arguments)
+    assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(wanted)))
-    default = plan(TinyLM, 2)
-    assert wanted.units != default.units
-
-
-def test_the_command_plans_replicas_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "tests.models:TinyLM", "--ranks", "2", "--replicas", "3", "--precision", "fp32"]
-    assert main([*command, "--sums-in-rank-order"]) == 0
-    precision = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
-    assert capsys.readouterr().out == f"{plan(TinyLM, 2, replicas=3, precision=precision)}\n"
-    assert main([*command, "--shard-over-replicas"]) == 0
-    assert capsys.readouterr().out == f"{plan(TinyLM, 2, replicas=3, precision='fp32', shard_over_replicas=True)}\n"
     assert main(command) == 0
-    told = capsys.readouterr().out
-    assert told == f"{plan(TinyLM, 2, replicas=3, precision=Precision(param_dtype=torch.float32))}\n"
-    assert "parameters on 2 ranks in each of 3 replicas" in told and "sent by a rank in a step, within its" in told
+    assert (text := capsys.readouterr().out) == f"{wanted}\n"
+    if "replicas" in arguments:
+        assert "parameters on 2 ranks in each of 3 replicas" in text and "sent by a rank in a step, within its" in text
 
 
 def test_a_plan_takes_no_mesh() -> None:
@@ -616,13 +623,6 @@ def test_a_model_of_the_hub_comes_from_the_cache(tmp_path: Path, monkeypatch: py
         assert type(builder_of("maker/tiny")()).__name__ == "LlamaForCausalLM"
 
 
-def test_a_bad_size_is_refused_before_the_model_is_built(capsys: pytest.CaptureFixture[str]) -> None:
-    """Building takes seconds; here the model does not exist."""
-    for option in ("--budget", "--device-budget", "--min-unit-size"):
-        assert main(["plan", "no.such.module:build", "--ranks", "8", option, "80X"]) == 2
-        assert "80X'" in capsys.readouterr().err
-
-
 def test_bad_input_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -656,6 +656,8 @@ def test_bad_input_is_named(
         ([str(config), *ranks, "--device-budget", "1GB"], "device_budget='1GB': without offload"),
         ([str(config), *ranks, "--units", "NoSuchLayer"], "units names 'NoSuchLayer'"),
         ([str(config), *ranks, "--min-unit-size", "some"], "min_unit_size='some': wanted"),
+        # Before the model is built, which takes seconds.
+        *((["no.such.module:build", *ranks, option, "80X"], "80X'") for option in ("--budget", "--device-budget")),
     ):
         assert main(["plan", *command]) == 2, command
         said = capsys.readouterr().err
