@@ -5,8 +5,10 @@ A fresh interpreter would take seconds to import torch.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
+import signal
 import socket
 import sys
 import textwrap
@@ -17,9 +19,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
 from tests.ranks import forkserver, warnings_are_errors
 
 ROOT = Path(__file__).parents[1]
+_PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
@@ -94,6 +100,23 @@ class Launched:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def run_by_torchrun(ranks: int, target: Callable[..., object], *args: Any) -> None:
+    """Call `target` on ranks that torchrun's own code starts, and restarts up to three times. They are forked.
+
+    Raises:
+        ChildFailedError: a rank has failed once more.
+    """
+
+    def run_rank() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own processes are not forked
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        torch.set_num_threads(1)
+        target(*args)
+
+    config = LaunchConfig(1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
+    elastic_launch(config, run_rank)()
 
 
 def _run(environment: dict[str, str], output: Path, target: Callable[..., None], *args: Any) -> None:

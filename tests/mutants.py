@@ -116,8 +116,16 @@ def _test_file(name: str) -> Path:
     return path
 
 
-def _text(source: str, node: ast.AST) -> str:
-    return ast.get_source_segment(source, node) or ""
+@functools.cache
+def _lines(source: str) -> list[bytes]:
+    return source.encode().splitlines(keepends=True)
+
+
+def _text(source: str, node: ast.stmt) -> str:
+    """As `ast.get_source_segment`, which splits the source into lines each time."""
+    lines = _lines(source)[node.lineno - 1 : node.end_lineno]
+    text = b"".join(lines)
+    return text[node.col_offset : len(text) - len(lines[-1]) + (node.end_col_offset or 0)].decode()
 
 
 _PUT_THEN_LOOK = "inside.put(MANIFEST_NAME, manifest)\n            if not inside.is_file(BEGUN):"
@@ -147,13 +155,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Entry.order", Swap("made.generation, made.number", "made.number, made.generation"), "directory"),
         ("open_verified", Drop('run_on_all_ranks(ranks, f"verify {path}"'), "find"),
     ],
-    "checkpoint/manifest": [
-        ("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find"),
-    ],
+    "checkpoint/manifest": [("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find")],
     "checkpoint/save": [
         ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),
         ("start_copies", Swap("current_stream(device))", "Stream())"), "simulated_device:copies"),
-        ("start_copies", Swap("current_stream(device)", "current_stream()"), "simulated_device:copies"),
         ("start_copies", Drop("sources.append(piece.data)"), "simulated_device:copies"),
         ("start_copies", Swap("copy = copy.", f"{_ASIDE} copy = copy."), "simulated_device:copies"),
         ("start_copies", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
@@ -169,7 +174,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/object_store": [
         ("ObjectStore.begin", Swap("put(BEGUN", "put(MANIFEST_NAME"), "object_storage:kill"),
         ("ObjectStore.publish", Swap(_PUT_THEN_LOOK, _LOOK_THEN_PUT), "object_storage:deletes"),
-        ("ObjectStore.publish", Drop("if not inside.is_file(BEGUN)"), "object_storage:deletes"),
         ("ObjectStore.publish", Drop("with contextlib.suppress(OSError)"), "object_storage:deletes"),
         ("ObjectStore.sweep", Drop("self._inside(name).unlink(BEGUN)"), "object_storage:deletes"),
         ("ObjectStore.sweep", Drop("if not self._inside"), "object_storage:kill"),
@@ -198,9 +202,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "groups:restart"),
         ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
     ],
-    "comm/host_groups": [
-        ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
-    ],
+    "comm/host_groups": [("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone")],
     "comm/ranks": [
         ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
         ("_after_fork_in_child", Drop("_watchdog = _Watchdog(inherited)"), "flight_recorder:forked"),
@@ -210,7 +212,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/flight_recorder": [
         ("FlightRecorder._show_if_idle", Drop("elif self._shown is not None"), "flight_recorder:takes_it_back"),
         ("FlightRecorder._look_for_failure", Drop('log.error("%s", self.difference)'), "flight_recorder:alone"),
-        ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:alone"),
+        ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:explains"),
     ],
     "comm/gloo": [
         ("Exchange._abandon", Drop("state_of(self.group).abandoned.extend(self.messages)"), "transport"),
@@ -221,7 +223,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ),
     ],
     "comm/transport": [
-        ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32"),
+        ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32")
     ],
     "comm/nccl": [
         ("NcclTransport.start_flags", Swap("ReduceOp.MAX", "ReduceOp.SUM"), "transport"),
@@ -229,8 +231,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("NcclTransport._exchange", Swap(".unbind()", ".unbind()[::-1]"), "same_bits:device"),
         ("NcclTransport.meet", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_all_to_all", _NO_STREAM, "whole_parameters:wait"),
-        ("NcclTransport.start_average", _NO_STREAM, _STREAMS),
-        ("NcclTransport.start_hop", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_gather", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_reduce", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_reduce", Swap("  out.mul_(", f"  {_ON_COMPUTE} out.mul_("), _STREAMS),
@@ -279,7 +279,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "matrix",
         ),
         ("Backward._close_pass", Drop("engine.reductions.start_late("), "execution passes"),
-        ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "not skipped"), "matrix"),
         ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "True"), "execution matrix"),
         ("Backward.begin", Swap("scale=engine.inputs.grad_scale", "scale=1.0"), "join"),
         ("Backward.recover", Drop("while self.callback_of() is not None:"), "exceptions"),
@@ -349,16 +348,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "norms": [
         ("local_norms", Swap("tensors)), dtype=torch.float64)", "tensors)))"), "same_bits:clipped"),
         ("_groups", Swap("numel + tensor.numel() > _GROUP", "len(group) == 1"), "norms"),
-        ("_groups", Swap("group, numel = [], 0", "group = []"), "norms"),
         ("_norms_of_small", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
-    "guards/loop": [
-        ("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty"),
-    ],
+    "guards/loop": [("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
-        ("OuterShards._gather", Drop("unit.versions_sent = now"), "outer_shards:cross"),
         ("OuterShards.begin_reduction", Swap("1 - self._turn", "0"), "outer_shards:every_way"),
         ("OuterShards.begin_reduction", Swap("adds\n", "False\n"), "outer_shards:every_way"),
         ("OuterShards.finish_average", Drop("self.flush()"), "outer_shards:every_way"),
@@ -369,7 +364,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
-        ("UsedParams._fetch_steps", Swap("non_blocking=True", "non_blocking=False"), "gpu:pinned"),
         ("Reductions.start", Drop("self._axis.finish_average(unit)"), "replicas"),
         ("Reductions.start", Drop("if unit.grads.is_early"), "step_in_backward:parts"),
         (
@@ -413,7 +407,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("TiedHead.put", Drop("with AsTensors():"), "tied"),
     ],
     "core/saved_tensors": [
-        ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later"),
+        ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later")
     ],
     "core/slots": [
         ("GradSlot.open", Drop("self.weights.read.complete()"), "shared_memory matrix"),
@@ -461,7 +455,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.collect", Drop("if absent and not adds:"), "execution"),
         ("UnitGrads._wait_for", Drop("current.wait_stream(stream)"), _STREAMS),
         ("UnitGrads.drop", Swap("not self._renew()", "False"), "pieces"),
-        ("UnitGrads._renew", Drop("is_alone = sum("), "pieces"),
         ("UnitGrads._renew", Drop("is_alone = is_alone and {*map(getrefcount"), "pieces"),
         ("UnitGrads._renew", Swap("{*map(len, map(vars, given))} == {_ATTRIBUTES}", "True"), "pieces:serve_again"),
         ("UnitGrads.give", Swap("is_new or param.is_kept", "is_new"), "loops"),
@@ -490,9 +483,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "activations"),
         ("classes_of", Drop("entries[inner] = property"), "packed"),
     ],
-    "../tests/adversary": [
-        ("delay", Drop("sleep(_DELAY_CYCLES)"), "adversary"),
-    ],
+    "../tests/adversary": [("delay", Drop("sleep(_DELAY_CYCLES)"), "adversary")],
     "build": [
         ("shard_model", Drop("ranks.broadcast(tensor)"), "packed"),
         ("_taking_weights", Swap("is_part=bool(form_of(found.param).box)", "is_part=False"), "tensor_parallel:other"),
@@ -502,9 +493,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_by_kind", Swap("found.is_expert", "False"), "expert_parallel"),
     ],
     "core/clipping": [("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process")],
-    "full": [
-        ("summon", Drop("_refuse_different(engine, edited, failure)"), "full"),
-    ],
+    "full": [("summon", Drop("_refuse_different(engine, edited, failure)"), "full")],
     "layer_major/step": [
         ("LayerMajorStep._run_backward", Swap("in reversed(list(enumerate(self._visits)))}", _VISITS), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Swap("self._micro_batches:  # that", "visit.micro_batches:  #"), _LAYER_MAJOR),
@@ -524,16 +513,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("ThreadState.put", Drop("torch.set_grad_enabled("), _LAYER_MAJOR),
         ("with_other_numbers", Swap("manual_seed(seed)", "manual_seed(0)"), "accumulate:random"),
     ],
-    "layer_major/sums": [
-        ("Sums.swap", Drop("setattr("), _LAYER_MAJOR),
-    ],
+    "layer_major/sums": [("Sums.swap", Drop("setattr("), _LAYER_MAJOR)],
     "integrations/transformers": [
         ("StreamShardTrainerMixin._dividing_once", Swap("loss / n_ranks", "loss"), "transformers:training_equals"),
-        (
-            "StreamShardTrainerMixin._dividing_once",
-            Drop("if not is_multiplied"),
-            "transformers:divisor_of_ones_own",
-        ),
+        ("StreamShardTrainerMixin._dividing_once", Drop("if not is_multiplied"), "transformers:divisor_of_ones_own"),
         (
             "StreamShardTrainerMixin._dividing_once",
             Swap("self.accelerator.backward = divided", "self.accelerator.backward = backward"),
@@ -549,14 +532,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
         ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),
     ],
-    "optim/averages": [
-        ("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages"),
-    ],
-    "optim/inner": [
-        ("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state"),
-    ],
+    "optim/averages": [("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages")],
+    "optim/inner": [("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state")],
     "optim/rounds": [
-        ("Rounds._compare", Drop("self._event.record("), "whole_parameters:host_reads"),
         ("Rounds._compare", Swap("StreamName.COMPUTE", "StreamName.COMM"), "whole_parameters:host_reads"),
         ("Rounds.grads_differ", Drop("self._event.synchronize()"), "whole_parameters:host_reads"),
         ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
@@ -579,7 +557,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.settle", Swap("in self._copied", "in self._copied[1:]"), "offload:events_order"),
         ("HostState.settle", Drop("self._is_busy = False"), "offload:never_waits"),
         ("HostState.launch", Drop("self._is_busy = True"), "offload:changes_no_bit"),
-        ("HostState.add_step", Drop("self._is_busy = True"), "offload:changes_no_bit"),
     ],
     "core/host_grads": [
         ("HostGrads.multiply", Swap("factor.clone()", "factor"), "offload_events:number_that"),
@@ -594,7 +571,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("LateStep.run", Drop("host.launch(StreamName.STORE"), "offload:changes_no_bit"),
         ("_Chunk._fetch_state", Swap(", copy=not part.is_last", ""), "offload:changes_no_bit"),
         ("_Chunk._fetch_state", Swap("copy=not part.is_last", "copy=True"), "late_step:settings"),
-        ("_Chunk._fetch", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
         ("_Chunk.store", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
         ("_Chunk.step", Drop("self._tensors += "), "offload:events_order"),
         ("_inside", Swap(") == wanted", ") or True"), "late_step:settings"),
@@ -620,9 +596,7 @@ _OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("call_unit", Swap("outer is not None or", "False or"), "activations"),
         ("call_pass", Drop("args, kwargs = untraced(moved,"), "offload_device:until_inputs"),
     ],
-    "nested": [
-        ("moved", Swap(", non_blocking=True", ""), "offload_device:until_inputs"),
-    ],
+    "nested": [("moved", Swap(", non_blocking=True", ""), "offload_device:until_inputs")],
     "torch_private": [
         ("kept", Drop("if tensor._version != version:"), "ends:tokens"),
         ("saved_as_it_is", Swap(' and getattr(saved, "unpack_hook", data) is None', ""), "lookups:hooks"),

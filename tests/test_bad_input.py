@@ -20,18 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard import Precision, StreamShard, build, load_checkpoint, save_checkpoint
-from streamshard.errors import (
-    ConfigError,
-    RankMismatchError,
-    ShardingError,
-    StreamShardError,
-    UnitError,
-    log,
-)
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError, UnitError, log
 from tests.launched import Launched, run_script
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, full_grads, lm_step, stack_step
+from tests.reference import FP32, Call, case, full_grads, lm_step, stack_step
 
 
 def _state_of(model: nn.Module) -> list[object]:
@@ -73,11 +66,12 @@ BAD_MODELS: dict[str, tuple[Callable[[int], Any], str]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", BAD_MODELS)
-def test_models_that_cannot_be_sharded_are_refused(context: RankContext, what: str) -> None:
-    make, match = BAD_MODELS[what]
-    with pytest.raises(ShardingError, match=match):
-        StreamShard(make(context.world_size))
+def test_models_that_cannot_be_sharded_are_refused(context: RankContext) -> None:
+    for what in BAD_MODELS:
+        with case(what):
+            make, match = BAD_MODELS[what]
+            with pytest.raises(ShardingError, match=match):
+                StreamShard(make(context.world_size))
 
 
 @on_ranks(2)
@@ -108,17 +102,18 @@ def test_two_models_share_a_frozen_module_by_a_copy(context: RankContext) -> Non
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.float64])
-def test_parameters_of_other_dtypes_are_refused_by_name(context: RankContext, dtype: torch.dtype) -> None:
+def test_parameters_of_other_dtypes_are_refused_by_name(context: RankContext) -> None:
     """Complex numbers, truth values, and fp64, which fp32 shards would round."""
-    model, value = TinyLM(), torch.zeros(3, dtype=dtype)
-    model.blocks[1].register_parameter("odd", nn.Parameter(value, requires_grad=value.is_complex()))
-    assert_refused(model, ShardingError, rf"blocks\.1\.odd.*{value.dtype}")
-    if dtype is torch.float64:
-        trained: Any = StreamShard(Stack().double().float(), precision="fp32")
-        trained(torch.ones(2, 16, dtype=dtype)).sum().backward()
-    del model.blocks[1]._parameters["odd"]
-    assert_trains(context, model)
+    for dtype in [torch.complex64, torch.bool, torch.float64]:
+        with case(dtype):
+            model, value = TinyLM(), torch.zeros(3, dtype=dtype)
+            model.blocks[1].register_parameter("odd", nn.Parameter(value, requires_grad=value.is_complex()))
+            assert_refused(model, ShardingError, rf"blocks\.1\.odd.*{value.dtype}")
+            if dtype is torch.float64:
+                trained: Any = StreamShard(Stack().double().float(), precision="fp32")
+                trained(torch.ones(2, 16, dtype=dtype)).sum().backward()
+            del model.blocks[1]._parameters["odd"]
+            assert_trains(context, model)
 
 
 # ---------------------------------------------------------------------------------------------- the units
@@ -139,13 +134,14 @@ BAD_UNITS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", BAD_UNITS)
-def test_bad_units_are_refused_by_name(context: RankContext, what: str) -> None:
+def test_bad_units_are_refused_by_name(context: RankContext) -> None:
     """Overlaps, strangers, empty ones; afterwards the same model can be sharded."""
-    units_of, match = BAD_UNITS[what]
-    model = TinyLM()
-    assert_refused(model, UnitError, f"(?s){match}", units_of(model))
-    assert_trains(context, model)
+    for what in BAD_UNITS:
+        with case(what):
+            units_of, match = BAD_UNITS[what]
+            model = TinyLM()
+            assert_refused(model, UnitError, f"(?s){match}", units_of(model))
+            assert_trains(context, model)
 
 
 # ---------------------------------------------------------------------------------------------- the settings
@@ -173,13 +169,14 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", BAD_SETTINGS)
-def test_bad_settings_are_refused_by_name(context: RankContext, what: str) -> None:
+def test_bad_settings_are_refused_by_name(context: RankContext) -> None:
     """The argument and its value are in the message."""
-    settings, match = BAD_SETTINGS[what]
-    model = TinyLM()
-    assert_refused(model, ConfigError, match, **settings)
-    assert_trains(context, model)
+    for what in BAD_SETTINGS:
+        with case(what):
+            settings, match = BAD_SETTINGS[what]
+            model = TinyLM()
+            assert_refused(model, ConfigError, match, **settings)
+            assert_trains(context, model)
 
 
 @on_ranks(2)
@@ -250,13 +247,14 @@ DIFFERENCES: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_ranks_with_different_models_are_refused_on_every_rank(context: RankContext, what: str) -> None:
+def test_ranks_with_different_models_are_refused_on_every_rank(context: RankContext) -> None:
     """Every rank raises, names the first difference and the rank, and keeps its model."""
-    build, match = DIFFERENCES[what]
-    model = build(min(context.rank, 1))
-    assert_refused(model, RankMismatchError, f"(?s){match}")
-    dist.barrier()
+    for what in DIFFERENCES:
+        with case(what):
+            build, match = DIFFERENCES[what]
+            model = build(min(context.rank, 1))
+            assert_refused(model, RankMismatchError, f"(?s){match}")
+            dist.barrier()
 
 
 @on_ranks(2)
@@ -267,18 +265,13 @@ def test_another_version_on_a_rank_is_refused_on_every_rank(context: RankContext
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "settings",
-    [{"units": ["layers.1", "layers.2"]}, {"precision": FP32}, {"resident": ["layers.1"]}],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_ranks_with_different_settings_are_refused_on_every_rank(
-    context: RankContext, settings: dict[str, Any]
-) -> None:
-    model = Stack()
-    assert_refused(model, RankMismatchError, "rank", **(settings if context.rank else {}))
-    dist.barrier()
-    assert_trains(context, model)
+def test_ranks_with_different_settings_are_refused_on_every_rank(context: RankContext) -> None:
+    for settings in [{"units": ["layers.1", "layers.2"]}, {"precision": FP32}, {"resident": ["layers.1"]}]:
+        with case(settings):
+            model = Stack()
+            assert_refused(model, RankMismatchError, "rank", **(settings if context.rank else {}))
+            dist.barrier()
+            assert_trains(context, model)
 
 
 @on_ranks(2)

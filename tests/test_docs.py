@@ -12,7 +12,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ import streamshard
 from streamshard.tools.command import _parser
 from tests import families
 from tests.integrations.accelerating import launched
-from tests.launched import ROOT, free_port
+from tests.launched import ROOT, Launched, free_port, run_script
 from tests.models import token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.simulated import simulated_device
@@ -265,11 +264,7 @@ def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_
         "optimizer": torch.optim.AdamW(model.parameters()),
         "batch": {"input_ids": tokens, "labels": tokens},
     }
-    with (
-        _inside(tmp_path),
-        launched(context),
-        simulated_device() if page in _ON_A_DEVICE else contextlib.nullcontext(),
-    ):
+    with _inside(tmp_path), launched(context), simulated_device() if page in _ON_A_DEVICE else contextlib.nullcontext():
         for line, code in [(0, textwrap.dedent(_SET_UP.get(page, ""))), *_blocks(page)]:
             if not any(page == name and word in code for name, word in _LEFT_OUT):
                 for old, new in _REPLACED.get(page, {}).items():
@@ -336,8 +331,8 @@ make_model = families.llama
 def make_batch():
     return {{"input_ids": token_batch(0, 0), "labels": token_batch(0, 0)}}
 {code.replace("num_processes=2", f"num_processes=2, use_port='{free_port()}'")}"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert re.findall(r"step (\d): loss", done.stdout) == ["0", "1", "2"], done.stderr
+    ((_, told),) = Launched(0, tmp_path, run_script, script).end()
+    assert re.findall(r"step (\d): loss", told) == ["0", "1", "2"], told
 
 
 @pytest.mark.parametrize("before", ["train_ddp.py", "train_fsdp2.py"])

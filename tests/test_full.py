@@ -165,10 +165,7 @@ def test_changes_that_would_be_lost_raise_at_the_end(context: RankContext) -> No
         (reshape, r"head\.weight.*\(2, 16\), wanted \(1, 16\)"),
         (replace, r"head\.weight.*replaced"),
     ):
-        with (
-            pytest.raises(ShardingError, match=message),
-            model.summon_full_params(),
-        ):
+        with pytest.raises(ShardingError, match=message), model.summon_full_params():
             model.layers[0].linear.weight.data.zero_()
             change()
         model.head._parameters["weight"] = head

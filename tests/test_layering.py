@@ -32,13 +32,19 @@ def test_only_one_module_uses_private_functions_of_torch() -> None:
     assert found == []
 
 
-def test_a_plain_process_loads_no_code_for_hugging_face(tmp_path: Path) -> None:
-    """Sharding, training, saving and loading a model of torch.nn. An export splits files by huggingface_hub."""
-    script = f"""
+def test_the_class_loads_the_core_alone_and_training_no_code_for_hugging_face(tmp_path: Path) -> None:
+    """No instrument, checkpoint, optimizer, integration or transport, and none of the libraries that these need.
+
+    Then a model of torch.nn is trained, saved and loaded; an export splits files by huggingface_hub. At last each
+    public name is found: by itself, by a star, and in ``dir``; a type checker finds the same ones, as ``name as name``.
+    """
+    code = f"""
 import sys
+from streamshard import StreamShard
+print(*sys.modules)
 import torch
 import torch.distributed as dist
-from streamshard import StreamShard, export_safetensors, init_weights, load_safetensors
+from streamshard import export_safetensors, init_weights, load_safetensors
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 with torch.device("meta"):
@@ -52,29 +58,16 @@ load_safetensors(model, {str(tmp_path)!r})
 names = ("streamshard.integrations.", "transformers", "peft", "diffusers", "accelerate")
 dist.destroy_process_group()
 print(sorted(name for name in sys.modules if name.startswith(names)))
-"""
-    found = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=90)
-    assert found.stdout.strip() == "[]", found.stderr
-
-
-def test_the_class_loads_the_core_alone_and_each_public_name_is_found() -> None:
-    """No instrument, checkpoint, optimizer, integration or transport, and none of the libraries that these need.
-
-    A name is found by itself, by a star, and in ``dir``; a type checker finds the same ones, as ``name as name``.
-    """
-    code = """
-import sys
-from streamshard import StreamShard
-print(*sys.modules)
 import streamshard
 assert streamshard.optim.WholeParameterOptimizer and not hasattr(streamshard, "nothing")
-names = {}
+names = {{}}
 exec("from streamshard import *", names)
 for name in streamshard.__all__:
     print(name, getattr(streamshard, name) is names[name], name in dir(streamshard))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    first, *lines = done.stdout.splitlines()
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    first, in_training, *lines = done.stdout.splitlines()
     modules = first.split()
     loaded = {name for name in modules if name.partition(".")[0] == "streamshard"}
     assert len(loaded) <= 47
@@ -82,6 +75,7 @@ for name in streamshard.__all__:
     assert [name for name in sorted(loaded) if name.removeprefix("streamshard.").startswith(others)] == []
     libraries = "transformers", "peft", "accelerate", "safetensors", "huggingface_hub", "matplotlib"
     assert [name for name in libraries if name in modules] == []
+    assert in_training == "[]"
     assert lines == [f"{name} True True" for name in streamshard.__all__]
     typed = re.findall(r"\b(\w+) as \1\b", (PACKAGE / "__init__.py").read_text())
     assert sorted({*typed} - {"checkpoint", "errors", "optim"}) == streamshard.__all__

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -27,7 +26,7 @@ from streamshard import StreamShard
 from streamshard.checkpoint.directory import open_verified
 from streamshard.checkpoint.json_codec import decode
 from streamshard.comm.ranks import RankGroup
-from tests.launched import ROOT, Launched, run_file
+from tests.launched import ROOT, Launched, run_by_torchrun, run_file
 from tests.ranks import RankContext, on_ranks
 from tests.reference import difference, full_weights
 
@@ -196,9 +195,8 @@ def test_the_main_job_goes_on_after_it_was_killed_and_after_its_end(tmp_path: Pa
 
 def _launch_wrongly() -> None:
     """As torchrun does, whose processes would import torch anew; prints what it ends with."""
-    config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
     try:
-        elastic_launch(config, run_file)([JOB, "--bogus"])
+        run_by_torchrun(1, run_file, [JOB, "--bogus"])
     except ChildFailedError as error:
         print(error)
 

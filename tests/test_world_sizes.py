@@ -70,9 +70,7 @@ def _counts_of_a_step(world_size: int, precision: Precision) -> dict[str, object
 
 
 @pytest.mark.parametrize(
-    "precision",
-    [BF16, Precision(sums_in_rank_order=True)],
-    ids=["the backend's sums", "sums in rank order"],
+    "precision", [BF16, Precision(sums_in_rank_order=True)], ids=["the backend's sums", "sums in rank order"]
 )
 def test_nothing_that_a_rank_does_grows_with_the_number_of_ranks(precision: Precision) -> None:
     """Operators of construction and of a step, collectives, slots, buffers. Shards shrink with the number of ranks.

@@ -6,7 +6,6 @@ A moment is the call of a function, not a time, so the machine's speed does not 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -19,18 +18,15 @@ from types import FrameType
 from typing import NamedTuple
 
 import numpy
-import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from streamshard import StopOnSignal, latest, load_checkpoint, save_checkpoint
+from streamshard.comm import flight_recorder
 from tests.checkpoint import runs
-from tests.launched import Launched
+from tests.launched import Launched, run_by_torchrun
 
 LAST = 8
 SAVES_EVERY = 3
-_PR_SET_PDEATHSIG = 1
-_MOST_RESTARTS = 3
 
 
 class Moment(NamedTuple):
@@ -59,21 +55,19 @@ def _disturbed(moments: list[Moment]) -> Iterator[None]:
     counts: Counter[str] = Counter()
 
     def look(frame: FrameType, event: str, _: object) -> None:
-        if event != "call":
-            return
         name = frame.f_code.co_name
         counts[name] += 1
         for moment in moments:
             if moment.function == name and counts[name] - 1 == moment.number:
                 os.kill(os.getppid() if moment.to_launcher else os.getpid(), moment.signal)
 
-    sys.setprofile(look)
-    threading.setprofile(look)
+    sys.settrace(look)  # of calls alone, because it returns nothing
+    threading.settrace(look)
     try:
         yield
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]  # clears it
 
 
 def _note(file: Path, line: str) -> None:
@@ -84,9 +78,7 @@ def _note(file: Path, line: str) -> None:
 
 def train(directory: Path, moments: list[Moment]) -> None:
     """A rank's program, as the guide to restarts says."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own processes are not forked
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(1)
+    flight_recorder._LOGS_WITHIN_S = 0.2  # how long a rank waits for the log of one that was killed
     rank, checkpoints = int(os.environ["RANK"]), directory / "checkpoints"
     starts = directory / f"starts of rank {rank}"
     start = len(starts.read_text().splitlines()) if starts.exists() else 0
@@ -113,12 +105,9 @@ def train(directory: Path, moments: list[Moment]) -> None:
 
 
 def _torchrun(directory: Path, moments: list[Moment]) -> None:
-    """torchrun's own code, with ranks that are forked, which is faster."""
-    config = LaunchConfig(
-        1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork", max_restarts=_MOST_RESTARTS
-    )
+    """Exits with the code of the rank that has failed once too often."""
     try:
-        elastic_launch(config, train)(directory, moments)
+        run_by_torchrun(2, train, directory, moments)
     except ChildFailedError as error:
         sys.exit(max(failure.exitcode for _, failure in error.failures.items()))
 

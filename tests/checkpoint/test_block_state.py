@@ -82,11 +82,12 @@ def test_a_run_goes_on_like_torchao_in_plain_pytorch_on_any_number_of_ranks(
 ) -> None:
     """To the bit: each code, scale and table is saved once, and belongs to the same elements again."""
     ranks(saves_on).run(_saved, tmp_path, is_whole)
-    for found in ranks(loads_on).run(_resumed, tmp_path, is_whole):
-        for name in KINDS:
-            plain = built(_stack)
-            _train(plain, _optimizer(name, plain), 0, 6)
-            assert_same(found[name], dict(plain.state_dict()), name, EXACT)
+    found = ranks(loads_on).run(_resumed, tmp_path, is_whole)
+    for name in KINDS:
+        plain = built(_stack)
+        _train(plain, _optimizer(name, plain), 0, 6)
+        for each in found:
+            assert_same(each[name], dict(plain.state_dict()), name, EXACT)
 
 
 def _parts(state: Any) -> dict[str, Any]:

@@ -15,15 +15,7 @@ from torch import nn
 
 from streamshard import StreamShard, export_safetensors
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
-from tests.checkpoint.exporting import (
-    MODELS,
-    Plain,
-    assert_same_files,
-    filled,
-    names_in,
-    sharded,
-    stored_bytes,
-)
+from tests.checkpoint.exporting import MODELS, Plain, assert_same_files, filled, names_in, sharded, stored_bytes
 from tests.families import gpt2, llama, mixtral, qwen3_vl_moe
 from tests.ranks import RankContext, on_ranks
 from tests.reference import assert_same

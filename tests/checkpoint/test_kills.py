@@ -200,7 +200,7 @@ def _kill(plan: Plan, processes: list[BaseProcess]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("scheme", "times"), [("", 7), (f"{Kept.protocol}://", 4)])
+@pytest.mark.parametrize(("scheme", "times"), [("", 4), (f"{Kept.protocol}://", 3)])
 def test_runs_that_are_killed_while_saving_lose_nothing_they_had_saved(tmp_path: Path, scheme: str, times: int) -> None:
     """One rank or all, between any two changes to the file system or at any time; each checks the one before."""
     directory, world_sizes = tmp_path, [2, 3]

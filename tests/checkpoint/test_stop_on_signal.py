@@ -35,22 +35,21 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Night:
 def test_a_run_that_is_killed_and_stopped_again_and_again_has_the_losses_of_an_undisturbed_run(
     quiet: Night, tmp_path: Path
 ) -> None:
-    """In a step, in saves with and without ``wait=False``, before the rename, while it loads, in a stop."""
+    """In a step, while it loads, before the rename, in a stop. In saves: `tests/checkpoint/test_kills.py`."""
     night = run_night(
         tmp_path / "run",
         [
             Moment(0, 1, SAVES_EVERY + 1, "clip_grad_norm_", KILL),  # in the step after the first save
-            Moment(1, 0, 1, "publish_checkpoint", KILL),  # of the second save in this start
-            Moment(2, 1, 0, "open_intact", KILL),  # while it loads
+            Moment(1, 1, 0, "open_intact", KILL),  # while it loads
+            Moment(2, 1, 0, "clip_grad_norm_", USR1),
+            Moment(2, 0, 0, "publish_checkpoint", KILL),  # while it saves because of the signal
             Moment(3, 1, 0, "clip_grad_norm_", USR1),
-            Moment(3, 0, 0, "publish_checkpoint", KILL),  # while it saves because of the signal
-            Moment(4, 1, 0, "clip_grad_norm_", USR1),
-            Moment(4, 0, 0, "publish_checkpoint", KILL, to_launcher=True),  # the same of all ranks
-            Moment(5, 0, 0, "clip_grad_norm_", TERM, to_launcher=True),
+            Moment(3, 0, 0, "publish_checkpoint", KILL, to_launcher=True),  # the same of all ranks
+            Moment(4, 0, 0, "clip_grad_norm_", TERM, to_launcher=True),
         ],
     )
     assert_undisturbed(night, quiet)
-    assert night.starts == [7, 7] and night.codes[1:] == [-KILL, 1, 0], night
+    assert night.starts == [6, 6] and night.codes == [-KILL, 1, 0], night
 
 
 @pytest.mark.ranks

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not re-exported in stubs
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.comm import groups, host_groups
@@ -31,13 +30,12 @@ from streamshard.comm.groups import make_default_group
 from streamshard.comm.host_groups import CONTROL_TIMEOUT, MOST_CONNECTED, gloo_settings, make_host_group, timeout_of
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CommunicationError, ConfigError
-from tests.launched import Launched, run_script
+from tests.launched import Launched, run_by_torchrun, run_script
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks, warnings_are_errors
 from tests.reference import assert_trains_like_plain, stack_step
 
 _CLONE_NEWNET = 0x40000000
-_PR_SET_PDEATHSIG = 1
 _LARGE = """
     import os, torch, torch.distributed as dist
     from streamshard.comm.groups import make_default_group
@@ -75,9 +73,6 @@ def _run(script: str) -> None:
 
 def _train_until_step_6(directory: Path) -> None:
     """As the guide to checkpoints says. Rank 1 dies once."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own processes are not forked
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(1)
     rank, restarts = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts * rank)  # it differs between machines
     if restarts and rank == 0:
@@ -99,16 +94,10 @@ def _train_until_step_6(directory: Path) -> None:
     os.write(1, said.encode())  # one call: ranks share the output, and print() mixes their words
 
 
-def _torchrun(directory: Path) -> None:
-    """Its own code, which starts two ranks and restarts them. They are forked, which is faster."""
-    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
-    elastic_launch(config, _train_until_step_6)(directory)
-
-
 @pytest.mark.ranks
 def test_after_a_restart_by_torchrun_the_run_goes_on_to_its_last_step(tmp_path: Path) -> None:
     """torchrun's store still has the addresses of the dead ranks. Saves in the background connect ranks anew."""
-    ((code, output),) = Launched(0, tmp_path, _torchrun, tmp_path / "checkpoints").end()
+    ((code, output),) = Launched(0, tmp_path, run_by_torchrun, 2, _train_until_step_6, tmp_path / "checkpoints").end()
     assert code == 0 and output.count("after 1 restarts: checkpoint-6") == 2, output
 
 
@@ -223,7 +212,7 @@ _DIES_WHILE_IT_CONNECTS = """
     while rank == 0 and not os.path.exists(DIRECTORY + "/dead"):
         time.sleep(0.01)
     try:
-        make_host_group(dist.group.WORLD, timedelta(hours=1), timedelta(seconds=5))
+        make_host_group(dist.group.WORLD, timedelta(hours=1), timedelta(seconds=2))
     except RuntimeError as error:
         print("raised", error)
 """

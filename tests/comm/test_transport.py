@@ -247,24 +247,17 @@ def _check_talk(ranks: Communicator) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("through", TRANSPORTS)
-def test_every_transport_gathers_averages_and_exchanges_objects(context: RankContext, through: str, dtype: str) -> None:
-    """Gathers, averages, and what ranks say to each other."""
+def test_every_transport_gathers_reduces_averages_and_exchanges_objects(context: RankContext, through: str) -> None:
+    """And flags. Through gloo and shared memory sums are in fp32 in rank order, whatever is sent."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
-    _check_gathers(ranks, DTYPES[dtype])
+    for dtype in DTYPES.values():
+        _check_gathers(ranks, dtype)
+    for mode in ReductionMode:
+        _check_reductions(ranks, mode, sums=ranks.streams.has_streams)
     _check_flags(ranks)
     _check_all_to_all(ranks)
     _check_talk(ranks)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("mode", list(ReductionMode), ids=lambda mode: mode.name)
-@pytest.mark.parametrize("through", TRANSPORTS)
-def test_every_transport_has_every_reduction(context: RankContext, through: str, mode: ReductionMode) -> None:
-    """Through gloo and shared memory in fp32 in rank order, whatever is sent."""
-    ranks = TRANSPORTS[through](torch.device("cpu"))
-    _check_reductions(ranks, mode, sums=ranks.streams.has_streams)
 
 
 @on_ranks(4)

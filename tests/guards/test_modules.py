@@ -120,9 +120,14 @@ def _trained(context: RankContext, **settings: Any) -> list[Tensor]:
     return [*(each.detach().clone() for each in found), *model.full_state_dict(rank0_only=False).values()]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}, {"offload": "state"}])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "precision", "slots"),
+    [
+        *((1, "bf16", {}), (2, "fp32", {}), (2, "bf16", {"weight_slots": "all", "grad_slots": "all"})),
+        *((1, "fp32", {"offload": "state"}), (2, "bf16", {"offload": "state"})),
+    ],
+)
 def test_without_guards_all_numbers_are_the_same(context: RankContext, precision: str, slots: dict[str, Any]) -> None:
     """To the bit: losses, norms and weights."""
     settings = {"precision": precision, **slots}

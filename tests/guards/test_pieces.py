@@ -295,21 +295,22 @@ def test_gradients_that_nobody_keeps_serve_again(context: RankContext) -> None:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("setting", ["data", "set_"])
-def test_a_backward_adds_to_a_gradient_that_was_given_other_memory(context: RankContext, setting: str) -> None:
+def test_a_backward_adds_to_a_gradient_that_was_given_other_memory(context: RankContext) -> None:
     """``p.grad.data = x``, as GrokFast and some ways of clipping write it, without clearing it by None."""
-    model, plain = _pair()
-    for each in (model, plain):
-        for number in range(3):
-            grad = each.layers[1].linear.weight.grad
-            if setting == "data":
-                grad.data = grad * 0.5
-            else:
-                grad.set_(grad * 0.5)
-            if number == 1:
-                each.zero_grad(set_to_none=False)
-            stack_step(each, Call(number, 0, 1, 1.0))
-    assert_same(full_grads(model), {name: param.grad for name, param in plain.named_parameters()}, "gradients")
+    for setting in ["data", "set_"]:
+        with case(setting):
+            model, plain = _pair()
+            for each in (model, plain):
+                for number in range(3):
+                    grad = each.layers[1].linear.weight.grad
+                    if setting == "data":
+                        grad.data = grad * 0.5
+                    else:
+                        grad.set_(grad * 0.5)
+                    if number == 1:
+                        each.zero_grad(set_to_none=False)
+                    stack_step(each, Call(number, 0, 1, 1.0))
+            assert_same(full_grads(model), {name: param.grad for name, param in plain.named_parameters()}, "gradients")
 
 
 # -- what sharding forbids --------------------------------------------------------------------------------------------
@@ -344,17 +345,18 @@ WRAPPERS: dict[str, Callable[[nn.Module], object]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("error", list(WRAPPERS))
-def test_other_wrappers_raise_at_once_and_change_nothing(context: RankContext, error: str) -> None:
+def test_other_wrappers_raise_at_once_and_change_nothing(context: RankContext) -> None:
     """Each would take pieces for whole parameters."""
-    model, plain = _pair()
-    with pytest.raises(ShardingError, match=error):
-        WRAPPERS[error](model)
-    model.zero_grad()
-    plain.zero_grad()
-    for each in (model, plain):
-        stack_step(each, Call(1, 0, 1, 1.0))
-    assert_same(full_grads(model), full_grads(plain), "gradients")
+    for error in list(WRAPPERS):
+        with case(error):
+            model, plain = _pair()
+            with pytest.raises(ShardingError, match=error):
+                WRAPPERS[error](model)
+            model.zero_grad()
+            plain.zero_grad()
+            for each in (model, plain):
+                stack_step(each, Call(1, 0, 1, 1.0))
+            assert_same(full_grads(model), full_grads(plain), "gradients")
 
 
 @on_ranks(2)
@@ -369,30 +371,32 @@ def test_zero_redundancy_optimizer_of_pieces_raises(context: RankContext) -> Non
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_optimizer_that_waits_for_autograd_raises(context: RankContext, when: str) -> None:
+def test_an_optimizer_that_waits_for_autograd_raises(context: RankContext) -> None:
     """`_apply_optimizer_in_backward` would never step."""
-    from torch.distributed.optim import _apply_optimizer_in_backward
+    for when in ["before", "after"]:
+        with case(when):
+            from torch.distributed.optim import _apply_optimizer_in_backward
 
-    model: Any = Stack()
-    if when == "after":
-        model = StreamShard(model, precision=FP32)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    with pytest.raises(ShardingError, match="_in_backward_optimizers.*register_post_accumulate_grad_hook"):
-        stack_step(StreamShard(model, precision=FP32) if when == "before" else model, Call(0, 0, 1, 1.0))
+            model: Any = Stack()
+            if when == "after":
+                model = StreamShard(model, precision=FP32)
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+            with pytest.raises(ShardingError, match="_in_backward_optimizers.*register_post_accumulate_grad_hook"):
+                stack_step(StreamShard(model, precision=FP32) if when == "before" else model, Call(0, 0, 1, 1.0))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_model_inside_opacus_raises(context: RankContext, when: str) -> None:
+def test_a_model_inside_opacus_raises(context: RankContext) -> None:
     """`GradSampleModule(model)` gives each parameter a `grad_sample`, which ranks would not average."""
-    model: Any = Stack()
-    if when == "after":
-        model = StreamShard(model, precision=FP32)
-    for param in model.parameters():
-        param.grad_sample = None
-    with pytest.raises(ShardingError, match=r"parameter '.*weight' has grad_sample: .*opacus"):
-        stack_step(StreamShard(model, precision=FP32) if when == "before" else model, Call(0, 0, 1, 1.0))
+    for when in ["before", "after"]:
+        with case(when):
+            model: Any = Stack()
+            if when == "after":
+                model = StreamShard(model, precision=FP32)
+            for param in model.parameters():
+                param.grad_sample = None
+            with pytest.raises(ShardingError, match=r"parameter '.*weight' has grad_sample: .*opacus"):
+                stack_step(StreamShard(model, precision=FP32) if when == "before" else model, Call(0, 0, 1, 1.0))
 
 
 @on_ranks(2)

@@ -36,7 +36,7 @@ from streamshard import (  # noqa: E402
 from streamshard.integrations.accelerate import StreamShardAccelerator  # noqa: E402
 from streamshard.integrations.transformers import StreamShardTrainer  # noqa: E402
 
-WORDS, STEPS, CLIP = 64, 3, 0.5
+WORDS, STEPS, CLIP = 64, 2, 0.5
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
     "qwen2": transformers.Qwen2Config,
@@ -94,9 +94,9 @@ def _train(model: Any, place: int = 0, places: int = 1) -> tuple[list[float], di
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "llama"])
 def test_transformers_own_plans_train_what_one_process_trains(context: RankContext, kind: str) -> None:
-    """2 x 2 ranks; embedding and head are cut too."""
+    """2 x 2 ranks; embedding and head are cut too. Llama's plan is used by accelerate and Trainer below."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp {kind}", f"tp {kind}"))
     model = StreamShard(_parallel(kind, world[f"tp {kind}"]), mesh=world[f"dp {kind}"], precision="fp32")
     norms, weights = _train(model, world[f"dp {kind}"].get_local_rank(), 2)
@@ -106,8 +106,7 @@ def test_transformers_own_plans_train_what_one_process_trains(context: RankConte
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3 moe"])
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize(("kind", "ep"), [("mixtral", 2), ("qwen3 moe", 4)])
 def test_transformers_plans_of_experts_train_what_one_process_trains(context: RankContext, kind: str, ep: int) -> None:
     """All ranks shard the model, and exchange tokens: two have the same experts, or each has its own."""
     names = f"beside {ep} {kind}", f"ep {ep} {kind}"
@@ -224,7 +223,7 @@ def test_packed_experts_load_on_meshes_of_other_shapes(context: RankContext, tmp
     weights, state = full_weights(model), full_optimizer_state_dict(model, optimizer, rank0_only=False)
     save_checkpoint(tmp_path / "run", model, optimizer)
     export_safetensors(model, tmp_path / "export")
-    for shape in ((1, 4), (4, 1), (2, 2)):
+    for shape in ((1, 4), (4, 1)):
         other, own = _mixtral_on(*shape)
         load_checkpoint(tmp_path / "run", other, own)
         loaded, _ = _mixtral_on(*shape)
@@ -264,11 +263,10 @@ def test_an_accelerator_with_a_parallelism_config_trains_what_one_process_trains
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)], ids=str)
-def test_metrics_get_each_row_once(context: RankContext, sizes: tuple[int, int]) -> None:
+def test_metrics_get_each_row_once(context: RankContext) -> None:
     """Of seven rows, as tensors and as objects, although the ranks of a tensor parallel group have the same rows."""
     with launched(context):
-        config = ParallelismConfig(dp_shard_size=sizes[0], tp_size=sizes[1])
+        config = ParallelismConfig(dp_shard_size=2, tp_size=2)
         accelerator = StreamShardAccelerator(parallelism_config=config)
         model = _parallel("llama", accelerator.torch_device_mesh["tp"])
         _, loader = accelerator.prepare(model, DataLoader(torch.arange(7), batch_size=2))  # type: ignore[arg-type]

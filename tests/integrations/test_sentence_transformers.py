@@ -80,10 +80,7 @@ def _with_dense(directory: Path) -> Any:
 _CLASSES = [number % 3 for number in range(16)]
 _CASES: dict[str, tuple[Callable[[Path], Any], Any, Callable[[Any], Any]]] = {
     "pairs": (_sentences, None, lambda model: losses.MultipleNegativesRankingLoss(model)),
-    "cached": (
-        *(_with_dense, None),
-        lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1),
-    ),
+    "cached": (*(_with_dense, None), lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1)),
     "a head in the loss": (_sentences, _CLASSES, lambda model: losses.SoftmaxLoss(model, 16, 3)),
 }
 

@@ -126,14 +126,13 @@ _MAX_NORM = 0.05
 
 
 def test_the_same_global_batches_give_the_same_bits_on_any_number_of_processes(ranks: RankPool, tmp_path: Path) -> None:
-    for of, counts in ((4, (2, 4)), (6, (2, 3))):
+    for of, count in ((4, 2), (6, 3)):
         alone, weights = ranks(1).run(_global_batches, tmp_path / f"{of} 1", of=of)[0]
         norms = [entry.get("grad_norm") for entry in alone]
         assert norms[0] > _MAX_NORM
-        for count in counts:
-            history, found = ranks(count).run(_global_batches, tmp_path / f"{of} {count}", of=of)[0]
-            assert [entry.get("grad_norm") for entry in history] == norms
-            assert [name for name, weight in weights.items() if not torch.equal(weight, found[name])] == []
+        history, found = ranks(count).run(_global_batches, tmp_path / f"{of} {count}", of=of)[0]
+        assert [entry.get("grad_norm") for entry in history] == norms
+        assert [name for name, weight in weights.items() if not torch.equal(weight, found[name])] == []
 
 
 @on_ranks(2)
@@ -354,10 +353,7 @@ def test_leftovers_of_killed_saves_are_removed_and_checkpoints_replaced(context:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_enable_jit_checkpoint_saves_on_all_ranks_at_a_signal_to_one(
-    context: RankContext, accumulation: int, tmp_path: Path
-) -> None:
+def test_enable_jit_checkpoint_saves_on_all_ranks_at_a_signal_to_one(context: RankContext, tmp_path: Path) -> None:
     """Trainer's own callback would save on this rank alone. The run goes on with the numbers of an undisturbed one."""
     from transformers import TrainerCallback
 
@@ -367,7 +363,7 @@ def test_enable_jit_checkpoint_saves_on_all_ranks_at_a_signal_to_one(
                 os.kill(os.getpid(), signal.SIGTERM)
 
     _, ours_class = _trainers()
-    data, arguments = make_rows("bert"), {"gradient_accumulation_steps": accumulation, "save_strategy": "no"}
+    data, arguments = make_rows("bert"), {"gradient_accumulation_steps": 2, "save_strategy": "no"}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     with launched(context):
         wanted = train(ours_class, make_model("bert"), tmp_path / "quiet", data, **arguments)

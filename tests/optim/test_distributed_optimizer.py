@@ -21,16 +21,7 @@ from streamshard.errors import CommunicationError, ConfigError, OptimizerError, 
 from streamshard.optim import elementwise
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    SEED,
-    assert_same,
-    assert_trains_like_plain,
-    full_weights,
-    piece_of,
-    stack_step,
-)
+from tests.reference import EXACT, FP32, SEED, assert_same, assert_trains_like_plain, full_weights, piece_of, stack_step
 
 
 def _plain() -> nn.Module:

@@ -15,20 +15,10 @@ from streamshard import Precision, ShardingError
 from tests.models import Stack, vector_batch
 from tests.optim.test_optimizers import WAYS
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    assert_same,
-    full_grads,
-    full_weights,
-    piece_of,
-    sharded_model,
-)
+from tests.reference import EXACT, assert_same, full_grads, full_weights, piece_of, sharded_model
 
 FP16 = Precision(param_dtype=torch.float16)
-SLOTS: dict[str, dict[str, Any]] = {
-    "ZeRO-3": {},
-    "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},
-}
+SLOTS: dict[str, dict[str, Any]] = {"ZeRO-3": {}, "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"}}
 
 
 class Tiny(nn.Module):

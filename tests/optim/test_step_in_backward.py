@@ -86,9 +86,11 @@ def run(model: Any, way: str, context: RankContext, after: Callable[[], None] = 
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "sockets"), [(1, False), (2, True), (3, False)])
 def test_steps_in_backward_change_no_bit(context: RankContext, sockets: bool) -> None:
-    """However late collectives are, without races."""
+    """However late collectives are, without races. Each way on one rank, and on two or three."""
     for number, way in enumerate(WAYS):
-        precision = (FP32, BF16)[number % 2]
+        if context.world_size not in (1, 2 + number % 2):
+            continue
+        precision = (FP32, BF16)[number // 2 % 2]
         with case(way), over_sockets() if sockets else contextlib.nullcontext():
             behind = sharded(way, precision)
             wanted = run(behind, way, context, step_behind(behind))

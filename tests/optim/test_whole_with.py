@@ -28,15 +28,7 @@ from tests.optim.muon import muon_in_fp32
 from tests.optim.test_whole_parameters import NEAR, Both, Mixed, _matrices, _muon_and_adamw
 from tests.optim.test_whole_state import Odd
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    Tolerance,
-    assert_same,
-    full_weights,
-    seed,
-    stack_step,
-)
+from tests.reference import FP32, Call, Tolerance, assert_same, full_weights, seed, stack_step
 
 STEPS = 4
 Backward = Callable[[int], Any]

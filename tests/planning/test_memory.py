@@ -96,8 +96,8 @@ MODELS = {
     ("world_size", "way", "precision"),
     [
         *((1, "shared memory", precision) for precision in ("fp32", "16-bit")),
-        *((2, "shared memory", precision) for precision in PRECISIONS),
-        *((2, "sockets", precision) for precision in ("fp32", "bf16")),
+        *((2, "shared memory", precision) for precision in ("bf16", "16-bit wire")),
+        (2, "sockets", "fp32"),
         (3, "sockets", "16-bit wire"),
     ],
 )
@@ -258,7 +258,7 @@ def _watched() -> Iterator[_Made]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "fp32"), (2, "16-bit wire")])
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "16-bit wire")])
 def test_no_tensor_made_in_a_step_outlives_it(context: RankContext, precision: str) -> None:
     """Neither activations nor anything of the engine's; the optimizer's state is older."""
     for scenario in ("plain", "no_sync", "reentrant checkpointing", "layers unused on some ranks"):
@@ -291,9 +291,6 @@ def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> No
 # -- while a model is built -------------------------------------------------------------------------------------------
 
 
-SLOTS = pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
-
-
 class Wide(nn.Module):
     """4 MiB for each matrix."""
 
@@ -308,8 +305,8 @@ def _walk(events: Sequence[Any]) -> Iterator[Any]:
         yield from _walk(event.children)
 
 
-@on_ranks(1, 2)
-@SLOTS
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "slots"), [(1, {}), (2, {}), (2, {"weight_slots": "all", "grad_slots": "all"})])
 def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext, slots: dict[str, Any]) -> None:
     """The model's own memory goes unit by unit, before there is any for gradients: 48 MiB that are not there twice."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, simulated_device():

@@ -17,15 +17,7 @@ from streamshard.errors import ConfigError, ShardingError, StreamShardError
 from streamshard.planning.structure import check_params
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    assert_same,
-    assert_trains_like_plain,
-    lm_step,
-    sgd,
-    stack_step,
-)
+from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, lm_step, sgd, stack_step
 
 # ---------------------------------------------------------------------------------------------- memory
 
@@ -52,10 +44,7 @@ SHARED = {
     "one storage": (_tied_by_data, r"layers\.0\.linear\.weight.*layers\.2\.linear\.weight.*share memory"),
     "a part of it": (_overlapping, r"layers\.0\.linear\.weight.*layers\.2\.linear\.weight.*share memory"),
     "its own": (_expanded, r"layers\.2\.linear\.weight.*expanded"),
-    "a buffer": (
-        _watched_by_a_buffer,
-        r"'layers\.2\.\S*' and 'layers\.2\.\S*' share memory",
-    ),
+    "a buffer": (_watched_by_a_buffer, r"'layers\.2\.\S*' and 'layers\.2\.\S*' share memory"),
 }
 
 

@@ -152,10 +152,7 @@ def test_errors_are_one_line_and_an_exit_code(saved: Path, tmp_path: Path, capsy
 
 
 def test_the_command_imports_what_it_needs(saved: Path) -> None:
-    """``--help`` and ``--version`` do not import torch, which takes seconds; no command imports an integration.
-
-    Names of the package import torch when they are used, and stars give all of them.
-    """
+    """``--help`` and ``--version`` do not import torch, which takes seconds; no command imports an integration."""
     others = "accelerate", "datasets", "peft", "transformers", "trl"
     code = f"""
 import runpy, sys, streamshard.__main__
@@ -164,9 +161,6 @@ for option in ("--help", "--version"):
         streamshard.__main__.main([option])
     except SystemExit as ended:
         print(ended.code, "torch" in sys.modules)
-from streamshard import *
-print(StreamShard is streamshard.StreamShard, "StreamShard" in dir(streamshard), hasattr(streamshard, "nothing"))
-print(streamshard.optim.WholeParameterOptimizer)
 try:
     runpy.run_module("streamshard", run_name="__main__", alter_sys=True)
 except SystemExit as ended:
@@ -179,5 +173,4 @@ except SystemExit as ended:
     assert lines.count("0 False") == 2
     version = importlib.metadata.version("streamshard")
     assert streamshard.__version__ == version and f"streamshard {version}" in lines
-    assert {"True True False", "<class 'streamshard.optim.whole.WholeParameterOptimizer'>"} <= {*lines}
     assert lines[-2:] == ["verified: all is as written", "0 []"]

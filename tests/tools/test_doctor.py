@@ -104,15 +104,6 @@ def test_cpu_ranks_are_told_how_many_threads_suit_them(monkeypatch: pytest.Monke
         assert lines[0] == "note     ranks train on the CPU: 8 cores, no GPU"
 
 
-@pytest.mark.usefixtures("played_machine")
-def test_a_driver_without_a_gpu_in_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The usual reason is a build of torch for CPUs."""
-    assert not any("driver" in line for line in _found())
-    monkeypatch.setattr(doctor, "_DRIVER", tmp_path)
-    what = f"problem  torch {torch.__version__} finds no GPU, and there is an NVIDIA driver: install a build of torch"
-    assert _found()[0].startswith(what)
-
-
 def test_bf16_that_is_slower_than_fp32_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for bf16, level in ((2.0, "ok"), (0.5, "note")):
         monkeypatch.setattr(
@@ -140,12 +131,20 @@ def test_gpus_are_listed_with_what_slows_them_down() -> None:
 
 
 @pytest.mark.usefixtures("played_machine")
-def test_memory_that_cannot_be_pinned_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_and_a_torch_without_gpus_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The usual reason of the latter is a build of torch for CPUs."""
+
     def fail(device: torch.device) -> list[float]:
         raise HostMemoryError("look at ulimit -l")
 
     monkeypatch.setattr(speed, "link_gb_s", fail)
     assert 'note     offload="state" cannot run: look at ulimit -l' in _found(GPU)
+    assert not any("driver" in line for line in _found())
+    monkeypatch.setattr(doctor, "_DRIVER", tmp_path)
+    what = f"problem  torch {torch.__version__} finds no GPU, and there is an NVIDIA driver: install a build of torch"
+    assert _found()[0].startswith(what)
 
 
 # -- measurements -----------------------------------------------------------------------------------------------------
@@ -285,9 +284,6 @@ def test_the_layer_is_the_largest_one_called_as_the_model_calls_it() -> None:
     assert type(x) is torch.Tensor and x.shape == (2, 4, 16) and x.dtype is torch.bfloat16 and x.std() > 0.5
     assert type(mask) is torch.Tensor and mask.shape == (2, 4, 1) and mask.dtype is torch.bool and mask.all()
     assert scale == 0.5 and x.grad is not None
-
-
-def test_a_model_without_layers_has_nothing_to_measure() -> None:
     with pytest.raises(ConfigError, match="Linear has no layers"):
         Layer(lambda: nn.Linear(4, 4), torch.bfloat16, (2, 4), CPU)
 
@@ -339,6 +335,10 @@ def test_exposed_communication_names_the_settings_that_help() -> None:
         _report(LATE, UNIT), 5
     )
     assert not any("weight_slots" in line for line in _advice(_report(LATE, UNIT), 2))
+    (line,) = _advice(_report(LATE, UNIT), None)
+    assert line.startswith("problem  the model does not fit 40.0 GiB per rank: ") and "streamshard plan" in line
+    *_, advice = _advice(_report(LATE, UNIT, transport="shared-memory"))  # the ranks' own copies
+    assert advice == "note     choose a larger batch: compute grows, communication does not"
 
 
 def test_slots_and_gradients_do_not_help_forward() -> None:
@@ -353,13 +353,7 @@ def test_slots_and_gradients_do_not_help_forward() -> None:
     ("transport", "ranks", "machines", "precision", "told"),
     [
         ("nccl", 8, 1, Precision(), "sums_in_rank_order"),
-        (
-            "nccl",
-            4,
-            2,
-            Precision(),
-            "sums_in_rank_order",
-        ),  # docs/guide/dial.md: at most the same with two GPUs per machine
+        ("nccl", 4, 2, Precision(), "sums_in_rank_order"),  # dial.md: at most the same with two GPUs per machine
         ("nccl", 16, 2, Precision(), "reduce_dtype"),
         ("nccl", 512, 64, Precision(), None),  # a bf16 sum of more than 256 gradients stops growing
         ("nccl", 512, 64, Precision(param_dtype=torch.float16), "reduce_dtype"),
@@ -377,16 +371,6 @@ def test_16_bit_gradients_are_those_that_the_dial_recommends(
     assert dtypes == [told] * (told is not None)
 
 
-def test_through_shared_memory_no_batch_hides_the_ranks_own_copies() -> None:
-    *_, advice = _advice(_report(LATE, UNIT, transport="shared-memory"))
-    assert advice == "note     choose a larger batch: compute grows, communication does not"
-
-
-def test_a_model_that_does_not_fit_is_a_problem() -> None:
-    (line,) = _advice(_report(LATE, UNIT), None)
-    assert line.startswith("problem  the model does not fit 40.0 GiB per rank: ") and "streamshard plan" in line
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -401,7 +385,9 @@ def _launch(directory: Path, *arguments: str, **environment: str) -> list[tuple[
     return Launched(2, directory, _run, [*arguments], environment).end()
 
 
-def test_one_process_checks_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_checks_the_machine_and_measures_no_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exit code 0 without a problem, 1 with one. JSON has the same findings."""
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -414,9 +400,6 @@ def test_one_process_checks_the_machine(capsys: pytest.CaptureFixture[str], monk
     assert (report["world_size"], report["transport"], report["layer"]) == (1, None, None)
     (problem,) = [finding for finding in report["findings"] if finding["level"] == "problem"]
     assert "finds no GPU" in problem["what"]
-
-
-def test_a_model_needs_ranks_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "tests.models:TinyLM", "--batch", "1", "--seq", "4"]) == 2
     assert "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S" in capsys.readouterr().err
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import os
-import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from streamshard.core.slots import Ledger
 from streamshard.errors import HostMemoryError, log
 from streamshard.pinned import PinnedMemory
 from streamshard.tools.memory import _report_at_exit, explain_out_of_memory
-from tests.launched import free_port, launched_environment
+from tests.launched import Launched, run_script
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import Call, adamw, engine_inside, lm_step
@@ -46,15 +47,9 @@ train()
 
 
 @pytest.mark.ranks
-def test_a_process_that_ends_out_of_memory_says_what_the_engine_holds() -> None:
+def test_a_process_that_ends_out_of_memory_says_what_the_engine_holds(tmp_path: Path) -> None:
     """After the traceback: the bytes by category, and what makes room. The other rank's error names this one."""
-    ranks, port = [], free_port()
-    for rank in range(2):
-        environment = {**os.environ, **launched_environment(rank, 2, port)}
-        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen([sys.executable, "-c", OUT_OF_MEMORY], env=environment, **streams))
-    other, told = (process.communicate()[1] for process in ranks)
-    assert [process.returncode for process in ranks] == [1, 1]
+    (_, other), (_, told) = Launched(2, tmp_path, _end_as_python, OUT_OF_MEMORY).end()
     assert "rank 1 has failed: its process ends with OutOfMemoryError: CUDA out of memory. Tried to" in other
     assert "gloo" not in other and "what makes room" not in other
     raised, report = told.split("Tried to allocate 2.00 GiB\n")[-2:]
@@ -62,6 +57,16 @@ def test_a_process_that_ends_out_of_memory_says_what_the_engine_holds() -> None:
     assert report.startswith("rank 1: out of memory. StreamShard holds:\nmemory of one rank of 2; ")
     assert "main weights" in report and "total" in report
     assert report.endswith("what makes room: fewer slots, more ranks, smaller batches, activation checkpointing\n")
+
+
+def _end_as_python(script: str) -> None:
+    """Run a script, and what a fresh interpreter runs at its end. Forked processes end without it."""
+    try:
+        run_script(script)
+    except Exception as error:
+        sys.last_value = error
+        traceback.print_exc()
+    atexit._run_exitfuncs()
 
 
 @on_ranks(2)
@@ -121,7 +126,7 @@ def test_what_a_model_with_dtensors_would_hold_is_what_it_holds(context: RankCon
 
 def test_a_rank_that_cannot_pin_host_memory_says_what_it_would_hold(ranks: RankPool) -> None:
     """On the device, whose use torch knows, and in host memory. The others name this rank."""
-    ranks(2, group_timeout_s=3.0).run(_pin_on_rank_0)  # rank 0 waits for it in a broadcast of the played device
+    ranks(2, group_timeout_s=1.5).run(_pin_on_rank_0)  # rank 0 waits for it in a broadcast of the played device
 
 
 def _pin_on_rank_0(context: RankContext) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard, plan
-from streamshard.errors import ConfigError
 from streamshard.planning.discovery import find_units
 from streamshard.tools.activations import Activations, LiveBytes, estimate_activations
 from streamshard.tools.command import main
@@ -66,16 +65,13 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "bf16",
     ),
     "GPT-2 with a large head": (
-        lambda: _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 17000}),
+        lambda: _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 9000}),
         "bf16",
     ),
     "BERT with dropout": (lambda: _make("BertForMaskedLM", _TEXT), "fp32"),
     "ViT": (lambda: _make("ViTForImageClassification", {**_WIDE, "image_size": 64, "patch_size": 8}), "fp32"),
     "ModernBERT": (lambda: _make("ModernBertForMaskedLM", {**_TEXT, **_BERT_ENDS}), "bf16"),
-    "T5 with dropout": (
-        lambda: _make("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}),
-        "fp32",
-    ),
+    "T5 with dropout": (lambda: _make("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}), "fp32"),
     "Mixtral": (lambda: _make("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}), "fp32"),
     "convolutions": (ConvLM, "bf16"),
 }
@@ -163,8 +159,8 @@ def test_planned_activations_are_the_peak_of_a_step(context: RankContext, name: 
 def test_planned_activations_of_micro_batches_are_the_peak_of_a_step(context: RankContext, name: str) -> None:
     """What layers keep for all of them, the head and loss of one, and gradients of a small tied head of all."""
     pytest.importorskip("transformers")
-    for is_checkpointed, estimate in enumerate(planned(name, 5)):
-        true = measure(name, 5, is_checkpointed=bool(is_checkpointed))
+    for is_checkpointed, estimate in enumerate(planned(name, 3)):
+        true = measure(name, 3, is_checkpointed=bool(is_checkpointed))
         assert 0.99 <= estimate / true <= 1.01, (estimate, true)
 
 
@@ -226,11 +222,11 @@ def test_frozen_parameters_make_no_gradients() -> None:
 
 def test_attention_with_dropout_keeps_its_weights_on_cpus_only() -> None:
     """GPUs have fused kernels for it: twice the sequence takes twice the memory."""
-    build, found = CASES["GPT-2 with dropout"][0], dict[tuple[bool, int], int]()
     pytest.importorskip("transformers")
+    found = dict[tuple[bool, int], int]()
     for on_gpus, seq in ((True, 512), (True, 1024), (False, 512), (False, 1024)):
         with torch.device("meta"):
-            model = build()
+            model = _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1024})
         units = find_units(model, None)
         found[on_gpus, seq] = estimate_activations(model, units, torch.bfloat16, 1, seq, on_gpus=on_gpus).without
     assert found[True, 1024] < 2.1 * found[True, 512]
@@ -262,9 +258,3 @@ def test_a_model_that_cannot_run_has_a_plan_without_activations(capsys: pytest.C
         assert made.stages == plan(build, 2).stages
     assert main(["plan", "tests.models:Stack", "--ranks", "2", "--batch", "1", "--seq", "4"]) == 0
     assert "activations: unknown, because" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("shape", [{"batch": 1}, {"seq": 0}, {"batch": 0, "seq": 4}])
-def test_a_shape_of_tokens_has_positive_numbers(shape: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="wanted positive numbers, or neither"):
-        plan(TinyLM, 2, **shape)  # type: ignore[arg-type]

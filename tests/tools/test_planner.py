@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import StreamShard, plan
 from streamshard.errors import ConfigError
+from streamshard.tools.activations import Activations
 from streamshard.tools.host_time import MACHINES, Step, StepTime
 from tests.models import DIM, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
@@ -24,7 +26,8 @@ from tests.simulated import is_inside, simulated_device
 def _step(model: Any, world_size: int, machine: str, **given: Any) -> StepTime:
     names = [name for name in ("micro_batches", "active") if name in given]
     wanted = Step(MACHINES[machine], **{name: given.pop(name) for name in names})
-    step = plan(model, world_size, step=wanted, **given).step
+    with mock.patch("streamshard.tools.planner.estimate_activations", return_value=Activations(0, 0)):  # takes seconds
+        step = plan(model, world_size, step=wanted, **given).step
     assert step is not None
     return step
 
@@ -63,7 +66,10 @@ def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches
         loss: torch.Tensor = model(token_batch(number, context.rank)).float().logsumexp(-1).mean()
         return loss
 
-    for frozen, slots, budget in ((0, 2, 0), (0, 3, 0), (4, 2, 0), (1, 2, 0), (0, 2, "400KB")):
+    cases: list[tuple[int, int, Any]] = [(0, 2, 0), (4, 2, 0), (0, 2, "400KB"), (0, 3, 0), (1, 2, 0)]
+    # All where a loop adds to gradients on several ranks.
+    chosen = {(1, 3, False): cases[:1], (2, 1, False): cases[2:4], (2, 3, True): cases[:3]}
+    for frozen, slots, budget in chosen.get((context.world_size, micro_batches, accumulates), cases):
         settings: dict[str, Any] = {"offload": "state", "weight_slots": slots, "device_budget": budget}
         settings["precision"] = BF16
         run = {"batch": 2, "seq": 8, ("accumulate" if accumulates else "micro_batches"): micro_batches}
