@@ -29,6 +29,7 @@ from tests.reference import (
     FP32,
     Tolerance,
     assert_same,
+    case,
     engine_inside,
     full_grads,
     heard_collectives,
@@ -45,9 +46,9 @@ NEAR = Tolerance(1e-4, 1e-5)  # sums in another order
 
 @pytest.mark.parametrize("name", [name for name in WAYS if name not in OTHER_ROUNDING])
 def test_one_rank_trains_to_the_bits_of_a_loop(ranks: Any, name: str) -> None:
-    """Losses, norms and weights of three steps, the last two layer by layer."""
-    loop, accumulated = (ranks(1).run(run, name, accumulates=each)[0] for each in (False, True))
-    assert len(set(loop.weights)) == 3
+    """Losses, norms and weights of two steps, the last one layer by layer."""
+    loop, accumulated = (ranks(1).run(run, name, accumulates=each, micro_batches=4)[0] for each in (False, True))
+    assert len(set(loop.weights)) == 2
     assert accumulated == loop
 
 
@@ -229,6 +230,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 # Code beside a layer uses the layer's input too: gradients of both are added in another order.
 ROUNDED = ("residuals outside of layers",)
+# What these do between layers is one rank's own affair: the same layers run, in the same order.
+ALONE = (
+    *("skips in fp32", "scaled", "residuals outside of layers", "attributes", "dropout"),
+    *("a tower without gradients", "a checkpoint around two layers", "a layer without gradients first"),
+)
 
 Around = Callable[[], AbstractContextManager[object]]
 AROUND: dict[str, Around] = {
@@ -301,8 +307,10 @@ def _check(
         assert 2 * accumulated[2] <= loop[2]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", MODELS)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "name"), [*((1, name) for name in MODELS), *((2, name) for name in MODELS if name not in ALONE)]
+)
 def test_gradients_are_those_of_a_loop(context: RankContext, name: str) -> None:
     """With micro-batches of different lengths. On one rank to the bit."""
     make, settings = MODELS[name]
@@ -327,18 +335,18 @@ def test_contexts_around_the_step_are_those_of_each_forward(context: RankContext
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("count", [2, 4, 8])
-def test_each_layer_is_gathered_twice_and_reduced_once(context: RankContext, count: int) -> None:
+def test_each_layer_is_gathered_twice_and_reduced_once(context: RankContext) -> None:
     """Whatever the number of micro-batches."""
     model: Any = StreamShard(Stack((DIM,) * 8))
-    for step in range(3):
+    for step, count in enumerate((2, 2, 5)):
         with heard_collectives(engine_inside(model)) as heard:
             model.accumulate([(step, number) for number in range(count)], _loss)
         model.zero_grad()
-    assert sorted(heard[Collective.REDUCE_SCATTER]) == list(range(8))  # type: ignore[type-var]  # the root unit is empty
-    gathered = [unit for unit in heard[Collective.ALL_GATHER] if unit is not None]
-    # The last two layers are still in the slots when backward begins.
-    assert gathered == [*range(8), *range(5, 0, -1)]
+        if step:
+            assert sorted(heard[Collective.REDUCE_SCATTER]) == list(range(8))  # type: ignore[type-var]  # the root unit is empty
+            gathered = [unit for unit in heard[Collective.ALL_GATHER] if unit is not None]
+            # The last two layers are still in the slots when backward begins.
+            assert gathered == [*range(8), *range(5, 0, -1)]
 
 
 # -- what goes on around ----------------------------------------------------------------------------------------------
@@ -395,28 +403,29 @@ def _failing(where: str, model: Any, number: int) -> Callable[[Any, tuple[int, i
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.parametrize("where", ["before", "layers.0", "layers.2", "layers.3", "behind", "backward"])
-def test_an_exception_discards_the_steps_gradients(context: RankContext, where: str, number: int) -> None:
+def test_an_exception_discards_the_steps_gradients(context: RankContext) -> None:
     """In any micro-batch and any place. The next step is as if this one had not been."""
     model = _model_after()
-    with pytest.raises(_Stop):
-        model.accumulate([(1, each) for each in range(3)], _failing(where, model, number))
-    assert not any(param.grad is not None for param in model.parameters())
-    assert engine_inside(model).phase is None
-    _assert_next_step_is_that_of_a_loop(context, model)
+    for where in ("before", "layers.0", "layers.2", "layers.3", "behind", "backward"):
+        for number in (0, 2):
+            with case((where, number)):
+                with pytest.raises(_Stop):
+                    model.accumulate([(1, each) for each in range(3)], _failing(where, model, number))
+                assert not any(param.grad is not None for param in model.parameters())
+                assert engine_inside(model).phase is None
+                _assert_next_step_is_that_of_a_loop(context, model)
+                model.zero_grad()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("resident", [[], ["layers.1", "layers.3"]])
-@pytest.mark.parametrize("where", ["behind", "backward"])
-def test_ranks_that_fail_in_different_places_stay_in_step(
-    context: RankContext, where: str, resident: list[str]
-) -> None:
+def test_ranks_that_fail_in_different_places_stay_in_step(context: RankContext, resident: list[str]) -> None:
     model = _model_after(resident=resident)
-    with pytest.raises(_Stop):
-        model.accumulate([(1, each) for each in range(4)], _failing(where, model, 1 + 2 * context.rank))
-    _assert_next_step_is_that_of_a_loop(context, model)
+    for where in ("behind", "backward"):
+        with pytest.raises(_Stop):
+            model.accumulate([(1, each) for each in range(4)], _failing(where, model, 1 + 2 * context.rank))
+        _assert_next_step_is_that_of_a_loop(context, model)
+        model.zero_grad()
 
 
 @on_ranks(1, 2)
