@@ -426,8 +426,10 @@ EVENTS: dict[str, Event] = {
 EVENTS.pop("whole")
 
 
-@on_ranks(1, 2, backend="of accelerator")
-@pytest.mark.parametrize("name", EVENTS)
+@on_ranks(backend="of accelerator")
+@pytest.mark.parametrize(
+    ("world_size", "name"), [*((2, name) for name in EVENTS), *((1, name) for name in list(EVENTS)[::3])]
+)
 def test_events_after_a_step_change_no_bit(context: RankContext, name: str) -> None:
     compare(context, EVENTS[name])
 
