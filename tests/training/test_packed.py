@@ -165,8 +165,11 @@ FORMS: dict[str, Any] = {
 }
 
 
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("form", FORMS)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "form"),
+    [*((2, form) for form in FORMS), *((1 + 2 * (number % 2), form) for number, form in enumerate(FORMS))],
+)
 def test_adapters_on_packed_weights_train_as_in_one_process(context: RankContext, form: str) -> None:
     """In training, evaluation and generation no packed byte changes."""
     model = assert_trains_like_plain(context, FORMS[form], stack_step, optimizer=adamw)
