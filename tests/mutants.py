@@ -276,7 +276,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
             "matrix",
         ),
-        ("Backward._close_pass", Drop("engine.reductions.start_late("), "execution passes"),
+        ("Backward._close_pass", Drop("engine.reductions.start_late("), "execution"),
         ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "not skipped"), "matrix"),
         ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "True"), "execution matrix"),
         ("Backward.begin", Swap("scale=engine.inputs.grad_scale", "scale=1.0"), "join"),
@@ -327,7 +327,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Param.give_grad", Drop("self.given.add_(own)"), "graphs"),
         ("Param._adopt", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
         ("Param.forget_grad", Drop("if in_slot:"), "invariants dial graphs"),
-        ("write_grads", Swap("if adds else", "if False else"), "passes loops"),
+        ("write_grads", Swap("if adds else", "if False else"), "execution loops"),
         (
             "FlatParam.add",
             Swap("ranks.counts_parts if form.box else ranks.counts_copies", "True"),
@@ -427,7 +427,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
         ("Unit.start_reduce", Swap("flat.reducing", "self.inner"), "expert_parallel"),
-        ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "passes"),
+        ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "execution"),
     ],
     "core/ends": [
         ("Ends.use", Drop("self.elsewhere.add"), "ends:where_the_order"),

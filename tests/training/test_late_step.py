@@ -189,9 +189,6 @@ def test_hooks_run_as_often_as_without_offload(context: RankContext) -> None:
     assert counts[0] == counts[1] == ["own", "all"] * 2
 
 
-# -- what is refused, and late steps that fail ------------------------------------------------------------------------
-
-
 # -- late steps that fail ---------------------------------------------------------------------------------------------
 
 

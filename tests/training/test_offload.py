@@ -20,17 +20,7 @@ from streamshard.nested import map_tensors
 from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    Call,
-    adamw,
-    assert_same,
-    built,
-    engine_inside,
-    full_weights,
-    stack_step,
-)
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, built, engine_inside, full_weights, stack_step
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, sharded, train, without_waits
 from tests.simulated import backward_elsewhere, checking_streams, late, simulated_device
 
@@ -154,11 +144,7 @@ def _twice(steps: Callable[[Any, Call], None], model: Any, context: RankContext)
 def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, work: Any) -> None:
     """FETCH allocates chunks, which STORE reads. Compute allocates factors, options and counters, which FETCH reads."""
     scenario = work if isinstance(work, str) else "clipping"
-    with (
-        simulated_device() as device,
-        _small_chunks(scenario),
-        checking_streams(device) as checker,
-    ):
+    with simulated_device() as device, _small_chunks(scenario), checking_streams(device) as checker:
         model = sharded(scenario, BF16, **OFFLOAD)
         with checker.of(model):
             if isinstance(work, str):

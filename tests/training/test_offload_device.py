@@ -169,11 +169,7 @@ def _averaged(context: RankContext, ours: dict[str, Any], theirs: dict[str, Any]
 @on_ranks(1, 2, backend="of accelerator")
 def test_an_average_may_be_in_other_memory_than_its_model(context: RankContext) -> None:
     """All of it, or, by their budgets, other layers than in the model."""
-    functions: list[dict[str, Any]] = [
-        {},
-        {"avg_fn": get_ema_avg_fn(0.9)},
-        {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
-    ]
+    functions: list[dict[str, Any]] = [{}, {"avg_fn": get_ema_avg_fn(0.9)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}]
     places = (RESIDENT, OFFLOAD, OFFLOAD | {"device_budget": "9KB"})
     with device_of(context):
         wanted = [_averaged(context, RESIDENT, RESIDENT, **function) for function in functions]

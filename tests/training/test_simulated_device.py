@@ -285,10 +285,7 @@ class _SharedExpert(nn.Module):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize(
-    ("side_first", "slots"),
-    [(False, {}), (True, {"weight_slots": "all"}), (True, ALL_SLOTS)],
-)
+@pytest.mark.parametrize(("side_first", "slots"), [(False, {}), (True, {"weight_slots": "all"}), (True, ALL_SLOTS)])
 def test_gradients_that_come_on_other_streams_are_in_time(
     context: RankContext, side_first: bool, slots: dict[str, Any]
 ) -> None:
