@@ -24,7 +24,7 @@ from tests.models import vector_batch
 from tests.optim.test_step_in_backward import step_in_hooks
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import Call, adamw, stack_step
+from tests.reference import Call, adamw, stack_step, train_stack
 from tests.scenarios import BF16, RoutedStack, dropping, train
 from tests.simulated import simulated_device
 
@@ -98,11 +98,7 @@ def _adding(model: Any, context: RankContext) -> None:
 
 def _local(model: Any, context: RankContext) -> None:
     """Weights are averaged, not gradients."""
-    optimizer = LocalSGD(adamw(model), model, period=1, warmup_steps=1)
-    for step in range(3):
-        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_stack(model, LocalSGD(adamw(model), model, period=1, warmup_steps=1), context)
 
 
 def _stepping(model: Any, context: RankContext) -> None:

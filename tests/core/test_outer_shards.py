@@ -42,6 +42,7 @@ from tests.reference import (
     full_weights,
     sharded_model,
     stack_step,
+    train_stack,
 )
 from tests.scenarios import BF16, SCENARIOS, reference, sharded, train
 from tests.simulated import checking_streams, late, simulated_device
@@ -185,10 +186,7 @@ def test_whole_parameters_are_stepped_by_one_of_all_ranks(context: RankContext) 
     def weights(**settings: Any) -> dict[str, Tensor]:
         model: Any = sharded_model(stack_of(Layer, 6), **settings)
         optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.01)
-        for step in range(2):
-            stack_step(model, Call(step, context.rank, 4, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
+        train_stack(model, optimizer, context, steps=2)
         return full_weights(model)
 
     assert_same(weights(**outer(2, 2)), weights(), "weights", NEAR)

@@ -458,7 +458,7 @@ def _loaded(context: RankContext, path: Path, tp: int, weights: dict[str, Tensor
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [((4, 2), [(4, 4), (2, 2), (1, 1)]), ((2, 1), [(4, 2)])],
+    [((4, 2), [(4, 4), (1, 1)]), ((2, 1), [(4, 2)])],
     ids=["in parts", "without DTensors"],
 )
 def test_checkpoints_exports_and_full_state_load_on_meshes_of_any_shape(
@@ -642,14 +642,16 @@ def test_an_optimizer_from_before_sharding_raises(context: RankContext) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("has_mesh", [True, False])
-def test_dtensors_on_some_ranks_only_are_refused_on_all(context: RankContext, has_mesh: bool) -> None:
+def test_dtensors_on_some_ranks_only_are_refused_on_all(context: RankContext) -> None:
     """One data rank has forgotten to parallelize its model."""
     world, model = _mesh(2, 2), _made()
     if world.dp.get_local_rank() == 0:
         _parallelize(model, world.tp, sequence=True)
-    with pytest.raises(RankMismatchError, match=r"rank \d has DTensors, and rank \d has none: parallelize the model"):
-        StreamShard(model, mesh=world.dp if has_mesh else None)
+    for mesh in (world.dp, None):
+        with pytest.raises(
+            RankMismatchError, match=r"rank \d has DTensors, and rank \d has none: parallelize the model"
+        ):
+            StreamShard(model, mesh=mesh)
 
 
 @on_ranks(4)
