@@ -357,7 +357,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/outer_shards": [
         ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
         ("OuterShards._gather", Drop("unit.versions_sent = now"), "outer_shards:cross"),
-        ("OuterShards.begin_reduction", Swap("1 - self._turn", "0"), "outer_shards:every_way"),
+        ("OuterShards.begin_reduction", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
         ("OuterShards.begin_reduction", Swap("adds\n", "False\n"), "outer_shards:every_way"),
         ("OuterShards.finish_average", Drop("self.flush()"), "outer_shards:every_way"),
         ("OuterShards.flush", Drop("self._under_way["), "outer_shards:every_way"),

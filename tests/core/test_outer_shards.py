@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,18 @@ def test_weights_cross_between_replicas_once_per_optimizer_step(context: RankCon
         flats = [flat for unit in engine.units for flat in unit.flat_params]
         with case(way):
             assert counts == {flat.tag: 3 if flat.kind.trains else 1 for flat in flats}
+
+
+@on_ranks(4)
+def test_reductions_over_replicas_take_turns_in_two_buffers(context: RankContext) -> None:
+    """None waits in the shard group until the one before has left its buffer."""
+    model: Any = sharded_model(stack_of(Layer, 6), **outer(2, 2))
+    transport = engine_inside(model).outer.ranks.transport
+    with mock.patch.object(transport, "start_reduce", wraps=transport.start_reduce) as start:
+        stack_step(model, Call(0, context.rank, 4, 1.0))
+    places = [call.args[0].slot.untyped_storage().data_ptr() for call in start.call_args_list]
+    assert len(places) > 6 and len({*places}) == 2
+    assert all(before != after for before, after in itertools.pairwise(places))
 
 
 @on_ranks(4)
