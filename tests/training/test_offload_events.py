@@ -400,6 +400,21 @@ def _gradients_given_up(run: Run) -> None:
     run.optimizer.step()
 
 
+def _step_in_backward(run: Run) -> None:
+    """One optimizer for each parameter steps in a hook, and clears the gradient."""
+    optimizers = {param: adamw(nn.ParameterList([param])) for param in run.params}
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    hooks = [param.register_post_accumulate_grad_hook(step) for param in optimizers]
+    for _ in range(3):
+        run.loss().backward()
+    for hook in hooks:
+        hook.remove()
+
+
 EVENTS: dict[str, Event] = {
     name.lstrip("_"): event
     for name, event in list(globals().items())
