@@ -353,7 +353,7 @@ def test_absent_dtensors_raise_when_another_layer_reads_them(context: RankContex
 @on_ranks(4)
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext, trains: bool) -> None:
-    """Through the DTensor, and through its local part; of a frozen one too."""
+    """Through the DTensor, or, where it is frozen, through its local part."""
     world, model = _mesh(2, 2), _made()
     model.layers[1].up.weight.requires_grad_(trains)
     sharded = _sharded(model, world)
