@@ -89,7 +89,7 @@ BENCHMARKS = (
     Benchmark(
         "scale", "", 1800, "--ranks 8 16 --rounds 2 --layers 3 --shrink 64 --only mixture", needs=("transformers",)
     ),
-    Benchmark("same_bits", "", 1500, "--only fp32 --ranks 2"),
+    Benchmark("same_bits", "", 1500, "--only frozen --ranks 2"),
     Benchmark("timeline", "", 120, "--layers 3 --width 64 --sequence 32 --steps 2"),
     Benchmark("bytes_per_parameter", "", 900, ""),
     Benchmark("memory_by_ranks", "", 900, "--layers 2 --measured-ranks 2 --ranks 2 4", needs=("transformers",)),

@@ -278,7 +278,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
             "matrix",
         ),
-        ("Backward._close_pass", Drop("engine.reductions.start_late("), "execution passes"),
+        ("Backward._close_pass", Drop("engine.reductions.start_late("), "execution"),
         ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "True"), "execution matrix"),
         ("Backward.begin", Swap("scale=engine.inputs.grad_scale", "scale=1.0"), "join"),
         ("Backward.recover", Drop("while self.callback_of() is not None:"), "exceptions"),
@@ -328,7 +328,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Param.give_grad", Drop("self.given.add_(own)"), "graphs"),
         ("Param._adopt", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
         ("Param.forget_grad", Drop("if in_slot:"), "invariants dial graphs"),
-        ("write_grads", Swap("if adds else", "if False else"), "passes loops"),
+        ("write_grads", Swap("if adds else", "if False else"), "execution loops"),
         (
             "FlatParam.add",
             Swap("ranks.counts_parts if form.box else ranks.counts_copies", "True"),
@@ -354,7 +354,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "guards/loop": [("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
-        ("OuterShards.begin_reduction", Swap("1 - self._turn", "0"), "outer_shards:every_way"),
+        ("OuterShards.begin_reduction", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
         ("OuterShards.begin_reduction", Swap("adds\n", "False\n"), "outer_shards:every_way"),
         ("OuterShards.finish_average", Drop("self.flush()"), "outer_shards:every_way"),
         ("OuterShards.flush", Drop("self._under_way["), "outer_shards:every_way"),
@@ -423,7 +423,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
         ("Unit.start_reduce", Swap("flat.reducing", "self.inner"), "expert_parallel"),
-        ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "passes"),
+        ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "execution"),
     ],
     "core/ends": [
         ("Ends.use", Drop("self.elsewhere.add"), "ends:where_the_order"),

@@ -278,17 +278,17 @@ def _clip_more(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("more", [0, 3])
 @pytest.mark.parametrize(
-    ("loop", "repeat", "story"),
+    ("loop", "repeat", "more", "story"),
     [
-        (_lower_rate, _step_only, r"rank 1 did SGD.step\(lr=0.01.*; rank 0 did SGD.step\(lr=0.005"),
-        (_step_only, print, r"rank 1 did nothing; rank 0 did SGD.step\(.*Join.*scheduler"),
-        (_clip_and_step, _clip_more, r"rank 1 did clip_grad_norm_\(max_norm=0.5.*; rank 0 did clip_.*max_norm=0.05"),
+        (_lower_rate, _step_only, 0, r"rank 1 did SGD.step\(lr=0.01.*; rank 0 did SGD.step\(lr=0.005"),
+        (_lower_rate, _step_only, 3, r"rank 1 did SGD.step\(lr=0.01.*; rank 0 did SGD.step\(lr=0.005"),
+        (_step_only, print, 0, r"rank 1 did nothing; rank 0 did SGD.step\(.*Join.*scheduler"),
+        (_clip_and_step, _clip_more, 3, r"rank 1 did clip_grad_norm_\(max_norm=0.5.*; rank 0 did clip_.*max_norm=0.05"),
     ],
 )
 def test_ranks_compare_what_they_repeat(
-    context: RankContext, loop: After, repeat: After, story: str, more: int
+    context: RankContext, loop: After, repeat: After, more: int, story: str
 ) -> None:
     """Ranks compare steps when the next pass is announced, and after the last pass at the end."""
     model = sharded_model(Stack)

@@ -24,8 +24,8 @@ from tests.models import vector_batch
 from tests.optim.test_step_in_backward import step_in_hooks
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import Call, adamw, stack_step
-from tests.scenarios import BF16, RoutedStack, dropping, sharded, train
+from tests.reference import Call, adamw, stack_step, train_stack
+from tests.scenarios import BF16, RoutedStack, dropping, train
 from tests.simulated import simulated_device
 
 PACKAGE = Path(streamshard.__file__).parent
@@ -64,7 +64,7 @@ def _lines() -> Iterator[tuple[str, str, int, int]]:
 
 
 def _plain(model: Any, context: RankContext) -> None:
-    train(model, "plain", context)
+    train(model, "two layers", context)
 
 
 def _routed(model: Any, context: RankContext) -> None:
@@ -98,11 +98,7 @@ def _adding(model: Any, context: RankContext) -> None:
 
 def _local(model: Any, context: RankContext) -> None:
     """Weights are averaged, not gradients."""
-    optimizer = LocalSGD(adamw(model), model, period=1, warmup_steps=1)
-    for step in range(3):
-        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_stack(model, LocalSGD(adamw(model), model, period=1, warmup_steps=1), context)
 
 
 def _stepping(model: Any, context: RankContext) -> None:
@@ -137,11 +133,7 @@ def _broken(context: RankContext, run: Run, settings: dict[str, Any], file: str,
         settings["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         settings["shard_over_replicas"] = file == "core/outer_shards"
     with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
-        if run is _plain:
-            model: Any = sharded("plain", **settings)
-        else:
-            depth = 5 if run in (_skipping, _adding, _routed) else 2
-            model = StreamShard(RoutedStack(depth), **settings)
+        model: Any = StreamShard(RoutedStack(5 if run in (_plain, _skipping, _adding, _routed) else 2), **settings)
         with dropping(model, (str(PACKAGE / f"{file}.py"), line)), detect_races(model, raise_at_exit=False) as races:
             run(model, context)
     return set().union(*everywhere({race.rule for race in races.found}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,20 @@ from tests.reference import (
     full_weights,
     sharded_model,
     stack_step,
+    train_stack,
 )
 from tests.scenarios import BF16, SCENARIOS, reference, sharded, train
 from tests.simulated import checking_streams, late, simulated_device
 
 NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through Adam
-WAYS = (
-    *("plain", "large embedding and head", "tied", "no_sync", "reentrant checkpointing", "layers unused on some ranks"),
-    *("a kept graph", "freezing", "adapters", "norms in fp32", "clipping", "summoning", "evaluation between steps"),
-    *("a backward that fails", "a forward that fails", "weights read elsewhere"),
+# What happens on both levels, in any order and in part; all else is cut over whole replicas alone.
+ON_BOTH = (
+    *("no_sync", "layers unused on some ranks", "a kept graph", "adapters", "evaluation between steps"),
+    *("a backward that fails", "weights read elsewhere"),
+)
+BETWEEN = (
+    *("plain", "large embedding and head", "tied", "reentrant checkpointing", "a kept graph", "freezing"),
+    *("norms in fp32", "clipping", "summoning", "a forward that fails"),
 )
 
 
@@ -64,7 +70,7 @@ def outer(replicas: int, shards: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
 def test_every_way_of_training_equals_one_shard_group(context: RankContext, shape: tuple[int, int]) -> None:
     """Without races, however late collectives are."""
-    for number, way in enumerate(WAYS if shape[1] > 1 else WAYS[::3]):
+    for number, way in enumerate(ON_BOTH if shape[1] > 1 else BETWEEN):
         slots = {"weight_slots": "all", "grad_slots": "all"} if number % 3 == 2 else {}
         with case(way):
             model = sharded(way, FP32, **outer(*shape), **slots)
@@ -78,7 +84,7 @@ def test_every_way_of_training_equals_one_shard_group(context: RankContext, shap
 def test_a_device_waits_for_both_levels(context: RankContext) -> None:
     """Each operation is on the stream that is its own, and collectives are as late as waits allow."""
     with simulated_device() as device:
-        for way, precision in (("plain", BF16), ("micro-batches", FP32), ("tied", BF16)):
+        for way, precision in (("micro-batches", FP32), ("tied", BF16)):
             wanted = sharded(way, precision, **outer(2, 2))
             train(wanted, way, context)
             model = sharded(way, precision, **outer(2, 2))
@@ -87,16 +93,15 @@ def test_a_device_waits_for_both_levels(context: RankContext) -> None:
                 found = full_weights(model)
             assert_same(found, full_weights(wanted), "weights", EXACT)
         with checking_streams(device) as streams:
-            model = sharded("plain", BF16, **outer(2, 2))
+            model = sharded("unequal layers", BF16, **outer(2, 2))
             with streams.of(model):
-                train(model, "plain", context)
+                train(model, "unequal layers", context)
 
 
 @on_ranks(4)
 def test_sums_in_rank_order_have_the_bits_of_one_shard_group(context: RankContext) -> None:
-    """Hooks that step inside backward included."""
     in_order = Precision(param_dtype=torch.bfloat16, sums_in_rank_order=True)
-    for way in ("plain", "micro-batches", "clipping", "layers unused on some ranks"):
+    for way in ("micro-batches", "clipping", "layers unused on some ranks"):
         model = sharded(way, in_order, **outer(2, 2))
         with detect_races(model), make_adversarial(model):
             train(model, way, context)
@@ -136,6 +141,18 @@ def test_weights_cross_between_replicas_once_per_optimizer_step(context: RankCon
         flats = [flat for unit in engine.units for flat in unit.flat_params]
         with case(way):
             assert counts == {flat.tag: 3 if flat.kind.trains else 1 for flat in flats}
+
+
+@on_ranks(4)
+def test_reductions_over_replicas_take_turns_in_two_buffers(context: RankContext) -> None:
+    """None waits in the shard group until the one before has left its buffer."""
+    model: Any = sharded_model(stack_of(Layer, 6), **outer(2, 2))
+    transport = engine_inside(model).outer.ranks.transport
+    with mock.patch.object(transport, "start_reduce", wraps=transport.start_reduce) as start:
+        stack_step(model, Call(0, context.rank, 4, 1.0))
+    places = [call.args[0].slot.untyped_storage().data_ptr() for call in start.call_args_list]
+    assert len(places) > 6 and len({*places}) == 2
+    assert all(before != after for before, after in itertools.pairwise(places))
 
 
 @on_ranks(4)
@@ -182,10 +199,7 @@ def test_whole_parameters_are_stepped_by_one_of_all_ranks(context: RankContext) 
     def weights(**settings: Any) -> dict[str, Tensor]:
         model: Any = sharded_model(stack_of(Layer, 6), **settings)
         optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.01)
-        for step in range(2):
-            stack_step(model, Call(step, context.rank, 4, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
+        train_stack(model, optimizer, context, steps=2)
         return full_weights(model)
 
     assert_same(weights(**outer(2, 2)), weights(), "weights", NEAR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,15 +19,32 @@ from streamshard.core.reductions import Reductions
 from streamshard.core.unit_grads import UnitGrads
 from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    Call,
-    Step,
-    assert_trains_like_plain,
-    lm_step,
-    sharded_model,
-)
+from tests.reference import Call, Step, assert_trains_like_plain, lm_step, sharded_model
 from tests.scenarios import BF16
 from tests.simulated import checking_streams, simulated_device
+
+_Use = Callable[[Any, Tensor], Tensor]
+
+
+def _rows(model: Any, tokens: Tensor) -> Tensor:
+    rows: Tensor = model.embedding(tokens)
+    return rows
+
+
+class _Tied(TinyLM):
+    """Looks up rows, and predicts, by these functions; they may look at `is_late`, see `_from_step_2`."""
+
+    is_late = False
+
+    def __init__(self, embed: _Use = _rows, predict: _Use = lambda model, x: model.head(x)) -> None:
+        super().__init__(TinyConfig(tied=True))
+        self.uses = embed, predict
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As in `TinyLM`."""
+        embed, predict = self.uses
+        x = embed(self, tokens) + self.positions[: tokens.shape[1]]
+        return predict(self, self.norm(self.run_blocks(x, mask))) * self.scale
 
 
 class _ByItself(nn.Embedding):
@@ -35,120 +53,11 @@ class _ByItself(nn.Embedding):
         return super().forward(tokens) / self.weight.norm()
 
 
-class _Tied(TinyLM):
-    """Subclasses and lists change one place."""
-
-    def __init__(self) -> None:
-        super().__init__(TinyConfig(tied=True))
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As in `TinyLM`."""
-        return self.predict(self.norm(self.run_blocks(self.embed(tokens), mask))) * self.scale
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens -> [.., dim]"""
-        out: Tensor = self.embedding(tokens) + self.positions[: tokens.shape[1]]
-        return out
-
-    def predict(self, x: Tensor) -> Tensor:
-        """[.., dim] -> logits"""
-        out: Tensor = self.head(x)
-        return out
-
-
-class _Twice(_Tied):
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of two tokens each."""
-        return super().embed(tokens) + 0.5 * super().embed(tokens.flip(1))
-
-
-class _ByFunction(_Tied):
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows, whose gradient autograd makes as large as the weight."""
-        return F.embedding(tokens, self.embedding.weight) + self.positions[: tokens.shape[1]]
-
-
-class _Scaling(_Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = _ByItself.from_pretrained(self.embedding.weight.detach(), freeze=False)
-        self.head.weight = self.embedding.weight
-
-
-class _SoftPrompt(_Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.prompt = nn.Parameter(torch.randn(1, self.config.vocabulary))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows, and a mixture of all rows."""
-        out: Tensor = super().embed(tokens) + self.prompt.softmax(-1) @ self.embedding.weight
-        return out
-
-
-class _Recomputing(_Tied):
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Looks up again in backward."""
-        out: Tensor = checkpoint(super().embed, tokens, use_reentrant=False)
-        return out
-
-
-class _LateRecomputing(_Tied):
-    recomputes = False
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows, looked up again in backward or not."""
-        embed = super().embed
-        out: Tensor = checkpoint(embed, tokens, use_reentrant=False) if self.recomputes else embed(tokens)
-        return out
-
-
-class _InChunks(_Tied):
-    is_reentrant = False
-
-    def predict(self, x: Tensor) -> Tensor:
-        """Chunks, recomputed in backward."""
-        return torch.cat([checkpoint(self.head, part, use_reentrant=self.is_reentrant) for part in x.chunk(2, 1)], 1)
-
-
-class _InReentrantChunks(_InChunks):
-    is_reentrant = True
-
-
-class _LateChunks(_InChunks):
-    is_penalised = False  # see `_from_step_2`
-
-    def predict(self, x: Tensor) -> Tensor:
-        """Logits, in reentrant chunks from step 2 on."""
-        self.is_reentrant = True
-        out: Tensor = super().predict(x) if self.is_penalised else self.head(x)
-        return out
-
-
-class _TwoHeads(_Tied):
-    def predict(self, x: Tensor) -> Tensor:
-        """Of the embedding's weight, and of the head, to which backward comes first."""
-        second = F.linear(x.tanh(), self.embedding.weight)
-        out: Tensor = self.head(x) + 0.5 * second
-        return out
-
-
-class _Hooked(_Tied):
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows, whose gradient has no part along the weight."""
-        rows, weight = super().embed(tokens), self.embedding.weight.detach()
-        if rows.requires_grad:
-            rows.register_hook(lambda grad: grad - 0.1 * (grad @ weight.t()) @ weight)
-        return rows
-
-
-class _Penalised(_Tied):
-    is_penalised = False
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows, all a little larger if the weight is large."""
-        x = super().embed(tokens)
-        return x + self.embedding.weight.square().mean() if self.is_penalised else x
+def _scaling() -> nn.Module:
+    model = _Tied()
+    model.embedding = _ByItself.from_pretrained(model.embedding.weight.detach(), freeze=False)
+    model.head.weight = model.embedding.weight
+    return model
 
 
 class _EarlyExit(_Tied):
@@ -160,6 +69,57 @@ class _EarlyExit(_Tied):
         for block in others:
             x = block(x)
         return x
+
+
+def _twice(model: Any, tokens: Tensor) -> Tensor:
+    """Rows of two tokens each."""
+    return _rows(model, tokens) + 0.5 * _rows(model, tokens.flip(1))
+
+
+def _mixed(model: Any, tokens: Tensor) -> Tensor:
+    """Rows, and a mixture of all rows."""
+    weight = model.embedding.weight
+    return _rows(model, tokens) + (model.positions[:1] @ weight.t()).softmax(-1) @ weight
+
+
+def _recomputed(model: Any, tokens: Tensor) -> Tensor:
+    """Looks up again in backward."""
+    out: Tensor = checkpoint(_rows, model, tokens, use_reentrant=False)
+    return out
+
+
+def _hooked(model: Any, tokens: Tensor) -> Tensor:
+    """Rows, whose gradient has no part along the weight."""
+    rows, weight = _rows(model, tokens), model.embedding.weight.detach()
+    if rows.requires_grad:
+        rows.register_hook(lambda grad: grad - 0.1 * (grad @ weight.t()) @ weight)
+    return rows
+
+
+def _penalised_late(model: Any, tokens: Tensor) -> Tensor:
+    """Rows, all a little larger if the weight is large."""
+    rows = _rows(model, tokens)
+    return rows + model.embedding.weight.square().mean() if model.is_late else rows
+
+
+def _in_chunks(model: Any, x: Tensor, *, is_reentrant: bool = False) -> Tensor:
+    """Chunks, recomputed in backward."""
+    return torch.cat([checkpoint(model.head, part, use_reentrant=is_reentrant) for part in x.chunk(2, 1)], 1)
+
+
+_in_reentrant_chunks = functools.partial(_in_chunks, is_reentrant=True)
+
+
+def _in_chunks_late(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = _in_reentrant_chunks(model, x) if model.is_late else model.head(x)
+    return out
+
+
+def _by_two_heads(model: Any, x: Tensor) -> Tensor:
+    """Of the embedding's weight, and of the head, to which backward comes first."""
+    second = F.linear(x.tanh(), model.embedding.weight)
+    out: Tensor = model.head(x) + 0.5 * second
+    return out
 
 
 def _two_passes(model: nn.Module, call: Call) -> Tensor:
@@ -202,21 +162,21 @@ class _Way(NamedTuple):
 
 WAYS = {
     "a head": _Way(_Tied, True),
-    "rows looked up twice": _Way(_Twice, True),
-    "rows looked up by a function": _Way(_ByFunction, True),
-    "a head in chunks": _Way(_InChunks, True),
+    "rows looked up twice": _Way(lambda: _Tied(_twice), True),
+    "rows looked up by a function": _Way(lambda: _Tied(lambda model, t: F.embedding(t, model.embedding.weight)), True),
+    "a head in chunks": _Way(lambda: _Tied(predict=_in_chunks), True),
     "a head between the blocks": _Way(_EarlyExit, True),
     "two passes": _Way(_Tied, True, _two_passes),
     "two backwards": _Way(_Tied, True, _two_backwards),
     "a kept graph": _Way(_Tied, True, _kept_graph),
     "outputs of two passes": _Way(_Tied, True, _penalised),
     "inside other hooks": _Way(_Tied, True, _saved_on_the_cpu),
-    "an embedding that scales by its weight": _Way(_Scaling, False),
-    "a hook with a view of the weight": _Way(_Hooked, False),
-    "a soft prompt": _Way(_SoftPrompt, False),
-    "a recomputed embedding": _Way(_Recomputing, False),
-    "chunks in reentrant checkpoints": _Way(_InReentrantChunks, False),
-    "a second head": _Way(_TwoHeads, False),
+    "an embedding that scales by its weight": _Way(_scaling, False),
+    "a hook with a view of the weight": _Way(lambda: _Tied(_hooked), False),
+    "a soft prompt": _Way(lambda: _Tied(_mixed), False),
+    "a recomputed embedding": _Way(lambda: _Tied(_recomputed), False),
+    "chunks in reentrant checkpoints": _Way(lambda: _Tied(predict=_in_reentrant_chunks), False),
+    "a second head": _Way(lambda: _Tied(predict=_by_two_heads), False),
 }
 
 
@@ -246,29 +206,32 @@ def test_tied_models_train_like_plain(context: RankContext, name: str) -> None:
 @pytest.mark.parametrize("settings", [{"weight_slots": "all"}, {"weight_slots": 3}])
 def test_tied_models_train_like_plain_with_other_slots(context: RankContext, settings: dict[str, Any]) -> None:
     with _counting() as counts:
-        assert_trains_like_plain(context, _Twice, lm_step, **settings)
+        assert_trains_like_plain(context, lambda: _Tied(_twice), lm_step, **settings)
     assert (counts[0] > 0) is (settings["weight_slots"] == 3)
 
 
 def _from_step_2(model: Any, number: int) -> None:
-    if number == 2:
-        model.is_penalised = model.recomputes = True
+    model.is_late = number >= 2
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("build", [_Penalised, _LateChunks])
-def test_graphs_that_begin_to_need_the_weight_keep_it(context: RankContext, build: Any) -> None:
+@pytest.mark.parametrize("uses", [{"embed": _penalised_late}, {"predict": _in_chunks_late}])
+def test_graphs_that_begin_to_need_the_weight_keep_it(context: RankContext, uses: dict[str, _Use]) -> None:
     with _counting() as counts:
-        assert_trains_like_plain(context, build, lm_step, prepare=_from_step_2, steps=4)
+        assert_trains_like_plain(context, lambda: _Tied(**uses), lm_step, prepare=_from_step_2, steps=4)
     assert counts[0] == 1
 
 
 @on_ranks(2)
 def test_code_that_begins_to_recompute_with_the_weight_raises(context: RankContext) -> None:
     """With the alternative."""
+
+    def embed(model: Any, tokens: Tensor) -> Tensor:
+        return (_recomputed if model.is_late else _rows)(model, tokens)
+
     with pytest.raises(ShardingError, match=r"resident=\['head'\]"):
-        assert_trains_like_plain(context, _LateRecomputing, lm_step, prepare=_from_step_2)
-    assert_trains_like_plain(context, _LateRecomputing, lm_step, prepare=_from_step_2, resident=["head"])
+        assert_trains_like_plain(context, lambda: _Tied(embed), lm_step, prepare=_from_step_2)
+    assert_trains_like_plain(context, lambda: _Tied(embed), lm_step, prepare=_from_step_2, resident=["head"])
 
 
 @on_ranks(2)
@@ -302,7 +265,7 @@ def test_a_frozen_weight_has_no_gradient_in_its_place(context: RankContext) -> N
 @on_ranks(2)
 def test_events_order_a_gradient_in_the_place_of_its_weight(context: RankContext) -> None:
     with simulated_device() as device, checking_streams(device) as checker, _counting() as counts:
-        model = sharded_model(_Twice, precision=BF16)
+        model = sharded_model(lambda: _Tied(_twice), precision=BF16)
         with checker.of(model):
             for step in range(3):
                 lm_step(model, Call(step, context.rank, 2, 1.0))

@@ -121,7 +121,7 @@ def _same_bits(context: RankContext, name: str) -> Digests:
     return same_bits(context, name, build=_with_dropout, clip=_clip)
 
 
-@pytest.mark.parametrize("name", ["bf16", "replicas"])
+@pytest.mark.parametrize("name", ["bf16, clipped", "replicas"])
 def test_lora_trains_to_the_same_bits_on_any_number_of_ranks(ranks: RankPool, name: str) -> None:
     alone, *others = (merged(ranks(count).run(_same_bits, name)) for count in RANKS)
     assert len(set(alone.weights)) == STEPS and min(alone.norms) > [_MAX_NORM]

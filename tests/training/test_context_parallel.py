@@ -84,8 +84,9 @@ def _mesh_of(arrangement: str, mesh: DeviceMesh) -> DeviceMesh:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("arrangement", ["one shard group", "a replica for each dp rank"])
-@pytest.mark.parametrize("rule", ["means", "sums"])
+@pytest.mark.parametrize(
+    ("rule", "arrangement"), [("means", "one shard group"), ("sums", "a replica for each dp rank")]
+)
 def test_both_loss_rules_train_what_one_process_trains(context: RankContext, rule: str, arrangement: str) -> None:
     """On 2 x 2 ranks, over two micro-batches and with checkpointed layers. A part may be padding alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))

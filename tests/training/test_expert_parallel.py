@@ -37,7 +37,7 @@ from tests.reference import assert_script_trained_like_plain, difference, engine
 from tests.scenarios import over_sockets
 from tests.simulated import late, simulated_device
 
-STEPS, CLIP = 4, 0.5
+STEPS, CLIP = 2, 0.5
 WAYS: dict[str, Any] = {"shared memory": contextlib.nullcontext, "sockets": over_sockets}
 SHARED = {2: ["SharedMemoryTransport", "ExpertsTransport"], 4: ["SharedMemoryTransport", "AloneTransport"]}
 SOCKETS = {2: ["PairwiseTransport"] * 2, 4: ["PairwiseTransport", "AloneTransport"]}
@@ -156,7 +156,7 @@ def test_a_rank_has_its_experts_shard_and_a_shard_of_everything_else(context: Ra
 def _saved(context: RankContext, path: Path) -> tuple[dict[str, Tensor], Any]:
     model = _sharded(_made(), 2)
     optimizer = _adam(model)
-    _steps(model, optimizer, context.rank, 4, steps=2)
+    _steps(model, optimizer, context.rank, 4, steps=1)
     save_checkpoint(path / "run", model, optimizer)
     export_safetensors(model, path / "export")
     return full_weights(model), full_optimizer_state_dict(model, optimizer, rank0_only=False)
@@ -178,7 +178,7 @@ def _loaded(context: RankContext, path: Path, ep: int, weights: dict[str, Tensor
 def test_checkpoints_and_exports_load_with_other_meshes_of_experts(ranks: Any, tmp_path: Path) -> None:
     """From 4 ranks in pairs to 4 ranks of one expert each, without a mesh, and to fewer ranks, to the bit."""
     weights, state = ranks(4).run(_saved, tmp_path)[0]
-    for size, ep in ((4, 4), (4, 2), (4, 1), (2, 2), (2, 1), (1, 1)):
+    for size, ep in ((4, 4), (4, 1), (2, 2), (1, 1)):
         ranks(size).run(_loaded, tmp_path, ep, weights, state)
 
 
@@ -267,8 +267,10 @@ def test_fences_order_the_collectives_of_both_groups(context: RankContext) -> No
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("ep", "slots"), [(2, 2), (2, "all"), (4, 2), (4, "all")])
+@pytest.mark.parametrize(
+    ("ep", "slots", "way"),
+    [(2, 2, "shared memory"), (2, "all", "sockets"), (4, 2, "sockets"), (4, "all", "shared memory")],
+)
 def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, ep: int, slots: Any, way: str) -> None:
     """Two ranks have the same experts, or each has its own. On CPUs waits order the collectives of both groups.
 

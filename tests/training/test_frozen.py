@@ -29,6 +29,7 @@ from tests.reference import (
     heard_collectives,
     lm_step,
     stack_step,
+    train_stack,
 )
 from tests.scenarios import BF16, PRECISIONS
 
@@ -100,10 +101,7 @@ def test_frozen_weights_are_computed_with_as_if_they_were_kept_in_fp32(context: 
                 param.requires_grad_(is_trained)
             optimizer = trainable_adamw(model)
             with make_adversarial(model), detect_races(model) as races:
-                for number in range(3):
-                    stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                train_stack(model, optimizer, context)
             assert races.accesses > 20
             found.append(full_weights(model))
         assert_same(*found, "weights", EXACT)

@@ -37,7 +37,7 @@ from tests.reference import (
 )
 from tests.scenarios import BF16, sharded
 from tests.simulated import late, simulated_device
-from tests.training.test_offload_events import OFFLOAD, RESIDENT, Run, compare
+from tests.training.test_offload_events import OFFLOAD, RESIDENT, Run
 
 
 @on_ranks(1)
@@ -189,9 +189,6 @@ def test_hooks_run_as_often_as_without_offload(context: RankContext) -> None:
     assert counts[0] == counts[1] == ["own", "all"] * 2
 
 
-# -- what is refused, and late steps that fail ------------------------------------------------------------------------
-
-
 # -- late steps that fail ---------------------------------------------------------------------------------------------
 
 
@@ -275,26 +272,6 @@ def test_weights_of_a_model_that_is_gone_raise_if_their_step_was_late(context: R
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
-
-
-def _step_in_backward(run: Run) -> None:
-    """One optimizer for each parameter steps in a hook, and clears the gradient."""
-    optimizers = {param: adamw(nn.ParameterList([param])) for param in run.model.parameters()}
-
-    def step(param: nn.Parameter) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    hooks = [param.register_post_accumulate_grad_hook(step) for param in optimizers]
-    for _ in range(3):
-        run.loss().backward()
-    for hook in hooks:
-        hook.remove()
-
-
-@on_ranks(1, 2)
-def test_steps_in_hooks_of_gradients_change_no_bit(context: RankContext) -> None:
-    compare(context, _step_in_backward)
 
 
 @on_ranks(1, 2)

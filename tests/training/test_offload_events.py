@@ -57,12 +57,25 @@ class Run:
         loss: Tensor = self.model(vector_batch(self.number, self.context.rank).to(self.context.device)).square().mean()
         return loss
 
+    def backward(self) -> None:
+        """Gradients of the next batch alone."""
+        self.optimizer.zero_grad()
+        self.loss().backward()
+
     def step(self, steps: int = 1) -> None:
         """Train, and leave gradients."""
         for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.loss().backward()
+            self.backward()
             self.optimizer.step()
+
+    @property
+    def params(self) -> list[Any]:
+        """Of the model."""
+        return list(self.model.parameters())
+
+    def norms(self) -> list[Tensor]:
+        """Of gradients."""
+        return [param.grad.norm() for param in self.params]
 
     def other(self) -> Run:
         """Another run of the same kind, which has not trained."""
@@ -125,7 +138,7 @@ def _schedule(run: Run) -> Any:
 
 
 def _hooks(run: Run) -> Any:
-    first, seen = next(run.model.parameters()), []
+    first, seen = run.params[0], []
 
     def before(*_: Any) -> None:
         seen.append(first.detach().norm())
@@ -153,16 +166,12 @@ def _closure(run: Run) -> Any:
 
 
 def _whole(run: Run) -> Iterator[Tensor]:
-    for param in run.model.parameters():
+    for param in run.params:
         yield from (param, param.grad)
 
 
-def _sums(run: Run) -> Any:
-    return [each.sum() for each in _whole(run)] + [each.norm(3.0) for each in _whole(run)]
-
-
 def _text(run: Run) -> Any:
-    return {"".join(re.findall(r"[-.\d]+", repr(param).split("]")[0])): 0 for param in run.model.parameters()}
+    return {"".join(re.findall(r"[-.\d]+", repr(param).split("]")[0])): 0 for param in run.params}
 
 
 def _copies(run: Run) -> Any:
@@ -173,50 +182,38 @@ def _copies(run: Run) -> Any:
     return found
 
 
-def _equal(run: Run) -> Any:
-    return [torch.equal(each, torch.zeros_like(each)) for each in _whole(run)] + [
-        torch.equal(each, each.clone()) for each in _whole(run)
-    ]
-
-
 def _kept(run: Run) -> Any:
-    kept = [param.detach() for param in run.model.parameters()] + [param.data for param in run.model.parameters()]
+    kept = [param.detach() for param in run.params] + [param.data for param in run.params]
     run.step(2)
     return [each.sum() for each in kept]
 
 
 def _clipped(run: Run) -> Any:
     norms = []
-    params = list(run.model.parameters())
-    for way in (run.model.clip_grad_norm_, functools.partial(torch.nn.utils.clip_grad_norm_, params)):
+    for way in (run.model.clip_grad_norm_, functools.partial(torch.nn.utils.clip_grad_norm_, run.params)):
         for max_norm, norm_type in ((0.01, 2.0), (0.001, torch.inf), (0.0001, 3.0)):
-            run.optimizer.zero_grad()
-            run.loss().backward()
+            run.backward()
             norms.append(way(max_norm, norm_type=norm_type))
             run.optimizer.step()
-    norms += [param.grad.norm() for param in run.model.parameters()]
-    return [*norms, full_grads(run.model)["head.weight"].sum()]
+    return [*norms, *run.norms(), full_grads(run.model)["head.weight"].sum()]
 
 
 def _clipped_by_value(run: Run) -> Any:
-    run.optimizer.zero_grad()
-    run.loss().backward()
-    torch.nn.utils.clip_grad_value_(run.model.parameters(), 0.001)
+    run.backward()
+    torch.nn.utils.clip_grad_value_(run.params, 0.001)
     run.optimizer.step()
-    return [param.grad.norm() for param in run.model.parameters()]
+    return run.norms()
 
 
 def _clipped_twice(run: Run) -> Any:
-    run.optimizer.zero_grad()
-    run.loss().backward()
+    run.backward()
     norms = [run.model.clip_grad_norm_(0.1), run.model.clip_grad_norm_(0.01)]
     run.optimizer.step()
-    return norms + [param.grad.sum() for param in run.model.parameters()]
+    return norms + [param.grad.sum() for param in run.params]
 
 
 def _clipped_and_accumulated(run: Run) -> Any:
-    run.optimizer.zero_grad()
-    run.loss().backward()
+    run.backward()
     run.model.clip_grad_norm_(0.01)
     run.loss().backward()
     run.model.clip_grad_norm_(0.01)
@@ -226,7 +223,7 @@ def _clipped_and_accumulated(run: Run) -> Any:
 
 def _zeroed(run: Run) -> Any:
     run.optimizer.zero_grad(set_to_none=False)
-    found = [param.grad.norm() for param in run.model.parameters()]
+    found = run.norms()
     run.optimizer.step()
     run.loss().backward()
     run.optimizer.step()
@@ -235,33 +232,31 @@ def _zeroed(run: Run) -> Any:
 
 
 def _replaced(run: Run) -> None:
-    for param in run.model.parameters():
-        param.grad = torch.ones_like(param.grad)
-    run.optimizer.step()
-    for param in run.model.parameters():
-        param.grad = None
-    run.optimizer.step()
+    for made in (torch.ones_like, lambda grad: None):
+        for param in run.params:
+            param.grad = made(param.grad)
+        run.optimizer.step()
 
 
 def _replaced_and_clipped(run: Run) -> Any:
-    for param in run.model.parameters():
+    for param in run.params:
         param.grad = torch.ones_like(param)
     norm = run.model.clip_grad_norm_(0.1)
     run.optimizer.step()
-    return [norm, *(param.grad.sum() for param in run.model.parameters())]
+    return [norm, *(param.grad.sum() for param in run.params)]
 
 
 def _multiplied(run: Run) -> None:
-    for param in run.model.parameters():
+    for param in run.params:
         param.grad.mul_(0.5)
         param.grad.data.add_(0.1)
     run.optimizer.step()
-    for param in run.model.parameters():
+    for param in run.params:
         param.grad *= 3.0
 
 
 def _multiplied_by_a_number_that_changes(run: Run) -> None:
-    for param in run.model.parameters():
+    for param in run.params:
         factor = torch.tensor(0.5, device=run.context.device)
         param.grad.mul_(factor)
         factor.zero_()
@@ -271,18 +266,18 @@ def _multiplied_by_a_number_that_changes(run: Run) -> None:
 def _norms_kept(run: Run) -> Any:
     """Reductions replace the norms that are known."""
     run.loss().backward()
-    norms = [param.grad.norm() for param in run.model.parameters()]
+    norms = run.norms()
     run.step()
     return norms
 
 
 def _weights_written(run: Run) -> None:
     with torch.no_grad():
-        for param in run.model.parameters():
+        for param in run.params:
             param.mul_(0.9)
             param.data.add_(0.01)
-            param.data = param.data * 1.0 if False else param.data
-        torch._foreach_mul_(list(run.model.parameters()), 0.99)
+            param.data = param.data
+        torch._foreach_mul_(run.params, 0.99)
 
 
 def _state_loaded(run: Run) -> Any:
@@ -303,15 +298,6 @@ def _full_state(run: Run) -> Any:
     return seen
 
 
-def _state_cleared(run: Run) -> None:
-    run.optimizer.state.clear()
-
-
-def _state_replaced(run: Run) -> None:
-    first = next(iter(run.optimizer.state))
-    run.optimizer.state[first] = {}
-
-
 def _state_written(run: Run) -> None:
     streamshard.full_optimizer_state_dict(run.model, run.optimizer)
     for own in run.optimizer.state.values():
@@ -321,8 +307,8 @@ def _state_written(run: Run) -> None:
 
 def _summoned(run: Run) -> Any:
     with run.model.summon_full_params(), torch.no_grad():
-        seen = [param.sum() for param in run.model.parameters()]
-        for param in run.model.parameters():
+        seen = [param.sum() for param in run.params]
+        for param in run.params:
             param.mul_(0.9)
     return seen
 
@@ -392,9 +378,8 @@ def _gone_on_from_gradients(run: Run) -> None:
 
 def _penalty(run: Run) -> None:
     """Its gradient is added to the others: it would not be computed beside them."""
-    run.optimizer.zero_grad()
-    run.loss().backward()
-    for param in run.model.parameters():
+    run.backward()
+    for param in run.params:
         param.grad.add_(param.detach(), alpha=0.2)
     run.optimizer.step()
 
@@ -415,6 +400,21 @@ def _gradients_given_up(run: Run) -> None:
     run.optimizer.step()
 
 
+def _step_in_backward(run: Run) -> None:
+    """One optimizer for each parameter steps in a hook, and clears the gradient."""
+    optimizers = {param: adamw(nn.ParameterList([param])) for param in run.params}
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    hooks = [param.register_post_accumulate_grad_hook(step) for param in optimizers]
+    for _ in range(3):
+        run.loss().backward()
+    for hook in hooks:
+        hook.remove()
+
+
 EVENTS: dict[str, Event] = {
     name.lstrip("_"): event
     for name, event in list(globals().items())
@@ -424,10 +424,20 @@ EVENTS: dict[str, Event] = {
     and list(event.__annotations__) in (["run", "return"],)
 }
 EVENTS.pop("whole")
+EVENTS |= {
+    "sums": lambda run: [each.sum() for each in _whole(run)] + [each.norm(3.0) for each in _whole(run)],
+    "equal": lambda run: [
+        torch.equal(each, other(each)) for other in (torch.zeros_like, torch.clone) for each in _whole(run)
+    ],
+    "state_cleared": lambda run: run.optimizer.state.clear(),
+    "state_replaced": lambda run: run.optimizer.state.update({next(iter(run.optimizer.state)): {}}),
+}
 
 
-@on_ranks(1, 2, backend="of accelerator")
-@pytest.mark.parametrize("name", EVENTS)
+@on_ranks(backend="of accelerator")
+@pytest.mark.parametrize(
+    ("world_size", "name"), [*((2, name) for name in EVENTS), *((1, name) for name in list(EVENTS)[::3])]
+)
 def test_events_after_a_step_change_no_bit(context: RankContext, name: str) -> None:
     compare(context, EVENTS[name])
 

@@ -198,14 +198,14 @@ def _run_in_host_memory(context: RankContext, program: Program) -> None:
 _seldom = settings(suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 
 
-@settings(_seldom, max_examples=25)
+@settings(_seldom, max_examples=16)
 @given(program=PROGRAMS)
 def test_random_programs_run_like_plain_pytorch(ranks: RankPool, program: Program) -> None:
     """Losses, gradients (None where there are none), weights."""
     ranks(program.ranks).run(_run_beside_plain, program)
 
 
-@settings(_seldom, max_examples=15)
+@settings(_seldom, max_examples=10)
 @given(program=PROGRAMS)
 def test_random_programs_give_the_same_bits_with_state_in_host_memory(ranks: RankPool, program: Program) -> None:
     """All of the state, or the part that the device has no room for."""

@@ -57,7 +57,7 @@ from tests.reference import (
 )
 from tests.simulated import simulated_device
 
-WORDS, TOKENS, STEPS, CLIP = 33, 8, 4, 0.5
+WORDS, TOKENS, STEPS, CLIP = 33, 8, 2, 0.5
 Course = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, weights
 pytestmark = [
     pytest.mark.filterwarnings("ignore:While redistributing:UserWarning"),
@@ -133,16 +133,14 @@ def _fsdp2(model: Any, world: _Axes) -> Any:
     return model
 
 
-def _torch_clip(model: nn.Module) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-
-
-def _own_clip(model: Any) -> Tensor:
-    total: Tensor = model.clip_grad_norm_(CLIP)
+def _clip(model: Any, step: int) -> Tensor:
+    """By torch's function and by the model's own, in turn."""
+    is_torchs = step % 2 == 0 or not isinstance(model, StreamShard)
+    total: Tensor = nn.utils.clip_grad_norm_(model.parameters(), CLIP) if is_torchs else model.clip_grad_norm_(CLIP)
     return total
 
 
-def _clip_one_by_one(model: nn.Module) -> Tensor:
+def _clip_one_by_one(model: nn.Module, step: int) -> Tensor:
     """For FSDP2: torch's function fails on gradients of several meshes (pytorch/pytorch#180346)."""
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
@@ -159,27 +157,28 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def _train(
     model: Any,
-    place: int = 0,
-    places: int = 1,
-    clip: Callable[[Any], Tensor] = _torch_clip,
+    world: _Axes | None = None,
+    clip: Callable[[Any, int], Tensor] = _clip,
     *,
     micro_batches: int = 1,
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = STEPS,
 ) -> Course:
-    """Train on this data rank's rows, number `place` of `places`; the losses are means over all rows."""
+    """Train on this data rank's rows of each batch; the losses are means over them. Without `world` on all rows."""
     optimizer = optimizer or _adam(model)
     generator = torch.Generator().manual_seed(1)
     losses, norms = [], []
-    for _ in range(steps):
+    for step in range(steps):
         rows = torch.randint(0, WORDS, (4, TOKENS), generator=generator)
-        parts = rows.chunk(places)[place].chunk(micro_batches)
+        if world is not None:
+            rows = rows.chunk(world.dp.size())[world.dp.get_local_rank()]
+        parts = rows.chunk(micro_batches)
         for number, part in enumerate(parts):
             waits = number + 1 < len(parts) and isinstance(model, StreamShard)
             with model.no_sync() if waits else contextlib.nullcontext():
                 loss = F.cross_entropy(model(part)[:, :-1].flatten(0, 1), part[:, 1:].flatten()) / len(parts)
                 loss.backward()
-        norms.append(float(clip(model)))
+        norms.append(float(clip(model, step)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -190,6 +189,12 @@ def _has_dtensors(model: nn.Module) -> bool:
     return any(isinstance(param, DTensor) for param in model.parameters())
 
 
+@functools.cache
+def _alone(steps: int = STEPS) -> Course:
+    """What one process trains on all rows."""
+    return _train(_made(), steps=steps)
+
+
 def _assert_equal(found: Course, wanted: Course) -> None:
     assert found[1] == pytest.approx(wanted[1], rel=1e-6)
     assert difference(found[2], wanted[2]) < 1e-5
@@ -198,35 +203,32 @@ def _assert_equal(found: Course, wanted: Course) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor parallel", "sequence parallel"])
 def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext, sequence: bool) -> None:
-    """2 x 2 ranks, an uneven vocabulary, four steps of AdamW with clipping by either function."""
-    world, clip = _mesh(2, 2), _torch_clip if sequence else _own_clip
-    found = _train(_sharded(_made(), world, sequence=sequence), world.dp.get_local_rank(), 2, clip)
-    _assert_equal(found, _train(_made()))
+    """2 x 2 ranks, an uneven vocabulary, AdamW with clipping by either function."""
+    world = _mesh(2, 2)
+    _assert_equal(_train(_sharded(_made(), world, sequence=sequence), world), _alone())
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("other", ["tokens", "rows"])
-def test_different_batches_along_the_axis_raise_before_a_layer_runs(context: RankContext, other: str) -> None:
+def test_different_batches_along_the_axis_raise_before_a_layer_runs(context: RankContext) -> None:
     """As from a DistributedSampler over all ranks. With the same batches along the axis the model trains on."""
     world = _mesh(2, 2)
     model, optimizer = _run_of(world, 0)
-    own = torch.full((2 + context.rank, 4), 3) if other == "rows" else torch.full((2, 4), context.rank)
-    with pytest.raises(RankMismatchError, match="ranks 0 and 1 of the model .* different inputs: give all ranks"):
-        model(own)
+    for own in (torch.full((2 + context.rank, 4), 3), torch.full((2, 4), context.rank)):
+        with pytest.raises(RankMismatchError, match="ranks 0 and 1 of the model .* different inputs: give all ranks"):
+            model(own)
     sampler = DistributedSampler(range(8), world.dp.size(), world.dp.get_local_rank(), shuffle=False)
     model(torch.tensor([[*sampler]])).square().mean().backward()
     optimizer.step()
 
 
 @on_ranks(4)
-def test_compiled_layers_train_the_embedding_too(context: RankContext) -> None:
+def test_a_compiled_first_layer_trains_the_embedding_too(context: RankContext) -> None:
     """Its output waits for a collective. FSDP2 drops its gradient, plain PyTorch raises."""
     let_dynamo_look()
     world = _mesh(2, 2)
     model = _sharded(_made(), world)
-    for layer in model.layers:
-        layer.compile(backend="eager")
-    _assert_equal(_train(model, world.dp.get_local_rank(), 2, steps=2), _train(_made(), steps=2))
+    model.layers[0].compile(backend="eager")
+    _assert_equal(_train(model, world), _alone())
 
 
 @on_ranks(4)
@@ -252,11 +254,9 @@ def test_the_example_trains_what_one_process_trains(context: RankContext) -> Non
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("sizes", [(1, 4), (4, 1)], ids=str)
-def test_meshes_of_other_shapes_train_the_same(context: RankContext, sizes: tuple[int, int]) -> None:
-    """One data rank with four parts; no tensor parallelism. The example has two replicas of two parts."""
-    world = _mesh(*sizes)
-    _assert_equal(_train(_sharded(_made(), world), world.dp.get_local_rank(), sizes[0]), _train(_made()))
+def test_a_mesh_of_four_parts_and_one_data_rank_trains_the_same(context: RankContext) -> None:
+    world = _mesh(1, 4)
+    _assert_equal(_train(_sharded(_made(), world), world), _alone())
 
 
 @on_ranks(4)
@@ -269,17 +269,16 @@ def test_without_a_mesh_the_model_is_sharded_over_ranks_with_the_same_parts(cont
     assert weight.shape == (128, 32)
     told = everywhere(weight.detach().as_subclass(Tensor).numel())
     assert sum(told) == weight.numel()
-    _assert_equal(_train(sharded, world.dp.get_local_rank(), 2), _train(_made()))
+    _assert_equal(_train(sharded, world), _alone())
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
-def test_accumulation_with_checkpointed_layers_trains_the_same(context: RankContext, slots: dict[str, Any]) -> None:
-    """Two micro-batches in `no_sync()`; backward runs each layer's forward again."""
+def test_accumulation_and_checkpointed_layers_train_the_same(context: RankContext, slots: dict[str, Any]) -> None:
+    """Two micro-batches in `no_sync()`. Where slots are few, backward runs each layer's forward again."""
     world = _mesh(2, 2)
-    sharded = _sharded(_made(checkpoints=True), world, **slots)
-    found = _train(sharded, world.dp.get_local_rank(), 2, micro_batches=2)
-    _assert_equal(found, _train(_made(), micro_batches=4))
+    found = _train(_sharded(_made(checkpoints=not slots), world, **slots), world, micro_batches=2)
+    _assert_equal(found, _alone())
 
 
 @on_ranks(4)
@@ -287,21 +286,19 @@ def test_bf16_computes_with_bf16_dtensors(context: RankContext) -> None:
     """Ranks of one mesh get the same loss, close to fp32."""
     world = _mesh(2, 2)
     sharded = _sharded(_made(), world, precision="bf16")
-    losses, norms, weights = _train(sharded, world.dp.get_local_rank(), 2)
-    wanted = _train(_made())
-    assert norms == pytest.approx(wanted[1], rel=2e-2)
+    losses, norms, weights = _train(sharded, world)
+    assert norms == pytest.approx(_alone()[1], rel=2e-2)
     told = everywhere((losses, {name: float(each.sum()) for name, each in weights.items()}))
     assert told[0] == told[1] and told[2] == told[3] and told[0][1] == told[2][1]
 
 
 @on_ranks(4)
 def test_state_in_host_memory_trains_the_same(context: RankContext) -> None:
-    """On a simulated device, clipped by either function."""
+    """On a simulated device, clipped by either function before a late step."""
     world = _mesh(2, 2)
     with simulated_device():
-        for clip in (_own_clip, _torch_clip):
-            sharded = _sharded(_made(), world, offload="state")
-            _assert_equal(_train(sharded, world.dp.get_local_rank(), 2, clip), _train(_made()))
+        found = _train(_sharded(_made(), world, offload="state"), world, steps=3)
+    _assert_equal(found, _alone(3))
 
 
 @on_ranks(4)
@@ -319,7 +316,7 @@ def test_frozen_parts_keep_their_values_and_get_no_gradient(context: RankContext
     sharded.layers[0].up.weight.requires_grad_(False)
     wanted = freeze(_made())
     wanted.layers[0].up.weight.requires_grad_(False)
-    _assert_equal(_train(sharded, world.dp.get_local_rank(), 2), _train(wanted))
+    _assert_equal(_train(sharded, world), _train(wanted))
 
 
 @on_ranks(4)
@@ -338,52 +335,47 @@ def test_norms_sums_and_shapes_are_the_full_tensors(context: RankContext) -> Non
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("takes", ["weight", "to_local"])
-def test_absent_dtensors_raise_when_another_layer_reads_them(context: RankContext, takes: str) -> None:
+def test_absent_dtensors_raise_when_another_layer_reads_them(context: RankContext) -> None:
     """The DTensor itself, or its local part taken in forward: backward names the layer that is not in place."""
     world, model = _mesh(2, 2), _made()
     kept: list[Any] = []
     model.layers[0].register_forward_pre_hook(lambda layer, args: kept.append(layer.up.weight))
-
-    def borrow(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-        weight = kept[-1]
-        return output * (weight if takes == "weight" else weight.to_local()).square().sum()
-
     sharded = _sharded(model, world)
-    model.layers[2].register_forward_hook(borrow)
-    with pytest.raises(ShardingError, match=r"'layers.0.up.weight'.*resident=\['layers.0.up'\]"):
-        sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
+    for taken in (lambda weight: weight, lambda weight: weight.to_local()):
+        hook = model.layers[2].register_forward_hook(
+            lambda layer, args, output, taken=taken: output * taken(kept[-1]).square().sum()
+        )
+        with pytest.raises(ShardingError, match=r"'layers.0.up.weight'.*resident=\['layers.0.up'\]"):
+            sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
+        hook.remove()
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext, trains: bool) -> None:
-    """Through the DTensor, and through its local part; of a frozen one too."""
-    world = _mesh(2, 2)
-    for change in (lambda weight: weight.mul_(0.5), lambda weight: weight.to_local().mul_(0.5)):
-        model = _made()
-        model.layers[1].up.weight.requires_grad_(trains)
-        sharded = _sharded(model, world)
+    """Through the DTensor, or, where it is frozen, through its local part."""
+    world, model = _mesh(2, 2), _made()
+    model.layers[1].up.weight.requires_grad_(trains)
+    sharded = _sharded(model, world)
 
-        def edit(layer: Any, args: Any, change: Any = change) -> None:
-            with torch.no_grad():
-                change(layer.up.weight)
+    def edit(layer: Any, args: Any) -> None:
+        with torch.no_grad():
+            (layer.up.weight if trains else layer.up.weight.to_local()).mul_(0.5)
 
-        sharded.layers[1].register_forward_pre_hook(edit)
-        with pytest.raises(ShardingError, match=r"'layers.1.up.weight' was changed in place"):
-            sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
+    sharded.layers[1].register_forward_pre_hook(edit)
+    with pytest.raises(ShardingError, match=r"'layers.1.up.weight' was changed in place"):
+        sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("penalty", ["squares", "norms"])
-def test_penalties_on_parts_and_copies_have_the_gradients_of_one_process(context: RankContext, penalty: str) -> None:
+def test_penalties_on_parts_and_copies_have_the_gradients_of_one_process(context: RankContext) -> None:
     """And copies of a norm stay equal on all ranks."""
     world, whole = _mesh(2, 2), _made()
     sharded = _sharded(_made(), world)
     tokens = torch.arange(4 * TOKENS).view(4, TOKENS) % WORDS
 
     def total(model: nn.Module) -> Any:
-        return sum(each.square().sum() if penalty == "squares" else each.norm() for each in model.parameters())
+        return sum(each.square().sum() + each.norm() for each in model.parameters())
 
     (sharded(tokens.chunk(2)[world.dp.get_local_rank()]).square().mean() + 0.1 * total(sharded)).backward()
     (whole(tokens).square().mean() + 0.1 * total(whole)).backward()
@@ -438,41 +430,41 @@ def _run_of(world: _Axes, seed: int) -> tuple[Any, torch.optim.Optimizer]:
 def _saved(context: RankContext, path: Path, tp: int) -> tuple[dict[str, Tensor], Any]:
     world = _mesh(context.world_size // tp, tp)
     model, optimizer = _run_of(world, 0)
-    _train(model, world.dp.get_local_rank(), world.dp.size(), optimizer=optimizer, steps=2)
+    _train(model, world, optimizer=optimizer, steps=1)
     save_checkpoint(path / "run", model, optimizer)
     export_safetensors(model, path / "export")
     return full_weights(model), full_optimizer_state_dict(model, optimizer, rank0_only=False)
 
 
 def _loaded(context: RankContext, path: Path, tp: int, weights: dict[str, Tensor], state: Any) -> None:
-    """Load a checkpoint, an export and full state, each into another model, and compare."""
+    """Load a checkpoint, and into another model full weights, an export, and full state; compare."""
     world = _mesh(context.world_size // tp, tp)
     model, optimizer = _run_of(world, 1)
     load_checkpoint(path / "run", model, optimizer)
-    assert difference(full_weights(model), weights) == 0.0
-    assert_same_state(full_optimizer_state_dict(model, optimizer, rank0_only=False), state)
     other, own = _run_of(world, 2)
-    load_safetensors(other, path / "export")
-    assert difference(full_weights(other), weights) == 0.0
     load_optimizer_state_dict(other, own, state)
-    assert_same_state(full_optimizer_state_dict(other, own, rank0_only=False), state)
-    third = _sharded(_made(3), world)
-    third.load_state_dict(weights)
-    assert difference(full_weights(third), weights) == 0.0
-    found = _train(other, world.dp.get_local_rank(), world.dp.size(), optimizer=own, steps=1)
-    expected = _train(model, world.dp.get_local_rank(), world.dp.size(), optimizer=optimizer, steps=1)
-    assert difference(found[2], expected[2]) == 0.0
+    other.load_state_dict(weights)
+    assert difference(full_weights(other), weights) == 0.0
+    with torch.no_grad():
+        other.head.weight.zero_()
+        other.norm.weight.zero_()
+    load_safetensors(other, path / "export")
+    for each, its in ((model, optimizer), (other, own)):
+        assert difference(full_weights(each), weights) == 0.0
+        assert_same_state(full_optimizer_state_dict(each, its, rank0_only=False), state)
+    rows = torch.arange(4 * TOKENS).view(4, TOKENS) % WORDS
+    assert torch.equal(other(rows), model(rows))
 
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [((4, 2), [(4, 1), (4, 2), (4, 4), (2, 1), (2, 2), (1, 1)]), ((2, 2), [(4, 2)]), ((2, 1), [(4, 4), (2, 2)])],
-    ids=["4 ranks", "2 ranks", "without DTensors"],
+    [((4, 2), [(4, 4), (1, 1)]), ((2, 1), [(4, 2)])],
+    ids=["in parts", "without DTensors"],
 )
 def test_checkpoints_exports_and_full_state_load_on_meshes_of_any_shape(
     ranks: Any, tmp_path: Path, saving: tuple[int, int], loading: list[tuple[int, int]]
 ) -> None:
-    """Numbers of ranks, and of parts; to the bit."""
+    """More and fewer ranks and parts; to the bit."""
     weights, state = ranks(saving[0]).run(_saved, tmp_path, saving[1])[0]
     for size, tp in loading:
         ranks(size).run(_loaded, tmp_path, tp, weights, state)
@@ -499,7 +491,7 @@ def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankC
     theirs = _adam(peer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP2's, of views; DCP's
-        _train(peer, world.dp.get_local_rank(), 2, _clip_one_by_one, optimizer=theirs, steps=2)
+        _train(peer, world, _clip_one_by_one, optimizer=theirs, steps=1)
         weights, moments = get_state_dict(peer, theirs)
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "dcp")
     if context.rank == 0:
@@ -532,13 +524,13 @@ def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankC
 def test_initial_weights_do_not_depend_on_the_mesh(context: RankContext) -> None:
     """Models from the meta device, whose DTensors have no values."""
     found = []
-    for sizes in ((2, 2), (1, 4), (4, 1)):
+    for sizes in ((2, 2), (4, 1)):
         with torch.device("meta"):
             model = _example()["GPT"]()
         sharded = _sharded(model, _mesh(*sizes))
         init_weights(sharded, seed=5)
         found.append(full_weights(sharded))
-    assert difference(found[0], found[1]) == difference(found[0], found[2]) == 0.0
+    assert difference(*found) == 0.0
     assert float(found[0]["layers.0.up.weight"].std()) > 0.05
 
 
@@ -650,14 +642,16 @@ def test_an_optimizer_from_before_sharding_raises(context: RankContext) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("has_mesh", [True, False])
-def test_dtensors_on_some_ranks_only_are_refused_on_all(context: RankContext, has_mesh: bool) -> None:
+def test_dtensors_on_some_ranks_only_are_refused_on_all(context: RankContext) -> None:
     """One data rank has forgotten to parallelize its model."""
     world, model = _mesh(2, 2), _made()
     if world.dp.get_local_rank() == 0:
         _parallelize(model, world.tp, sequence=True)
-    with pytest.raises(RankMismatchError, match=r"rank \d has DTensors, and rank \d has none: parallelize the model"):
-        StreamShard(model, mesh=world.dp if has_mesh else None)
+    for mesh in (world.dp, None):
+        with pytest.raises(
+            RankMismatchError, match=r"rank \d has DTensors, and rank \d has none: parallelize the model"
+        ):
+            StreamShard(model, mesh=mesh)
 
 
 @on_ranks(4)
