@@ -25,6 +25,7 @@ from streamshard.core.attach import attach
 from streamshard.core.buffer_sync import BufferSync, check_buffers
 from streamshard.core.ends import Ends
 from streamshard.core.engine import Engine
+from streamshard.core.home import Home
 from streamshard.core.host import HostState
 from streamshard.core.module_state import handle_of
 from streamshard.core.optimizer_hooks import watch_optimizers
@@ -227,11 +228,14 @@ def make_engine(
     streamed = [not unit.is_resident for unit in found]
     plan = plan_slots(streamed, weight_slots, grad_slots, in_order=mover.transport.in_order)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
-    hosts = [host if each else None for each in on_host]
-    given = layouts, plan, ranks, experts or ranks, ledger, take, hosts, outer, inner
-    # The gradients of other replicas come into main grads.
-    in_order = outer is not None or replicas is not None and replicas.in_order
-    units = allocate_units(*given, keeps_main_grads=settings.keep_main_grads, has_main_in_slots=not in_order)
+    homes: list[Home | None] = [host if each else outer for each in on_host]
+    units = allocate_units(
+        *(layouts, plan, ranks, experts or ranks, ledger, take, homes, on_host, inner),
+        reduces_at_once=outer is not None and outer.is_in_order,
+        keeps_main_grads=settings.keep_main_grads,
+        # Not if gradients of other replicas come into main grads.
+        has_main_in_slots=outer is None and not (replicas is not None and replicas.in_order),
+    )
     reductions = Reductions(units, ranks, ledger, replicas, outer)
     buffers = BufferSync(ranks)
     engine = Engine(units, plan, reason, ranks, ledger, buffers, settings.precision, reductions, host, outer)

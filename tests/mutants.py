@@ -355,16 +355,20 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/outer_shards": [
         ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
         ("OuterShards.begin_reduction", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
-        ("OuterShards.begin_reduction", Swap("adds\n", "False\n"), "outer_shards:every_way"),
-        ("OuterShards.finish_average", Drop("self.flush()"), "outer_shards:every_way"),
-        ("OuterShards.flush", Drop("self._under_way["), "outer_shards:every_way"),
+        ("OuterShards.begin_reduction", Swap("1 - self._turn, adds", "1 - self._turn, False"), "outer_shards:every_way"),
+        ("OuterShards._start", Drop("self._under_way["), "outer_shards:every_way"),
+    ],
+    "core/over_replicas": [
+        ("OverReplicas.finish_before", Drop("self.flush()"), "outer_shards:every_way"),
+        ("OverReplicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
+        ("OverReplicas.finish", Swap("arrived in", "_ in"), "replicas"),
     ],
     "core/reductions": [
         ("Reductions.summing", Drop("self._divide_by(before)"), "transformers:training_equals"),
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
-        ("Reductions.start", Drop("self._axis.finish_average(unit)"), "replicas"),
+        ("Reductions.start", Drop("self._axis.finish_before(unit)"), "replicas"),
         ("Reductions.start", Drop("if unit.grads.is_early"), "step_in_backward:parts"),
         (
             "Reductions.start",
@@ -392,10 +396,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.finish", Swap("not unit.grads.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),
     ],
     "core/replicas": [
-        ("Replicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
         ("Replicas.begin", Swap(" or self.in_order", ""), "replicas"),
         ("Replicas.receive", Swap("return True", "return False"), "replicas"),
-        ("Replicas.finish", Swap("averaged in", "_ in"), "replicas"),
         ("Replicas.add", Swap("not self._is_synced", "False"), "replicas"),
         ("Replicas.finish", Swap("sorted(self._unaveraged)", "()"), "replicas"),
     ],

@@ -361,9 +361,13 @@ class RankPool:
         workers = [self._worker(backend, rank) for rank in range(world_size)]
         self._runs += 1
         request = _Request(function, args, kwargs, 0, world_size, backend, f"run{self._runs}", ranks.group_timeout_s)
-        for rank, worker in enumerate(workers):
-            worker.connection.send_bytes(pickle.dumps(request._replace(rank=rank)))
-        replies = self._collect(workers)
+        try:
+            for rank, worker in enumerate(workers):
+                worker.connection.send_bytes(pickle.dumps(request._replace(rank=rank)))
+            replies = self._collect(workers)
+        except BaseException:  # as by pytest-timeout: else the next run would get these replies
+            self._drop(backend, world_size)
+            raise
         failures = {rank: reply.value for rank, reply in replies.items() if reply.kind == "failure"}
         if failures:
             self._drop(backend, world_size)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-_TAG = (1 << 31) - 2  # of no flat parameter
+TAG = (1 << 31) - 2  # of no flat parameter
 _FIRST_BYTES, _LENGTH_BYTES = 512, 8  # a short message takes one send
 
 
@@ -61,18 +61,18 @@ def _send(group: dist.ProcessGroup, data: bytes, to: Sequence[int], timeout: dat
     first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
     first[: text.numel()] = text[:_FIRST_BYTES]
     parts = [first, text[_FIRST_BYTES:]] if text.numel() > _FIRST_BYTES else [first]
-    for work in [group.send([part], rank, _TAG) for rank in to for part in parts]:
+    for work in [group.send([part], rank, TAG) for rank in to for part in parts]:
         work.wait(timeout)
 
 
 def _receive(group: dist.ProcessGroup, source: int, timeout: datetime.timedelta) -> bytes:
     first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-    group.recv([first], source, _TAG).wait(timeout)
+    group.recv([first], source, TAG).wait(timeout)
     begin = first.numpy().tobytes()
     size = int.from_bytes(begin[:_LENGTH_BYTES], "little")
     data = begin[_LENGTH_BYTES:][:size]
     if missing := size - len(data):
         rest = torch.empty(missing, dtype=torch.uint8)
-        group.recv([rest], source, _TAG).wait(timeout)
+        group.recv([rest], source, TAG).wait(timeout)
         data += rest.numpy().tobytes()
     return data

@@ -15,8 +15,7 @@ from streamshard.planning.layout import ByteRange, UnitLayout
 from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scratch
 
 if TYPE_CHECKING:
-    from streamshard.core.host import HostState
-    from streamshard.core.outer_shards import OuterShards
+    from streamshard.core.home import Home
 
 # Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
 TakeWeights = Callable[[UnitLayout, Sequence[FlatParam]], None]
@@ -29,10 +28,11 @@ def allocate_units(
     experts: Communicator,
     ledger: Ledger,
     take: TakeWeights,
-    hosts: Sequence[HostState | None],
-    outer: OuterShards | None,
+    homes: Sequence[Home | None],
+    on_host: Sequence[bool],
     inner: Communicator | None,
     *,
+    reduces_at_once: bool,
     keeps_main_grads: bool,
     has_main_in_slots: bool,
 ) -> list[Unit]:
@@ -45,21 +45,22 @@ def allocate_units(
         layouts, plan, ranks, ledger: the model's.
         experts: the ranks that cut flat parameters of experts.
         take: see `TakeWeights`.
-        hosts: by unit, what copies its state; None: it lies on the device.
-        outer: exchanges between replicas over which state is cut too; None: it is cut over `ranks` only.
+        homes: by unit, the home of its state, see `Unit`.
+        on_host: by unit, whether its state lies in host memory.
         inner: the ranks of all-gathers and reductions in a step; None: those that cut a flat parameter.
+        reduces_at_once: all ranks that cut a flat parameter reduce it at once, not `inner`.
         keeps_main_grads: main grads always have memory.
         has_main_in_slots: main grads may lie in gradient slots that no other unit uses.
     """
     weight_slots, wires = _weight_slots(layouts, plan, ranks, ledger)
     flat_params: list[list[FlatParam]] = []
-    for layout, slot, host in zip(layouts, plan.weights, hosts, strict=True):
-        places, keeps_slot, is_on_host = (weight_slots[slot], wires[slot]), plan.keeps_weights, host is not None
+    for layout, slot, is_on_host in zip(layouts, plan.weights, on_host, strict=True):
+        places, keeps_slot = (weight_slots[slot], wires[slot]), plan.keeps_weights
         cut_by = [(flat, experts if flat.kind.is_expert else ranks) for flat in layout.flat_params]
         own = [(flat, *places, each, ledger, inner or each) for flat, each in cut_by]
         flat_params.append([FlatParam(*each, keeps_slot=keeps_slot, is_on_host=is_on_host) for each in own])
         for flat in flat_params[-1]:
-            if outer is not None and outer.is_in_order:
+            if reduces_at_once:
                 flat.reducing = ranks
         take(layout, flat_params[-1])
     keeps_slot = plan.keeps_grads and has_main_in_slots
@@ -71,8 +72,7 @@ def allocate_units(
             if flat.kind.trains:
                 flat.allocate_grads(slots[1], part, keeps_slot=keeps_slot, keeps_memory=keeps_main_grads)
         given = layout, flat_params[index], *slots, ranks
-        is_streamed, host = plan.is_streamed[index], hosts[index]
-        units.append(Unit(index, *given, is_streamed=is_streamed, host=host, outer=outer, inner=inner))
+        units.append(Unit(index, *given, is_streamed=plan.is_streamed[index], home=homes[index], inner=inner))
     return units
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +22,10 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Fence, Rule, StepEvent, StreamName
+from streamshard.core.home import HomeUnit
 from streamshard.core.host_grads import HostGrads
 from streamshard.core.params import FlatParam, Param
-from streamshard.core.slots import Ledger, WeightSlot
+from streamshard.core.slots import Ledger
 from streamshard.errors import ShardingError, describe
 from streamshard.guards.sharded_parameter import give_life
 from streamshard.guards.sharded_tensor import Life
@@ -34,24 +35,6 @@ from streamshard.planning.memory import Category
 
 _COPY_BYTES = 1 << 27  # the device's copy engines take one copy after the other, so no copy may be long
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
-class HostUnit(Protocol):
-    """A unit whose state lies in host memory: a `streamshard.core.unit.Unit`."""
-
-    index: int
-    weight_slot: WeightSlot
-    flat_params: tuple[FlatParam, ...]
-    versions_sent: list[int]
-    trained: list[FlatParam]
-    params: list[Param]
-    host: HostState | None
-
-    def versions(self) -> list[int]:
-        """See `streamshard.core.unit.Unit.versions`."""
-
-    def expire_stepped(self, params: Collection[Param]) -> None:
-        """A late step of `params` is due."""
 
 
 class Late(Protocol):
@@ -90,7 +73,7 @@ class HostState:
         self._pinned = PinnedMemory(self.device)
         self.grads = HostGrads(self.device)
         # Weak: units own this object.
-        self._places: dict[nn.Parameter, tuple[weakref.ref[HostUnit], FlatParam, Param]] = {}
+        self._places: dict[nn.Parameter, tuple[weakref.ref[HomeUnit], FlatParam, Param]] = {}
         trained = [
             [flat.layout for flat in each.flat_params if flat.kind.trains and is_here]
             for each, is_here in zip(layouts, on_host, strict=True)
@@ -127,11 +110,11 @@ class HostState:
         self._error: Exception | None = None  # the same, if nobody has raised it
         self._life = Life()  # of parameters here: if this object goes before a late step is carried out, they are stale
 
-    def begin(self, units: Sequence[HostUnit]) -> None:
+    def begin(self, units: Sequence[HomeUnit]) -> None:
         """The units are complete, and buffers are filled. Their parameters do not change."""
         self._written.record()
         self._written.wait()  # rule 5
-        for unit in (each for each in units if each.host is self):
+        for unit in (each for each in units if each.home is self):
             norms = iter(self._norms[unit.index])
             for flat in unit.flat_params:
                 for param in flat.params:
@@ -180,7 +163,7 @@ class HostState:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def _cast(self, unit: HostUnit) -> None:
+    def _cast(self, unit: HomeUnit) -> None:
         """Cast weights that the user has changed to the all-gather input, on the host.
 
         No copy is under way: whoever changes weights calls `settle` first, and nothing is fetched before the cast.
@@ -193,12 +176,14 @@ class HostState:
         unit.versions_sent = unit.versions()
         self._streams.observe(StepEvent.CAST_ENDS, unit.index)
 
-    def fetch(self, unit: HostUnit) -> None:
-        """Put this rank's part of the weights into the unit's slot, stepped if a step is late. Comm waits for it."""
+    def fetch(self, unit: HomeUnit) -> None:
+        """See `Home.fetch`: into the unit's slot, stepped if a step is late."""
         if unit.versions_sent != unit.versions():
             self._cast(unit)
         slot = unit.weight_slot
         slot.released.wait(StreamName.FETCH)  # rule 2
+        if unit.grad_slot.weights is slot:
+            unit.grad_slot.drained.wait(StreamName.FETCH)  # rule 2
         slot.arrived.wait(StreamName.FETCH)  # rule 1, of an all-gather that compute has not waited for
         self._stored[unit.index].wait()  # rule 8
         stepped = self._late_params(unit.index)
@@ -217,14 +202,10 @@ class HostState:
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def begin_reduction(self, unit: HostUnit, *, adds: bool) -> list[torch.Tensor]:
-        """Buffers [shard_numel] for the unit's reductions, one per flat parameter that trains.
+    def begin_reduction(self, unit: HomeUnit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
+        """See `Home.begin_reduction`: into staging, which holds main grads if reductions add to them.
 
         No step of the unit is late: a pass all-gathers each unit that was stepped, before it reduces any.
-
-        Args:
-            unit: its gradients are written.
-            adds: the reduction adds to main grads, so the buffers hold them.
         """
         self._turn = 1 - self._turn
         free, trained = self._staging_stored[self._turn], unit.trained
@@ -240,10 +221,10 @@ class HostState:
             self._fetched.wait()  # rule 5
         else:
             free.wait()  # rule 8
-        return buffers
+        return buffers, adds
 
-    def end_reduction(self, unit: HostUnit, buffers: Sequence[torch.Tensor]) -> None:
-        """The reductions into `buffers` have started: store them in the main grads, and take norms on the way."""
+    def end_reduction(self, unit: HomeUnit, buffers: Sequence[torch.Tensor]) -> None:
+        """See `Home.end_reduction`. Stores the results in the main grads, and takes norms on the way."""
         flats = list(zip(unit.trained, buffers, strict=True))
 
         take_norms = functools.partial(self.grads.take_norms, flats)
@@ -258,7 +239,7 @@ class HostState:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def find(self, param: nn.Parameter) -> tuple[HostUnit, FlatParam, Param] | None:
+    def find(self, param: nn.Parameter) -> tuple[HomeUnit, FlatParam, Param] | None:
         """Where `param` is; None: not in this model."""
         unit_of, flat, found = self._places.get(param, (lambda: None, None, None))
         unit = unit_of()

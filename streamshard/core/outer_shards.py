@@ -16,35 +16,22 @@ lie apart in the full tensors, and each all-gather and each reduction of a unit 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Fence, Rule, StreamName, Work
+from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import Reduction
 from streamshard.config import ReductionMode
+from streamshard.core.home import HomeUnit
+from streamshard.core.over_replicas import OverReplicas
 from streamshard.core.params import FlatParam
-from streamshard.core.slots import Ledger, WeightSlot
+from streamshard.core.slots import Ledger
 from streamshard.planning.layout import UnitLayout
 from streamshard.planning.memory import Category
 
 
-class OuterUnit(Protocol):
-    """A unit whose state is cut over replicas too: a `streamshard.core.unit.Unit`."""
-
-    index: int
-    name: str
-    weight_slot: WeightSlot
-    flat_params: tuple[FlatParam, ...]
-    trained: list[FlatParam]
-    versions_sent: list[int]
-
-    def versions(self) -> list[int]:
-        """See `streamshard.core.unit.Unit.versions`."""
-
-
-class OuterShards:
+class OuterShards(OverReplicas):
     """The exchanges of one model between replicas. Owns their fences and buffers.
 
     Args:
@@ -57,7 +44,8 @@ class OuterShards:
     def __init__(
         self, layouts: Sequence[UnitLayout], ranks: Communicator, ledger: Ledger, *, is_in_order: bool
     ) -> None:
-        self.ranks, self.is_in_order = ranks, is_in_order
+        super().__init__(ranks, "gradients for other replicas")
+        self.is_in_order = is_in_order
         streams, size = ranks.streams, ranks.world_size
         trained = [[flat.layout.shard_numel for flat in unit.flat_params if flat.kind.trains] for unit in layouts]
         most = 0 if is_in_order else max(map(sum, trained))
@@ -74,27 +62,24 @@ class OuterShards:
         self._read = Fence(streams, Rule.SHARDS_READ, comm, "shards of all replicas", replica)
         arrived, drained = "shards of all replicas", "gradients for other replicas"
         self._arrived = [Fence(streams, Rule.SHARDS_WRITTEN, replica, arrived, comm) for _ in layouts]
-        self._reduced = Fence(streams, Rule.RESULTS_ARRIVED, comm, drained, replica)
         self._drained = [Fence(streams, Rule.GRADS_DRAINED, replica, drained, comm) for _ in range(2)]
         self._turn = 0  # of staging
         self._buffers: list[torch.Tensor] = []  # of the reduction under way
         self._adds = False
-        self._last: OuterUnit | None = None  # reduced in the shard group, not over replicas
-        self._under_way: dict[int, Fence] = {}  # by unit
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def begin_pass(self, units: Iterable[OuterUnit]) -> None:
+    def begin_pass(self, units: Iterable[HomeUnit]) -> None:
         """A forward begins: start to gather all weights that have changed, in the order of use."""
         for unit in units:
             self._gather(unit)
 
-    def fetch(self, unit: OuterUnit) -> None:
-        """Gather the unit's weights over replicas, if they have changed. Comm waits for them."""
+    def fetch(self, unit: HomeUnit) -> None:
+        """See `Home.fetch`: gathers the unit's weights over replicas."""
         self._gather(unit)
         self._arrived[unit.index].wait()  # rule 5
 
-    def _gather(self, unit: OuterUnit) -> None:
+    def _gather(self, unit: HomeUnit) -> None:
         now, before, place = unit.versions(), unit.versions_sent, 0
         changed: list[FlatParam] = []
         for flat in unit.flat_params:
@@ -116,64 +101,37 @@ class OuterShards:
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def begin(self, *, is_synced: bool) -> None:
-        """A backward begins."""
+    def begin_reduction(self, unit: HomeUnit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
+        """See `Home.begin_reduction`: into staging [R * shard_numel], from which `flush` reduces over replicas.
 
-    def receive(self, unit: OuterUnit) -> bool:
-        """Nothing comes from other replicas before the unit's reduction."""
-        return False
-
-    def begin_reduction(self, unit: OuterUnit, *, adds: bool) -> list[torch.Tensor]:
-        """Buffers [R * shard_numel] for the unit's reductions in the shard group, one per flat parameter that trains.
-
-        Args:
-            unit: its gradients are written.
-            adds: the reduction over replicas adds to main grads.
+        In rank order all ranks reduce into main grads at once.
         """
+        if self.is_in_order:
+            return [flat.main_grads for flat in unit.trained], adds
         self._turn, self._adds = 1 - self._turn, adds
         self._drained[self._turn].wait()  # rule 3
         sizes = [self.ranks.world_size * flat.layout.shard_numel for flat in unit.trained]
         self._buffers = list(self._staging[self._turn].narrow(0, 0, sum(sizes)).split(sizes))
-        return self._buffers
+        return self._buffers, False
 
-    def add(self, unit: OuterUnit, reduction: Sequence[Work | None]) -> None:
-        """The reduction of `unit` in the shard group was started. Without works the host need not complete it."""
-        self._last = unit
-        self._reduced.record(*reduction)
-        if not self._reduced.works:
-            self.flush()
+    def end_reduction(self, unit: HomeUnit, buffers: Sequence[torch.Tensor]) -> None:
+        """See `Home.end_reduction`. `add` follows, which knows what the host has to complete."""
 
-    def flush(self) -> None:
-        """Start the reduction over replicas of the unit that was added last."""
-        unit, self._last = self._last, None
-        if unit is None:
-            return
+    def _start(self, unit: HomeUnit) -> None:
         sizes = [self._scratch_numel(flat.layout.shard_numel) for flat in unit.trained]
         parts = self._scratch[self._turn].narrow(0, 0, sum(sizes)).split(sizes)
-        with self.ranks.waiting("the reduction over replicas of", unit.name):
-            self._reduced.wait()  # rule 7
-            works = [
-                self.ranks.transport.start_reduce(
-                    Reduction(buffer, flat.main_grads, part, ReductionMode.FP32, self._adds, flat.tag, divisor=1.0)
-                )
-                for flat, buffer, part in zip(unit.trained, self._buffers, parts, strict=True)
-            ]
+        works = [
+            self.ranks.transport.start_reduce(
+                Reduction(buffer, flat.main_grads, part, ReductionMode.FP32, self._adds, flat.tag, divisor=1.0)
+            )
+            for flat, buffer, part in zip(unit.trained, self._buffers, parts, strict=True)
+        ]
         drained = self._drained[self._turn]
         drained.record(*works)
         arrived = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "main grads")
         arrived.record(*works)
         self._under_way[unit.index] = arrived
 
-    def finish_average(self, unit: OuterUnit) -> None:
-        """More gradients of `unit` are about to be written. The unit before starts."""
-        self.flush()
-        if unit.index in self._under_way:  # the next reduction adds to this one; on a device they run in order
-            with self.ranks.waiting("the reduction over replicas of", unit.name):
-                self._under_way.pop(unit.index).complete()
-
-    def finish(self) -> None:
-        """The backward is over: let the compute stream wait for all main grads."""
-        self.flush()
-        under_way, self._under_way = self._under_way, {}
-        for arrived in under_way.values():
-            arrived.wait()  # rule 7
+    def _finish_one(self, index: int) -> None:
+        if index in self._under_way:  # the next reduction adds to this one; on a device they run in order
+            self._under_way.pop(index).complete()

@@ -186,7 +186,7 @@ class Reductions:
         # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             if self._axis is not None:
-                self._axis.finish_average(unit)
+                self._axis.finish_before(unit)
             unit.collect(self._scale, self._others.pop(unit.index, ()))
             if not self._reduces:
                 return

@@ -16,9 +16,6 @@ grads of the replica before, lets its own reduction add to them, and sends them 
 over all ranks in rank order, with the bits of one shard group of all ranks. It sends the sum to all, a few units later:
 so no replica waits for the last one before it sends the next unit on. Each reduction of a unit begins at the sum of the
 earlier ones, also inside ``no_sync()``.
-
-On CPUs the host has to complete a reduction before its average can start. It does so when the next unit's reduction
-starts: by then the first reduction is usually over.
 """
 
 from __future__ import annotations
@@ -30,11 +27,12 @@ import torch
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.comm.transport import Hop
-from streamshard.core.unit import Unit
+from streamshard.core.home import HomeUnit
+from streamshard.core.over_replicas import OverReplicas
 from streamshard.errors import ConfigError
 
 
-class Replicas:
+class Replicas(OverReplicas):
     """The other holders of this rank's shard. Owns its fences.
 
     Args:
@@ -46,18 +44,16 @@ class Replicas:
     """
 
     def __init__(self, ranks: Communicator, *, in_order: bool) -> None:
-        self.ranks, self.in_order = ranks, in_order
+        super().__init__(ranks, "main grads to average")
+        self.in_order = in_order
         self.averages_grads = True
         self._warmup_steps: int | None = None
         self._is_synced = True
-        self._unaveraged: dict[int, Unit] = {}  # by index: reduced inside no_sync()
-        self._last: Unit | None = None  # reduced, not averaged yet
+        self._unaveraged: dict[int, HomeUnit] = {}  # by index: reduced inside no_sync()
         # By index: sent on to the next replica. The sum over all comes later.
-        self._sent: dict[int, tuple[Unit, list[Work | None]]] = {}
-        self._under_way: dict[int, Fence] = {}  # by unit
+        self._sent: dict[int, tuple[HomeUnit, list[Work | None]]] = {}
         what, target = "main grads to average", StreamName.REPLICA
         self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, target)
-        self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, target)
         what, target = "main grads of the replica before", StreamName.COMM
         self._received = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, what, target)
 
@@ -77,7 +73,7 @@ class Replicas:
         """A backward begins, outside of ``no_sync()`` (True) or inside."""
         self._is_synced = is_synced or self.in_order
 
-    def receive(self, unit: Unit) -> bool:
+    def receive(self, unit: HomeUnit) -> bool:
         """The reduction of `unit` comes next. Let it begin at the main grads of the replica before, if in order.
 
         Returns:
@@ -85,7 +81,7 @@ class Replicas:
         """
         if not self.in_order or self.ranks.rank == 0:
             return False
-        unit.grads.make_memory()
+        unit.make_main_grads()
         # Compute may have allocated, zeroed or clipped main grads, which are overwritten now.
         self._written.record()
         self._written.wait()  # rule 4
@@ -94,37 +90,27 @@ class Replicas:
             self._received.wait()  # rule 7
         return True
 
-    def _start_hops(self, hop: Hop, unit: Unit) -> list[Work | None]:
+    def _start_hops(self, hop: Hop, unit: HomeUnit) -> list[Work | None]:
         transport = self.ranks.transport
         return [transport.start_hop(hop, flat.main_grads, flat.tag) for flat in unit.trained]
 
-    def add(self, unit: Unit, reduction: Sequence[Work | None]) -> None:
-        """The reduction of `unit` was started. The host need not complete None (CUDA, or a shard group of one)."""
+    def add(self, unit: HomeUnit, reduction: Sequence[Work | None]) -> None:
+        """See `OverReplicas.add`. Inside ``no_sync()``, and in local SGD, nothing is averaged."""
         if not self.averages_grads:
             return
         if not self._is_synced:
             self._unaveraged[unit.index] = unit
             return
         self._unaveraged.pop(unit.index, None)
-        self._last = unit
-        self._reduced.record(*reduction)
-        if not self._reduced.works:
-            self.flush()
+        super().add(unit, reduction)
 
-    def flush(self) -> None:
-        """Start the average of the unit that was added last."""
-        unit, self._last = self._last, None
-        if unit is None:
-            return
-        with self.ranks.waiting("the reduction over replicas of", unit.name):
-            self._reduced.wait()  # rule 7
-            if self.in_order:
-                self._send(unit)
-                return
-            main_grads = [(flat.main_grads, flat.tag) for flat in unit.trained]
-            self._under_way[unit.index] = self._start(main_grads)
+    def _start(self, unit: HomeUnit) -> None:
+        if self.in_order:
+            self._send(unit)
+        else:
+            self._under_way[unit.index] = self._average([(flat.main_grads, flat.tag) for flat in unit.trained])
 
-    def _send(self, unit: Unit) -> None:
+    def _send(self, unit: HomeUnit) -> None:
         """Send the unit's main grads on, and start the result of an earlier one."""
         is_last = self.ranks.rank == self.ranks.world_size - 1
         self._sent[unit.index] = unit, [] if is_last else self._start_hops(Hop.SEND, unit)
@@ -138,20 +124,17 @@ class Replicas:
         result.record(*sends, *self._start_hops(Hop.RESULT, unit))
         self._under_way[index] = result
 
-    def _start(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
+    def _average(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
         """Start averages of (tensor, message tag) pairs. Returns the fence after them."""
         averaged = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "averaged main grads")
         averaged.record(*[self.ranks.transport.start_average(tensor, tag) for tensor, tag in tensors])
         return averaged
 
-    def finish_average(self, unit: Unit) -> None:
-        """More gradients of `unit` are about to be written: wait for its average. That of the unit before starts."""
-        self.flush()
-        with self.ranks.waiting("the reduction over replicas of", unit.name):
-            if unit.index in self._sent:
-                self._start_result(unit.index)
-            if unit.index in self._under_way:
-                self._under_way.pop(unit.index).wait()  # rule 7
+    def _finish_one(self, index: int) -> None:
+        if index in self._sent:
+            self._start_result(index)
+        if index in self._under_way:
+            self._under_way.pop(index).wait()  # rule 7
 
     def average(self, parts: Iterable[list[torch.Tensor]]) -> None:
         """Replace tensors by their means over replicas, on the compute stream: one collective for each part.
@@ -166,7 +149,7 @@ class Replicas:
                 self._written.record()
                 self._written.wait()  # rule 4
                 with self.ranks.waiting("an average over replicas"):
-                    under_way.append((tensors, flat, self._start([(flat, None)])))
+                    under_way.append((tensors, flat, self._average([(flat, None)])))
         with torch.no_grad(), self.ranks.waiting("an average over replicas"):
             for tensors, flat, averaged in under_way:
                 averaged.wait()  # rule 7
@@ -187,12 +170,10 @@ class Replicas:
         self._warmup_steps = warmup_steps
 
     def finish(self) -> None:
-        """The backward is over: let the compute stream wait for all averages."""
+        """See `OverReplicas.finish`."""
         self.flush()
         for index in sorted(self._unaveraged) if self._is_synced else ():
             self.add(self._unaveraged[index], ())
         for index in list(self._sent):
             self._start_result(index)
-        under_way, self._under_way = self._under_way, {}
-        for averaged in under_way.values():
-            averaged.wait()  # rule 7
+        super().finish()

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import StepEvent, StreamName, Work
+from streamshard.comm.streams import StepEvent, Work
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import GradSlot, WeightSlot, WeightState
 from streamshard.core.unit_grads import GradState, UnitGrads
@@ -35,8 +35,7 @@ from streamshard.planning.layout import UnitLayout
 from streamshard.torch_private import AsTensors
 
 if TYPE_CHECKING:
-    from streamshard.core.host import HostState
-    from streamshard.core.outer_shards import OuterShards
+    from streamshard.core.home import Home
 
 _versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 
@@ -55,8 +54,7 @@ class Unit:
         grad_slot: gradients are copied there, and reduced from there; see [Note: slots].
         ranks: the shard group.
         is_streamed: the unit shares the block slots; else it is resident and has a weight slot of its own.
-        host: the unit's state lies in host memory; None: it lies on the device.
-        outer: the unit's state is cut over replicas too; None: over `ranks` only.
+        home: of the unit's state; None: it is this rank's shard, on the device.
         inner: the ranks of its all-gathers and reductions; None: `ranks`.
 
     Attributes:
@@ -82,12 +80,11 @@ class Unit:
         ranks: Communicator,
         *,
         is_streamed: bool,
-        host: HostState | None = None,
-        outer: OuterShards | None = None,
+        home: Home | None = None,
         inner: Communicator | None = None,
     ) -> None:
-        self.outer, self.inner = outer, inner or ranks
-        self.index, self.layout, self.flat_params, self.host = index, layout, tuple(flat_params), host
+        self.home, self.inner = home, inner or ranks
+        self.index, self.layout, self.flat_params = index, layout, tuple(flat_params)
         self.weight_slot, self.ranks, self.is_streamed = weight_slot, ranks, is_streamed
         self.name = layout.name or "the root unit"
         self.params: list[Param] = []
@@ -108,7 +105,21 @@ class Unit:
     @property
     def trusts_versions(self) -> bool:
         """Weights of the same versions have not changed. To send them once more takes time: a cast, another link."""
-        return self.host is not None or self.outer is not None
+        return self.home is not None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the unit's state lies in host memory."""
+        return any(flat.is_on_host for flat in self.flat_params)
+
+    @property
+    def grad_slot(self) -> GradSlot:
+        """Gradients are copied there, and reduced from there."""
+        return self.grads.slot
+
+    def make_main_grads(self) -> None:
+        """Give main grads memory, see `UnitGrads.make_memory`."""
+        self.grads.make_memory()
 
     def make_unsharded(self) -> None:
         """Make the unsharded parameters, views of the slot."""
@@ -175,15 +186,11 @@ class Unit:
         slot.released.wait()  # rule 2
         if self.grads.slot.weights is not None:
             self.grads.slot.drained.complete()  # rule 2; on a device the comm stream orders both
-            if self.host is not None:
-                self.grads.slot.drained.wait(StreamName.FETCH)  # rule 2
         slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
         slot.read.complete()  # rule 6
         slot.move(WeightState.ARRIVING, self.index)
-        if self.host is not None:
-            self.host.fetch(self)
-        elif self.outer is not None:
-            self.outer.fetch(self)
+        if self.home is not None:
+            self.home.fetch(self)
         else:
             self.versions_sent = self.versions() if notes_versions else []
         works: list[Work | None] = []
@@ -282,21 +289,18 @@ class Unit:
         """
         grads, adds = self.grads, adds or self.grads.state is GradState.FILLED
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
-        grads.make_memory()  # not before: the copied gradients are freed now
+        self.make_main_grads()  # not before: the copied gradients are freed now
         grads.slot.finish_writing()
-        staging: Sequence[torch.Tensor] = ()
-        if self.host is not None:
-            staging = self.host.begin_reduction(self, adds=adds)
-        elif self.outer is not None and not self.outer.is_in_order:
-            staging, adds = self.outer.begin_reduction(self, adds=adds), False
+        buffers = [flat.main_grads for flat in self.trained]
+        if self.home is not None:
+            buffers, adds = self.home.begin_reduction(self, adds=adds)
         works = []
-        for place, flat in enumerate(self.trained):
-            out = staging[place] if staging else flat.main_grads
+        for flat, out in zip(self.trained, buffers, strict=True):
             # The divisor is the unit's, of experts too: each rank of the shard group has a batch.
             for reduction in flat.unit_reductions(out, adds=adds, divisor=self.ranks.grad_divisor):
                 works.append(flat.reducing.transport.start_reduce(reduction))
-        if self.host is not None:
-            self.host.end_reduction(self, staging)
+        if self.home is not None:
+            self.home.end_reduction(self, buffers)
         grads.move(GradState.FILLED)
         grads.slot.drain(works)
         self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)

@@ -107,7 +107,7 @@ def report_memory(engine: Engine) -> MemoryReport:
         slots=engine.why_slots,
         host_bytes=host_bytes if engine.host is not None else {},
         host_adam_bytes=adam_bytes[1],
-        chunk_bytes=chunk_bytes(unit for unit in engine.units if unit.host is not None),
+        chunk_bytes=chunk_bytes(unit for unit in engine.units if unit.is_on_host),
         dropped_bytes=dropped,
     )
 

@@ -314,9 +314,7 @@ def _gathers_of(engine: Engine) -> tuple[list[Unit], list[Unit]]:
     content: dict[int, int] = {}
     for _ in range(2):
         # Frozen weights in host memory do not change. Gradients have taken the slots of trained units.
-        content = {
-            slot: unit for slot, unit in content.items() if units[unit].host is not None and not units[unit].trained
-        }
+        content = {slot: unit for slot, unit in content.items() if units[unit].is_on_host and not units[unit].trained}
         forward = plan.gathers(range(len(units)), content)
         backward = plan.gathers(reversed(range(len(units))), content, plan.weightless)
     return [units[unit] for unit in forward], [units[unit] for unit in backward]
@@ -330,7 +328,7 @@ def _host_bytes_of(engine: Engine) -> HostBytes:
         return sum(flat.layout.shard_numel * flat.kind.wire_dtype.itemsize for flat in flats)
 
     def flats(units: Iterable[Unit]) -> Iterator[FlatParam]:
-        return (flat for unit in units if unit.host is not None for flat in unit.flat_params)
+        return (flat for unit in units if unit.is_on_host for flat in unit.flat_params)
 
     trained = [flat for flat in flats(engine.units) if flat.kind.trains]
     return HostBytes(

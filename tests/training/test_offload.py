@@ -223,7 +223,7 @@ def test_a_part_of_the_state_stays_on_the_device(context: RankContext, scenario:
         model = sharded(scenario, BF16, **OFFLOAD, device_budget=budget)
         with late(model):
             train(model, scenario, context)
-        on_host = [unit.host is not None for unit in engine_inside(model).units]
+        on_host = [unit.is_on_host for unit in engine_inside(model).units]
         assert on_host == sorted(on_host) and {*on_host} == {False, True}
         assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
 

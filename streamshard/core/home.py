@@ -1,0 +1,61 @@
+"""The home of a unit's state, if this is not this rank's shard on the device: host memory, or shards of all replicas.
+
+home -fetch-> the shard that an all-gather reads;   reductions -> buffers of `begin_reduction` -end_reduction-> home
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+
+from streamshard.core.params import FlatParam, Param
+from streamshard.core.slots import GradSlot, WeightSlot
+
+
+class HomeUnit(Protocol):
+    """A unit with a home: a `streamshard.core.unit.Unit`."""
+
+    index: int
+    name: str
+    weight_slot: WeightSlot
+    flat_params: tuple[FlatParam, ...]
+    trained: list[FlatParam]
+    params: list[Param]
+    versions_sent: list[int]
+    home: Home | None
+
+    @property
+    def grad_slot(self) -> GradSlot:
+        """Its gradients are copied there."""
+
+    def make_main_grads(self) -> None:
+        """Give main grads memory."""
+
+    def versions(self) -> list[int]:
+        """See `streamshard.core.unit.Unit.versions`."""
+
+    def expire_stepped(self, params: Collection[Param]) -> None:
+        """A late step of `params` is due."""
+
+
+class Home(Protocol):
+    """Fetches weights, and receives gradients: a `HostState`, or the `OuterShards` of a 2-D mesh."""
+
+    def fetch(self, unit: HomeUnit) -> None:
+        """Put this rank's part of the weights, if they have changed, where all-gathers read it. Comm waits for it."""
+
+    def begin_reduction(self, unit: HomeUnit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
+        """The unit's reductions start next.
+
+        Args:
+            unit: its gradients are written.
+            adds: main grads hold gradients, to which these are added.
+
+        Returns:
+            Where each flat parameter that trains is reduced to, and whether these reductions add to what is there.
+        """
+
+    def end_reduction(self, unit: HomeUnit, buffers: Sequence[torch.Tensor]) -> None:
+        """The reductions into `buffers` have started."""

@@ -1,0 +1,73 @@
+"""Reductions over replicas, each behind the same unit's reduction in the shard group.
+
+On CPUs the host has to complete a reduction before the one over replicas can start. It does so when the next unit's
+reduction starts: by then the first one is usually over.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.streams import Fence, Rule, StreamName, Work
+from streamshard.core.home import HomeUnit
+
+
+class OverReplicas(abc.ABC):
+    """The reductions over replicas of one model. Owns the fences around them.
+
+    Args:
+        ranks: the ranks with the same place in each replica.
+        what: the tensors that they reduce, for messages.
+    """
+
+    def __init__(self, ranks: Communicator, what: str) -> None:
+        self.ranks = ranks
+        self._last: HomeUnit | None = None  # reduced in the shard group, not over replicas
+        self._under_way: dict[int, Fence] = {}  # by unit
+        self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, StreamName.REPLICA)
+
+    def begin(self, *, is_synced: bool) -> None:
+        """A backward begins, outside of ``no_sync()`` (True) or inside."""
+        return
+
+    def receive(self, unit: HomeUnit) -> bool:
+        """The reduction of `unit` in the shard group comes next. Returns whether it adds to sums of other replicas."""
+        return False
+
+    def add(self, unit: HomeUnit, reduction: Sequence[Work | None]) -> None:
+        """The reduction of `unit` in the shard group was started. The host need not complete None."""
+        self._last = unit
+        self._reduced.record(*reduction)
+        if not self._reduced.works:
+            self.flush()
+
+    def flush(self) -> None:
+        """Start the reduction over replicas of the unit that was added last."""
+        unit, self._last = self._last, None
+        if unit is not None:
+            with self.ranks.waiting("the reduction over replicas of", unit.name):
+                self._reduced.wait()  # rule 7
+                self._start(unit)
+
+    @abc.abstractmethod
+    def _start(self, unit: HomeUnit) -> None:
+        """Start the reduction of `unit`."""
+
+    def finish_before(self, unit: HomeUnit) -> None:
+        """More gradients of `unit` are about to be written. The reduction of the unit before starts."""
+        self.flush()
+        with self.ranks.waiting("the reduction over replicas of", unit.name):
+            self._finish_one(unit.index)
+
+    @abc.abstractmethod
+    def _finish_one(self, index: int) -> None:
+        """The next reduction of the unit with this index may start afterwards."""
+
+    def finish(self) -> None:
+        """The backward is over: let the compute stream wait for all main grads."""
+        self.flush()
+        under_way, self._under_way = self._under_way, {}
+        for arrived in under_way.values():
+            arrived.wait()  # rule 7
