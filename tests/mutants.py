@@ -355,7 +355,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/outer_shards": [
         ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
         ("OuterShards.begin_reduction", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
-        ("OuterShards.begin_reduction", Swap("1 - self._turn, adds", "1 - self._turn, False"), "outer_shards:every_way"),
+        (
+            "OuterShards.begin_reduction",
+            Swap("1 - self._turn, adds", "1 - self._turn, False"),
+            "outer_shards:every_way",
+        ),
         ("OuterShards._start", Drop("self._under_way["), "outer_shards:every_way"),
     ],
     "core/over_replicas": [

@@ -112,13 +112,14 @@ Run = Callable[[Any, RankContext], None]
 IN_ORDER = Precision(sums_in_rank_order=True)
 _SLOTS: dict[str, Any] = {"weight_slots": "all"}
 _OFFLOAD: dict[str, Any] = {"offload": "state"}
-_ON_MESHES = ("core/replicas", "core/outer_shards")
+_ON_MESHES = ("core/replicas", "core/outer_shards", "core/over_replicas")
 # By file: the ways and their settings, of which one has a race without the wait.
 _RUNS: dict[str, tuple[tuple[Run, dict[str, Any]], ...]] = {
     "core/engine": ((_skipping, {}),),
     "core/forward": ((_plain, {}),),
     "core/host": ((_plain, _OFFLOAD), (_skipping, _OFFLOAD)),
     "core/outer_shards": ((_plain, {}), (_adding, {}), (_routed, {})),
+    "core/over_replicas": ((_adding, {}),),
     "core/reductions": ((_plain, {}), (_accumulating, _SLOTS), (_stepping, {})),
     "core/replicas": ((_adding, {}), (_adding, {"precision": IN_ORDER}), (_local, {})),
     "core/slots": ((_plain, {}), (_plain, _SLOTS), (_routed, {})),

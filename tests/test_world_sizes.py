@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 from unittest import mock
 
@@ -17,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from streamshard import ConfigError, Precision, StreamShard
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective
 from tests.models import Stack
 from tests.reference import Operators, engine_inside, heard_collectives
@@ -29,18 +28,9 @@ from tests.simulated import simulated_device
 def _one_of(world_size: int, rank: int = 3) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with mock.patch.object(RankGroup, "_meet", _hear_oneself):
-            yield
+        yield
     finally:
         dist.destroy_process_group()
-
-
-def _hear_oneself(
-    ranks: RankGroup, data: bytes, answer: Callable[[list[bytes]], bytes], *, with_replicas: bool
-) -> bytes:
-    """Instead of messages along a tree, in which each rank waits for another one: all ranks say the same."""
-    with ranks.talk("a meeting of all ranks", RecordKind.MEETING):
-        return answer([data] * (ranks.total_size if with_replicas else ranks.world_size))
 
 
 def _counts_of_a_step(world_size: int, precision: Precision) -> dict[str, object]:

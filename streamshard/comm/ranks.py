@@ -195,8 +195,14 @@ class RankGroup:
 
     def _meet(self, data: bytes, answer: Callable[[list[bytes]], bytes], *, with_replicas: bool) -> bytes:
         """Call `answer`, which does not raise, on the first rank with all ranks' `data`. Returns its bytes. Blocks."""
-        if (self.total_size if with_replicas else self.world_size) == 1:
+        size = self.total_size if with_replicas else self.world_size
+        if size == 1:
             return answer([data])
+        if (
+            dist.get_backend(self.users_group) == "fake"
+        ):  # torch's, whose other ranks do not exist: let all say the same
+            self.recorder.log.add(RecordKind.MEETING)
+            return answer([data] * size)
         timeout = self._timeout or CONTROL_TIMEOUT
         with self.talk(self._meeting, RecordKind.MEETING):
             group = host_group_of(self.users_group if with_replicas else self.group)
