@@ -236,7 +236,7 @@ def _measure(name: str, size: int, arguments: argparse.Namespace) -> dict[str, f
             optimizer.zero_grad()
             laps.append((middle - start, time.perf_counter() - middle))
             if step == 3:
-                found["first_steps_sent_bytes"] = sum(told.sizes)
+                found |= {"first_steps_exchanges": len(told.sizes), "first_steps_sent_bytes": sum(told.sizes)}
                 told.sizes.clear()
         found["step_exchanges"] = len(told.sizes)
         found["host_ms_per_layer"] = min(lap for lap, _ in laps) * 1e3 / layers

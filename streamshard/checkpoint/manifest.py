@@ -97,7 +97,7 @@ class TensorRecord(NamedTuple):
             sizes = [tuple(size for *_, size in box) for box in boxes]
             fit = (
                 len({*sizes}) == 1
-                and _are_sizes(sizes[0])
+                and _are_sizes(chain(*sizes))
                 and math.prod(sizes[0]) == math.prod(self.shape)
                 and are_tiles(sizes[0], [[(start, length) for start, length, _ in box] for box in boxes])
             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import math
 import os
 import sys
 import threading
@@ -51,7 +52,8 @@ from streamshard.guards.sharded_parameter import is_unreduced
 from streamshard.guards.sharded_tensor import piece_of
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # the longest time to make a group, after ranks have met
-WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # the longest time that the fastest rank waits for the slowest disk
+# The longest wait of a rank that has written: for the slowest disk, and for the first rank to publish.
+WRITTEN_WITHIN = datetime.timedelta(minutes=30)
 # torch rounds the size of pinned memory up to a power of two. One buffer for all pieces could take twice their bytes.
 _BUFFER_BYTES = 1 << 28  # of one buffer; a larger piece gets a buffer of its own
 _ALIGN_BYTES = 64
@@ -236,7 +238,7 @@ def _save_in_background(root: Location, number: int, keep: int | None, parts: Ru
         try:
             return write_checkpoint(root, number, keep, own_ranks, state, finish)
         except CommunicationError as error:
-            raise CheckpointError(f"{root}/checkpoint-{number} was not saved: {error}") from error
+            raise CheckpointError(f"{root}/checkpoint-{number} was not saved, or not seen to be: {error}") from error
 
     global _running
     try:
@@ -437,7 +439,9 @@ def write_checkpoint(
             raise CheckpointError(f"several tensors are named {twice!r}: give other keys in extra= or model=")
         layout = lay_out(file, {piece.name: piece.data for piece in pieces if piece.data.numel()})
         written = write_file(partial, layout, held)
-        return written, {piece.name: piece.record(ranks.total_rank) for piece in pieces}
+        # Of a tensor without elements from all, else from those that have some: the first rank gets all of these.
+        told = [piece for piece in pieces if piece.data.numel() or not math.prod(piece.shape)]
+        return written, {piece.name: piece.record(ranks.total_rank) for piece in told}
 
     def publish(partial: Location, written: Sequence[tuple[FileRecord, dict[str, TensorRecord]]]) -> Location:
         saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")

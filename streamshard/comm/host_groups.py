@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
+from streamshard.comm.tree import connect_tree
 from streamshard.device import serves
 from streamshard.errors import CommunicationError
 from streamshard.torch_private import backend_of, set_timeout
@@ -142,7 +143,8 @@ def make_host_group(
     with gloo_settings(host, len(ranks)):
         limit = min(timeout, within / _CONNECTION_WAITS)
         made: dist.ProcessGroup = dist.new_group(ranks, limit, "gloo", use_local_synchronization=is_of_some)
-        dist.all_reduce(torch.zeros(1), group=made)
+        dist.all_reduce(torch.zeros(1), group=made)  # connects a ring, see `gloo_settings`
+        connect_tree(made, limit)
     set_timeout(timeout, made)
     state_of(made).host_of = weak(made)
     return made

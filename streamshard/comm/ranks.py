@@ -3,7 +3,8 @@
 [Note: errors of one rank]
 In a collective, ranks wait for each other. So each rank does its own work, and pickles the result, before the
 collective starts. If the work fails, the rank sends the error's text instead, and every rank raises. No rank leaves a
-collective early, so training and later saves go on.
+collective early, so training and later saves go on. The first rank may work in the middle
+(`RankGroup.join_results`): all messages have come by then, and its answer, or its error, goes to all.
 
 [Note: ranks that differ]
 A rank that fails posts its error's text in the store and closes the connections of StreamShard's own groups. That ends
@@ -154,13 +155,19 @@ class RankGroup:
         _raise_failed(doing, _failure_in(gathered), raises, error)
         return _loaded(gathered)
 
-    def join_results(self, doing: str, action: Callable[[], _T], join: Callable[[list[_T]], _Joined]) -> _Joined:
+    def join_results(
+        self,
+        doing: str,
+        action: Callable[[], _T],
+        join: Callable[[list[_T]], _Joined],
+        raises: type[StreamShardError] = CheckpointError,
+    ) -> _Joined:
         """Run `action` on every rank, and on the first rank `join` with all results. Returns its result on every rank.
 
         So results may be different and large: only the first rank gets them. For the arguments see `gather_results`.
 
         Raises:
-            CheckpointError: with the same text on every rank: `action` raised on some rank, or `join` on the first.
+            StreamShardError: as `gather_results`; also if `join` raised on the first rank.
         """
         sent, error = _attempt(action)
         failed: list[BaseException | None] = [error]
@@ -174,7 +181,7 @@ class RankGroup:
 
         reply = self._meet(sent, answer, with_replicas=True)
         failure = reply[1:].decode() if reply.startswith(_ERROR) else None
-        _raise_failed(doing, failure, CheckpointError, failed[-1])
+        _raise_failed(doing, failure, raises, failed[-1])
         joined: _Joined = pickle.loads(memoryview(reply)[1:])
         return joined
 
@@ -204,12 +211,18 @@ class RankGroup:
             self.recorder.log.add(RecordKind.MEETING)
             return answer([data] * size)
         timeout = self._timeout or CONTROL_TIMEOUT
-        with self.talk(self._meeting, RecordKind.MEETING):
-            group = host_group_of(self.users_group if with_replicas else self.group)
-            gathered = gather_to_first(group, data, timeout)
-        reply = None if gathered is None else answer(gathered)  # other ranks see that this rank has not come yet
-        with self.talk(self._meeting, RecordKind.MEETING):
-            return send_to_all(group, reply, timeout)
+        try:
+            with self.talk(self._meeting, RecordKind.MEETING):
+                group = host_group_of(self.users_group if with_replicas else self.group)
+                gathered = gather_to_first(group, data, timeout)
+            reply = None if gathered is None else answer(gathered)
+            with self.waiting(self._meeting):  # one entry in the log: children come here before their parents
+                return send_to_all(group, reply, timeout)
+        except (
+            BaseException
+        ) as error:  # also between the two waits: this rank has said its part, and others wait for it
+            self.fail(f"{self._meeting} ended with {describe(error)}")
+            raise
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
@@ -217,7 +230,7 @@ class RankGroup:
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, pickled. Blocks: for set-up, not for steps."""
-        return self.join_results("send an object to the other ranks", lambda: None, lambda _: value)
+        return self.join_results("send an object to the other ranks", lambda: None, lambda _: value, ShardingError)
 
     def are_equal(self, text: str) -> bool:
         """Whether `text` is the same on all ranks, replicas included. Blocks the host."""

@@ -405,7 +405,7 @@ class RankWait:
 
     Args:
         log: of the ranks.
-        end: called with this wait and an error that leaves it. See `streamshard.comm.ranks.Ranks.end_wait`.
+        end: called with this wait and an error that leaves it. See `streamshard.comm.ranks.RankGroup.end_wait`.
         action: what happens inside, such as "the gather of".
         subject: what `action` is about, such as a unit's name; "" if nothing.
 

@@ -49,6 +49,12 @@ def send_to_all(group: dist.ProcessGroup, data: bytes | None, timeout: datetime.
     return data
 
 
+def connect_tree(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """Let ranks that exchange messages connect now: later they wait for each other far longer. Collective."""
+    gathered = gather_to_first(group, b"", timeout)
+    send_to_all(group, None if gathered is None else b"", timeout)
+
+
 def _children(rank: int, size: int) -> Iterator[int]:
     step = 1
     while not rank & step and rank + step < size:

@@ -1,6 +1,7 @@
-"""The home of a unit's state, if this is not this rank's shard on the device: host memory, or shards of all replicas.
+"""Where a unit's weights come from and its gradients go, if all-gathers do not read main weights on the device.
 
-home -fetch-> the shard that an all-gather reads;   reductions -> buffers of `begin_reduction` -end_reduction-> home
+host memory:              fetch copies this rank's shard;       end_reduction copies the results to the host
+shards of all replicas:   fetch gathers them over replicas;     `OverReplicas.add` reduces the results over replicas
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Home(Protocol):
     """Fetches weights, and receives gradients: a `HostState`, or the `OuterShards` of a 2-D mesh."""
 
     def fetch(self, unit: HomeUnit) -> None:
-        """Put this rank's part of the weights, if they have changed, where all-gathers read it. Comm waits for it."""
+        """Put this rank's part of the weights, if they have changed, where all-gathers read it. Comm waits for it.
+
+        Notes the weights' versions in `unit.versions_sent`.
+        """
 
     def begin_reduction(self, unit: HomeUnit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
         """The unit's reductions start next.

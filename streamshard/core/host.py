@@ -182,7 +182,7 @@ class HostState:
             self._cast(unit)
         slot = unit.weight_slot
         slot.released.wait(StreamName.FETCH)  # rule 2
-        if unit.grad_slot.weights is slot:
+        if unit.grad_slot.weights is not None:
             unit.grad_slot.drained.wait(StreamName.FETCH)  # rule 2
         slot.arrived.wait(StreamName.FETCH)  # rule 1, of an all-gather that compute has not waited for
         self._stored[unit.index].wait()  # rule 8

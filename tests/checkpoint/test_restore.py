@@ -379,7 +379,9 @@ def test_a_rank_that_dies_while_a_save_runs_is_named_on_all_others(tmp_path: Pat
     for rank in (0, 2):
         code, output = results[rank]
         assert code == 0, output
-        assert re.search("CheckpointError: .* was not saved: saving in the background failed .*rank 1", output), output
+        assert re.search(
+            "CheckpointError: .* was not saved, or not seen to be: saving in the background failed .*rank 1", output
+        ), output
         assert re.search("CommunicationError: .*rank( 1)? has died", output), output
 
 

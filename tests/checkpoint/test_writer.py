@@ -19,6 +19,7 @@ from torch import nn
 from streamshard import StreamShard, export_safetensors
 from streamshard.checkpoint import local_directory, save, storage
 from streamshard.checkpoint.disk_layout import TensorPiece
+from streamshard.checkpoint.manifest import join_records, read_manifest
 from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.planning.layout import LocalRange
@@ -44,6 +45,36 @@ def test_export_needs_one_chunk_of_memory(context: RankContext, tmp_path: Path) 
     assert filler.numel() > 0
     assert (after - before) * 1024 <= 3 * storage.CHUNK_BYTES
     assert (tmp_path / "model.safetensors").stat().st_size > 2 * (64 << 20)
+
+
+class _WithEmpty(nn.Module):
+    """Each rank has pieces of few layers; and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 2, bias=False) for _ in range(8))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+
+@on_ranks(3)
+def test_the_first_rank_is_told_of_pieces_that_have_elements(context: RankContext, tmp_path: Path) -> None:
+    """With all parameters each rank's list would be as long as the model. Empty parameters are in all lists."""
+    model: Any = StreamShard(_WithEmpty(), min_unit_size="1MB", precision=FP32)
+    told: list[Any] = []
+
+    def join(by_rank: Any) -> Any:
+        told.extend(by_rank)
+        return join_records(told)
+
+    with mock.patch.object(save, "join_records", join):
+        saved = save.save_checkpoint(tmp_path, model).path
+    assert len(told) == (3 if context.rank == 0 else 0)
+    for records in told:
+        without = [name for name, record in records.items() if not record.pieces]
+        assert without == ["model/empty"] and len(records) < 8
+    assert set(read_manifest(saved).tensors) == {f"model/{name}" for name, _ in _WithEmpty().named_parameters()} | {
+        name for name in read_manifest(saved).tensors if "random" in name
+    }
 
 
 def _one(numel: int) -> Any:

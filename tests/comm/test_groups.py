@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.comm import groups, host_groups
+from streamshard.comm import ranks as ranks_module
 from streamshard.comm.groups import make_default_group
 from streamshard.comm.host_groups import CONTROL_TIMEOUT, MOST_CONNECTED, gloo_settings, make_host_group, timeout_of
 from streamshard.comm.ranks import RankGroup
@@ -187,6 +188,31 @@ def test_control_messages_wait_longer_than_the_groups_timeout(context: RankConte
     if context.rank == 1:
         time.sleep(1.5)
     assert ranks.gather_objects(context.rank) == [0, 1]
+
+
+@on_ranks(3)
+def test_an_exchange_is_one_entry_in_the_log_of_a_rank(context: RankContext) -> None:
+    """With one for each half, a rank that waits for the answer would take its parent for missing."""
+    ranks = RankGroup(dist.group.WORLD)
+    before = ranks.recorder.log.count
+    assert ranks.gather_objects(context.rank) == [0, 1, 2]
+    assert ranks.join_results("add", lambda: context.rank, sum) == 3
+    assert ranks.recorder.log.count == before + 2
+
+
+@on_ranks(2)
+def test_an_error_between_the_two_halves_of_an_exchange_ends_the_wait_of_the_others(context: RankContext) -> None:
+    """Rank 0 has all messages, and rank 1 waits for the answer."""
+    ranks = RankGroup(dist.group.WORLD)
+    if context.rank == 0:
+        with (
+            mock.patch.object(ranks_module, "_packed", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            ranks.gather_objects(None)
+    else:
+        with pytest.raises(CommunicationError, match="rank 0 has failed: a meeting of all ranks ended with Keyboard"):
+            ranks.gather_objects(None)
 
 
 @on_ranks(2)
