@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from streamshard.checkpoint.export import load_safetensors as load_safetensors
     from streamshard.checkpoint.restore import Loaded as Loaded
     from streamshard.checkpoint.restore import load_checkpoint as load_checkpoint
-    from streamshard.checkpoint.save import Saving as Saving
     from streamshard.checkpoint.save import save_checkpoint as save_checkpoint
+    from streamshard.checkpoint.saving import Saving as Saving
     from streamshard.checkpoint.stop_on_signal import StopOnSignal as StopOnSignal
     from streamshard.config import Precision as Precision
     from streamshard.core.edge import register_forward_method as register_forward_method
@@ -48,7 +48,8 @@ else:
         "checkpoint.directory": "latest",
         "checkpoint.export": "export_safetensors load_safetensors",
         "checkpoint.restore": "Loaded load_checkpoint",
-        "checkpoint.save": "Saving save_checkpoint",
+        "checkpoint.save": "save_checkpoint",
+        "checkpoint.saving": "Saving",
         "checkpoint.stop_on_signal": "StopOnSignal",
         "config": "Precision",
         "core.edge": "register_forward_method",

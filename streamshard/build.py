@@ -230,7 +230,7 @@ def make_engine(
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
     homes: list[Home | None] = [host if each else outer for each in on_host]
     units = allocate_units(
-        *(layouts, plan, ranks, experts or ranks, ledger, take, homes, on_host, inner),
+        *(layouts, plan, ranks, experts or ranks, ledger, take, homes, inner),
         reduces_at_once=outer is not None and outer.is_in_order,
         keeps_main_grads=settings.keep_main_grads,
         # Not if gradients of other replicas come into main grads.

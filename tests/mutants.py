@@ -205,6 +205,15 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/host_groups": [("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone")],
     "comm/ranks": [
         ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
+        ("RankGroup._meet", Drop("self.fail("), "groups:two_halves"),
+        (
+            "RankGroup._meet",
+            Swap("self.waiting(self._meeting)", "self.talk(self._meeting, RecordKind.MEETING)"),
+            "groups:one_entry",
+        ),
+    ],
+    "comm/tree": [("gather_to_first", Swap("known.setdefault(each, each)", "each"), "tree:equal")],
+    "comm/watchdog": [
         ("_after_fork_in_child", Drop("_watchdog = _Watchdog(inherited)"), "flight_recorder:forked"),
         ("_after_fork_in_child", Swap("_Watchdog(inherited)", "_Watchdog()"), "shared_memory:forked"),
         ("_after_fork_in_child", Swap("*_watchdog.inherited", "*()"), "shared_memory:forked"),
@@ -372,7 +381,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
-        ("Reductions.start", Drop("self._axis.finish_before(unit)"), "replicas"),
+        ("Reductions.start", Drop("self._over_replicas.finish_before(unit)"), "replicas"),
         ("Reductions.start", Drop("if unit.grads.is_early"), "step_in_backward:parts"),
         (
             "Reductions.start",
@@ -386,7 +395,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "step_in_backward:collectives",
         ),
         ("Reductions._give_early", Drop("unit.grads.drop_early()"), "step_in_backward:units"),
-        ("Reductions._look_for_hooks", Swap("and self._axis is None", ""), "step_in_backward:replicas"),
+        ("Reductions._look_for_hooks", Swap("and self._over_replicas is None", ""), "step_in_backward:replicas"),
         (
             "Reductions.start",
             Swap(

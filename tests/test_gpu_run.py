@@ -1,6 +1,6 @@
-"""The run on a GPU, ``benchmarks/gpu.py``: what it keeps of jobs that fail.
+"""The run on a GPU, ``benchmarks/gpu.py``: what it keeps of jobs that fail, and which jobs it runs.
 
-So does its largest job, ``benchmarks/host_memory.py``, with its parts. ``.ci/run`` rehearses a run without failures.
+So does its largest job, ``benchmarks/host_memory.py``, with its parts. ``.ci/run`` rehearses the whole run.
 """
 
 from __future__ import annotations
@@ -94,6 +94,44 @@ def test_a_substitute_runs_only_if_its_job_has_failed(tmp_path: Path) -> None:
         assert found["other"]["brief"] == ("instead" if code else "")
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The module, which runs no job: ``gpu.chosen`` has the jobs of the call."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("gpu")
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(module, "chosen", [], raising=False)
+    monkeypatch.setattr(module, "run_jobs", lambda jobs, *_: module.chosen.extend(jobs) or True)
+    return module
+
+
+def _call(gpu: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    return ended.value.code
+
+
+def test_a_run_on_a_gpu_begins_with_what_is_most_valuable(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each of the first jobs took as long as it may, there would still be time for host memory.
+
+    Without ``parity.gloo``, which runs if NCCL refuses two ranks on one GPU: it has refused early then.
+    """
+    assert _call(gpu, monkeypatch) == 0
+    names = [job.name for job in gpu.chosen]
+    assert names[:7] == ["facts", "parity.one", "parity.two", "parity.gloo", "llama", "overlap", "tests.one"]
+    assert names[7:] == ["host_memory", "small", "tests.two", "compiled"]
+    assert sum(job.limit_s for job in gpu.chosen[:8] if job.instead_of is None) <= 470.0
+    assert gpu.chosen[7].limit_s == 120.0
+
+
+def test_jobs_of_a_run_on_a_gpu_are_chosen_by_name(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A substitute that is named runs."""
+    assert _call(gpu, monkeypatch, "--only", "parity.gloo", "facts") == 0
+    assert [(job.name, job.instead_of) for job in gpu.chosen] == [("facts", None), ("parity.gloo", None)]
+    assert "--only fact: wanted some of facts parity.one" in str(_call(gpu, monkeypatch, "--only", "fact"))
+
+
 # -- host memory ------------------------------------------------------------------------------------------------------
 
 
@@ -156,3 +194,24 @@ def test_a_part_that_fails_leaves_the_reason_and_what_it_has_measured(
         "3B, 2k tokens, fsdp2": "no time was left",
     }
     assert results.has_failed is has_failed
+
+
+def test_the_most_valuable_parts_run_first_and_without_time_each_row_says_so(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run: list[str] = []
+    monkeypatch.setattr(benchmark, "_run", lambda part, limit_s, results, is_rehearsal: run.append(part.name))
+    monkeypatch.setattr(benchmark, "_import_once", lambda: None)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for within in ("240", "0"):
+        output = tmp_path / f"{within}.json"
+        monkeypatch.setattr(sys, "argv", ["host_memory.py", "--within", within, "--output", str(output)])
+        with pytest.raises(SystemExit) as ended:
+            benchmark.main()
+        assert ended.value.code == 0
+    assert run == [part.name for part in benchmark.PARTS]
+    assert run[:4] == ["link", "3B.alone", "3B.streamshard", "3B.fsdp2"]
+    assert sum(part.limit_s for part in benchmark.PARTS[:3]) <= 115.0  # what ``gpu.py`` gives them
+    not_run = json.loads((tmp_path / "0.json").read_text())["not_run"]
+    assert len(not_run) == 1 + sum(len(part.counts) for part in benchmark.PARTS)
+    assert set(not_run.values()) == {"no time was left"}

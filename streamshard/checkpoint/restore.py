@@ -23,7 +23,7 @@ from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owner_ranks, steps_here
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, class_name, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import Found, copy_ranges
-from streamshard.checkpoint.save import finish_running
+from streamshard.checkpoint.saving import finish_running
 from streamshard.checkpoint.storage import Location, parse_location, storage_of
 from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.config import did_you_mean

@@ -7,22 +7,18 @@ Weights and moments are saved by the parameter's name and by ranges of elements.
 units, slots or the number of ranks. All other values are trees (see `json_codec.encode`): one tree if all ranks have
 equal values, else one per rank.
 
-This module owns the save in the background (at most one per process), and the process groups of such saves.
+This module owns the process groups of saves in the background, `saving.py` the threads.
 """
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import functools
 import math
 import os
-import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -41,6 +37,7 @@ from streamshard.checkpoint.optimizer_state import (
 )
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
+from streamshard.checkpoint.saving import Saving, finish_running, start_saving
 from streamshard.checkpoint.storage import Location, parse_location, storage_of
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.host_groups import make_host_group, state_of, weak
@@ -234,19 +231,20 @@ def _save_in_background(root: Location, number: int, keep: int | None, parts: Ru
     finish = run_on_all_ranks(ranks, f"save to {root}", lambda: start_copies(pieces, parts.engine.streams.device))
     pieces.clear()  # the run's own go as soon as they are copied
 
+    path = root / f"checkpoint-{number}"
+
     def write() -> Location:
         try:
             return write_checkpoint(root, number, keep, own_ranks, state, finish)
         except CommunicationError as error:
-            raise CheckpointError(f"{root}/checkpoint-{number} was not saved, or not seen to be: {error}") from error
+            advice = "latest() passes over a checkpoint that is not complete"
+            raise CheckpointError(f"{path} may not be complete ({advice}): {error}") from error
 
-    global _running
     try:
-        _running = Saving(root / f"checkpoint-{number}", write)
+        return start_saving(path, write)
     except BaseException:  # other ranks have begun to write, and wait for this one
         own_ranks.fail("interrupted before it began to write")
         raise
-    return _running
 
 
 def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callable[[], list[TensorPiece]]:
@@ -284,105 +282,6 @@ def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callabl
         return copies
 
     return finish
-
-
-class Saving:
-    """The handle that `save_checkpoint` returns. With ``wait=False`` the save runs in the background.
-
-    The checkpoint holds the state at the call. On devices the host does not wait for the copies: later work on the
-    current stream comes behind them. Another stream that changes weights or moments must wait for this stream first.
-
-    When Python exits, also after an error or Ctrl-C, it waits for the save. If the save has failed and no call has
-    raised its error, the process ends with status 120: call ``wait()`` at the end. SIGTERM ends the process at once:
-    the checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers.
-    `StopOnSignal` lets all ranks finish the save.
-
-    Attributes:
-        path: the checkpoint's path or URL. If another run saves the same number, and on object storage, the path
-            changes until the save is done.
-    """
-
-    def __init__(self, path: Location, write: Callable[[], Location] | None = None) -> None:
-        self.path = path
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if write is not None:  # not a daemon: Python waits for it at exit
-            self._thread = threading.Thread(target=self._run, args=(write,), name=f"save {path}")
-            self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """Whether the save has ended, with success or not."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> Location:
-        """Wait until the checkpoint is complete, and return its path.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written; names the rank and the cause. If a rank has died or
-                was interrupted, the others raise when they notice, after at most 30 minutes.
-        """
-        global _running
-        if self._thread is not None:
-            self._thread.join()
-        if _running is self:
-            _running = None
-        if self._error is not None:
-            raise self._error
-        return self.path
-
-    def _run(self, write: Callable[[], Location]) -> None:
-        try:
-            self.path = write()
-        except BaseException as error:
-            self._error = error
-            log.error("%s", error)
-
-
-_running: Saving | None = None
-
-
-def finish_running() -> None:
-    """Wait for the save in the background, if there is one.
-
-    Raises:
-        Exception: the save's error, unless ``wait()`` has raised it on this rank before.
-    """
-    if _running is not None:
-        _running.wait()
-
-
-def _wait_at_exit() -> None:
-    """Wait for the save before Python ends the executors: many stores of fsspec use one for each connection."""
-    if _running is not None and _running._thread is not None:
-        _running._thread.join()
-
-
-# Handlers run in reverse order. There is no public function for this moment; Python's executors use the same.
-import_module("concurrent.futures.thread")
-threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
-
-
-class _Unflushable:
-    """Takes the place of standard error at the end: Python ends with status 120 if it cannot flush it."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> NoReturn:
-        raise OSError("a save in the background has failed")
-
-
-@atexit.register  # Python has waited for the thread
-def _end_with_its_error() -> None:
-    """Say at the end of the process that the last save has failed, if no call has raised its error."""
-    if _running is not None and _running._error is not None:
-        log.error("this process ends without the checkpoint %s, and with status 120", _running.path)
-        # All other handlers run. sys.exit() would change no status here, and os._exit() would leave them out.
-        sys.stderr = _Unflushable(sys.stderr)
 
 
 def background_ranks(ranks: Communicator) -> RankGroup:

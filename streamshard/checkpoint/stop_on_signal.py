@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from streamshard.checkpoint.save import finish_running
+from streamshard.checkpoint.saving import finish_running
 from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.core.module_state import engine_of
 from streamshard.errors import ConfigError, log

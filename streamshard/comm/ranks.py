@@ -15,24 +15,20 @@ reads the text too: its own watchdog logs the text, and then closes the user's g
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import hashlib
-import os
 import pickle
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from streamshard.comm import flight_recorder
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
 from streamshard.comm.host_groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, state_of, weak
 from streamshard.comm.streams import RankWait, StreamName, Streams
-from streamshard.comm.tree import gather_to_first, send_to_all
+from streamshard.comm.tree import gather_to_first, pack, send_to_all, unpack
+from streamshard.comm.watchdog import look_after
 from streamshard.errors import (
     CheckpointError,
     CommunicationError,
@@ -40,12 +36,9 @@ from streamshard.errors import (
     ShardingError,
     StreamShardError,
     describe,
-    log,
-    uncaught,
 )
 
 _VALUE, _ERROR = b"v", b"e"  # the first byte of a message
-_END_WITHIN_S = 5.0  # at exit, the longest wait for the watchdog
 
 # RuntimeErrors of this rank alone, such as out of memory: no collective has failed.
 _OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
@@ -98,7 +91,7 @@ class RankGroup:
         self._timeout = timeout
         self.recorder = FlightRecorder(group, has_streams=self.streams.has_streams)
         if self.total_size > 1:
-            _watchdog.watch(self)
+            look_after(self)
 
     @property
     def users_group(self) -> dist.ProcessGroup:
@@ -170,18 +163,17 @@ class RankGroup:
             StreamShardError: as `gather_results`; also if `join` raised on the first rank.
         """
         sent, error = _attempt(action)
-        failed: list[BaseException | None] = [error]
 
         def answer(gathered: list[bytes]) -> bytes:
-            if failure := _failure_in(gathered):
-                return _ERROR + failure.encode()
-            reply, caught = _attempt(lambda: join(_loaded(gathered)))
-            failed.append(caught)
-            return reply if caught is None else _ERROR + (_failure_in([reply, *gathered[1:]]) or "").encode()
+            nonlocal error
+            if _failure_in(gathered) is None:
+                reply, error = _attempt(lambda: join(_loaded(gathered)))
+                gathered = [reply, *gathered[1:]]
+            failure = _failure_in(gathered)
+            return gathered[0] if failure is None else _ERROR + failure.encode()
 
         reply = self._meet(sent, answer, with_replicas=True)
-        failure = reply[1:].decode() if reply.startswith(_ERROR) else None
-        _raise_failed(doing, failure, raises, failed[-1])
+        _raise_failed(doing, reply[1:].decode() if reply.startswith(_ERROR) else None, raises, error)
         joined: _Joined = pickle.loads(memoryview(reply)[1:])
         return joined
 
@@ -197,30 +189,25 @@ class RankGroup:
             data: any number of bytes, which may differ between ranks.
             with_replicas: include the ranks of other replicas.
         """
-        messages, order = pickle.loads(self._meet(data, _packed, with_replicas=with_replicas))
-        return [messages[place] for place in order]
+        return unpack(self._meet(data, pack, with_replicas=with_replicas))
 
     def _meet(self, data: bytes, answer: Callable[[list[bytes]], bytes], *, with_replicas: bool) -> bytes:
         """Call `answer`, which does not raise, on the first rank with all ranks' `data`. Returns its bytes. Blocks."""
         size = self.total_size if with_replicas else self.world_size
         if size == 1:
             return answer([data])
-        if (
-            dist.get_backend(self.users_group) == "fake"
-        ):  # torch's, whose other ranks do not exist: let all say the same
+        if dist.get_backend(self.users_group) == "fake":  # torch's: the other ranks do not exist, and say the same
             self.recorder.log.add(RecordKind.MEETING)
             return answer([data] * size)
         timeout = self._timeout or CONTROL_TIMEOUT
+        with self.talk(self._meeting, RecordKind.MEETING):
+            group = host_group_of(self.users_group if with_replicas else self.group)
+            gathered = gather_to_first(group, data, timeout)
         try:
-            with self.talk(self._meeting, RecordKind.MEETING):
-                group = host_group_of(self.users_group if with_replicas else self.group)
-                gathered = gather_to_first(group, data, timeout)
             reply = None if gathered is None else answer(gathered)
-            with self.waiting(self._meeting):  # one entry in the log: children come here before their parents
+            with self.waiting(self._meeting):  # no second entry in the log: children come here before their parents
                 return send_to_all(group, reply, timeout)
-        except (
-            BaseException
-        ) as error:  # also between the two waits: this rank has said its part, and others wait for it
+        except BaseException as error:  # between the two halves too: this rank has come, and others wait for it
             self.fail(f"{self._meeting} ended with {describe(error)}")
             raise
 
@@ -292,11 +279,6 @@ def _attempt(action: Callable[[], object]) -> tuple[bytes, BaseException | None]
 def _loaded(gathered: Sequence[bytes]) -> list[Any]:
     results = {each: pickle.loads(memoryview(each)[1:]) for each in dict.fromkeys(gathered)}
     return [results[each] for each in gathered]
-
-
-def _packed(gathered: Sequence[bytes]) -> bytes:
-    place_of = {each: place for place, each in enumerate(dict.fromkeys(gathered))}
-    return pickle.dumps((list(place_of), [place_of[each] for each in gathered]))
 
 
 def _failure_in(gathered: Sequence[bytes]) -> str | None:
@@ -389,78 +371,3 @@ def raise_if(error: Exception | None) -> None:
     """Raise `error` if there is one. For the action of `gather_results`, with an error of an earlier moment."""
     if error is not None:
         raise error
-
-
-class _Watchdog:
-    """A thread that looks after all `RankGroup` objects of this process, twice a second. Starts with the first one.
-
-    Args:
-        inherited: in a forked child: the `RankGroup` objects of its parents.
-    """
-
-    def __init__(self, inherited: Sequence[RankGroup] = ()) -> None:
-        self.inherited = inherited
-        self._watched: tuple[tuple[Callable[[], RankGroup | None], FlightRecorder], ...] = ()
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def watch(self, ranks: RankGroup) -> None:
-        """Look after `ranks` too, as long as they live."""
-        known = (watched for watched in self._watched if watched[0]() is not None or not watched[1].has_left)
-        self._watched = (*known, (weakref.ref(ranks), ranks.recorder))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="streamshard watchdog", daemon=True)
-            self._thread.start()
-
-    def ranks(self) -> list[RankGroup]:
-        """The `RankGroup` objects that are alive."""
-        return [ranks for of, _ in self._watched if (ranks := of()) is not None]
-
-    def _run(self) -> None:
-        while not self._is_over.wait(flight_recorder.PATIENCE_S / 2):
-            self._look()
-
-    def _look(self) -> None:  # a method of its own, so that no variable keeps ranks alive between looks
-        for of, recorder in self._watched:
-            if of() is None:
-                recorder.leave()
-        for ranks in self.ranks():
-            ranks.recorder.look(ranks.abort)
-
-    def end(self) -> None:
-        """Tell the other ranks which error ends this process, or log the failure of another rank. End the thread.
-
-        Python aborts if it ends a daemon thread inside a C++ call, such as a call of the store.
-        """
-        if self._thread is None:
-            return
-        recorders = [ranks.recorder for ranks in self.ranks()]
-        if (error := uncaught()) is not None:
-            for recorder in recorders:
-                recorder.post_failure(f"its process ends with {describe(error)}")
-            if not isinstance(error, StreamShardError):
-                failures = {recorder.read_failure() for recorder in recorders if recorder.difference is None}
-                for failure in failures - {None}:
-                    log.error("%s", failure)
-        self._is_over.set()
-        self._thread.join(_END_WITHIN_S)
-
-
-_watchdog = _Watchdog()
-atexit.register(lambda: _watchdog.end())
-
-
-def _after_fork_in_child() -> None:
-    """Give a forked child a new watchdog. It must not use its parent's connections, and its error is not the rank's.
-
-    The child keeps its parent's `RankGroup` objects for ever: they would unmap memory that the child does not have.
-    """
-    global _watchdog
-    inherited = (*_watchdog.inherited, *_watchdog.ranks())
-    for ranks in inherited:
-        what = f"this process was forked from rank {ranks.rank} and has no connection to other ranks"
-        ranks.recorder.log.failure = f"{what}: start processes with the spawn method"
-    _watchdog = _Watchdog(inherited)
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -27,16 +27,13 @@ def gather_to_first(group: dist.ProcessGroup, data: bytes, timeout: datetime.tim
         data: any number of bytes.
         timeout: of each hop.
     """
-    rank, size = group.rank(), group.size()
-    messages, order = {data: 0}, [0]  # of the ranks from this one to the last one below it
-    for child in _children(rank, size):
-        theirs, places = pickle.loads(_receive(group, child, timeout))
-        known = [messages.setdefault(each, len(messages)) for each in theirs]
-        order += [known[place] for place in places]
-    different = list(messages)
+    rank = group.rank()
+    known, messages = {data: data}, [data]  # of the ranks from this one to the last one below it
+    for child in _children(rank, group.size()):
+        messages += [known.setdefault(each, each) for each in unpack(_receive(group, child, timeout))]
     if not rank:
-        return [different[place] for place in order]
-    _send(group, pickle.dumps((different, order)), [rank & (rank - 1)], timeout)
+        return messages
+    _send(group, pack(messages), [rank & (rank - 1)], timeout)
     return None
 
 
@@ -47,6 +44,18 @@ def send_to_all(group: dist.ProcessGroup, data: bytes | None, timeout: datetime.
         data = _receive(group, rank & (rank - 1), timeout)
     _send(group, data, list(_children(rank, group.size()))[::-1], timeout)  # the longest way first
     return data
+
+
+def pack(messages: Sequence[bytes]) -> bytes:
+    """One message of many. It has equal ones once."""
+    place_of = {each: place for place, each in enumerate(dict.fromkeys(messages))}
+    return pickle.dumps((list(place_of), [place_of[each] for each in messages]))
+
+
+def unpack(data: bytes) -> list[bytes]:
+    """The messages that `pack` has packed. Equal ones are one object."""
+    different, places = pickle.loads(data)
+    return [different[place] for place in places]
 
 
 def connect_tree(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:

@@ -29,7 +29,6 @@ def allocate_units(
     ledger: Ledger,
     take: TakeWeights,
     homes: Sequence[Home | None],
-    on_host: Sequence[bool],
     inner: Communicator | None,
     *,
     reduces_at_once: bool,
@@ -46,7 +45,6 @@ def allocate_units(
         experts: the ranks that cut flat parameters of experts.
         take: see `TakeWeights`.
         homes: by unit, the home of its state, see `Unit`.
-        on_host: by unit, whether its state lies in host memory.
         inner: the ranks of all-gathers and reductions in a step; None: those that cut a flat parameter.
         reduces_at_once: all ranks that cut a flat parameter reduce it at once, not `inner`.
         keeps_main_grads: main grads always have memory.
@@ -54,8 +52,9 @@ def allocate_units(
     """
     weight_slots, wires = _weight_slots(layouts, plan, ranks, ledger)
     flat_params: list[list[FlatParam]] = []
-    for layout, slot, is_on_host in zip(layouts, plan.weights, on_host, strict=True):
+    for layout, slot, home in zip(layouts, plan.weights, homes, strict=True):
         places, keeps_slot = (weight_slots[slot], wires[slot]), plan.keeps_weights
+        is_on_host = home is not None and home.is_on_host
         cut_by = [(flat, experts if flat.kind.is_expert else ranks) for flat in layout.flat_params]
         own = [(flat, *places, each, ledger, inner or each) for flat, each in cut_by]
         flat_params.append([FlatParam(*each, keeps_slot=keeps_slot, is_on_host=is_on_host) for each in own])

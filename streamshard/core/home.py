@@ -1,7 +1,8 @@
 """Where a unit's weights come from and its gradients go, if all-gathers do not read main weights on the device.
 
-host memory:              fetch copies this rank's shard;       end_reduction copies the results to the host
-shards of all replicas:   fetch gathers them over replicas;     `OverReplicas.add` reduces the results over replicas
+home                      fetch                             after the reductions
+host memory               copies this rank's shard          `end_reduction` copies the results to the host
+shards of all replicas    gathers them over replicas        `OverReplicas.add` reduces the results over replicas
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ class HomeUnit(Protocol):
 
 
 class Home(Protocol):
-    """Fetches weights, and receives gradients: a `HostState`, or the `OuterShards` of a 2-D mesh."""
+    """Fetches weights, and receives gradients: a `HostState`, or the `OuterShards` of a 2-D mesh.
+
+    Attributes:
+        is_on_host: main weights and main grads lie in host memory.
+    """
+
+    is_on_host: bool
 
     def fetch(self, unit: HomeUnit) -> None:
         """Put this rank's part of the weights, if they have changed, where all-gathers read it. Comm waits for it.

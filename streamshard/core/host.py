@@ -65,6 +65,8 @@ class HostState:
         grads: knows norms and factors of main grads, for clipping.
     """
 
+    is_on_host = True
+
     def __init__(
         self, layouts: Sequence[UnitLayout], on_host: Sequence[bool], ranks: Communicator, ledger: Ledger
     ) -> None:

@@ -41,6 +41,8 @@ class OuterShards(OverReplicas):
         is_in_order: gradients are reduced over all ranks at once, in rank order.
     """
 
+    is_on_host = False
+
     def __init__(
         self, layouts: Sequence[UnitLayout], ranks: Communicator, ledger: Ledger, *, is_in_order: bool
     ) -> None:

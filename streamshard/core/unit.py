@@ -110,7 +110,7 @@ class Unit:
     @property
     def is_on_host(self) -> bool:
         """Whether the unit's state lies in host memory."""
-        return any(flat.is_on_host for flat in self.flat_params)
+        return self.home is not None and self.home.is_on_host
 
     @property
     def grad_slot(self) -> GradSlot:

@@ -49,7 +49,7 @@ def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[
     """All modules with their names, in the order of ``nn.Module.named_modules``, which a model may redefine."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
-    waiting = [("", root)]  # no recursion: models of 20,000 modules ask for those in each of their modules
+    waiting = [("", root)]  # a loop is faster: planning asks for the modules inside each list and layer
     while waiting:
         prefix, module = waiting.pop()
         if module in seen and remove_duplicate:

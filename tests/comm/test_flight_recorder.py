@@ -27,7 +27,7 @@ import torch.distributed as dist
 import streamshard.build as build
 import streamshard.comm.flight_recorder as recorder
 from streamshard import StreamShard, export_safetensors, save_checkpoint
-from streamshard.comm import ranks as ranks_module
+from streamshard.comm import watchdog
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind, Shown, describe_difference
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import IssueLog, RankWait
@@ -260,7 +260,7 @@ def test_a_rank_whose_model_is_gone_ends_the_others_wait(context: RankContext, o
 
 _ENDS_FIRST = """
     import os, sys, torch.distributed as dist
-    from streamshard.comm import ranks as of_ranks
+    from streamshard.comm import watchdog
     from streamshard.comm.ranks import RankGroup
 
     dist.init_process_group("gloo")
@@ -271,7 +271,7 @@ _ENDS_FIRST = """
         dist.barrier()
     except (ValueError, RuntimeError) as error:
         sys.last_value = error
-    of_ranks._watchdog.end()  # at exit
+    watchdog._watchdog.end()  # at exit
     os._exit(1)
 """
 
@@ -539,7 +539,7 @@ def test_an_error_in_a_forked_child_is_not_the_ranks(context: RankContext) -> No
         child = os.fork()
         if child == 0:
             sys.last_value = ValueError("of the child alone")
-            ranks_module._watchdog.end()
+            watchdog._watchdog.end()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     ranks.gather_bytes(b"")

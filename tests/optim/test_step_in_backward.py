@@ -223,7 +223,8 @@ def test_collectives_inside_hooks_raise(context: RankContext) -> None:
     model: Any = sharded_model(stack_of(Layer, 5))
     whole = {p: WholeParameterOptimizer([p], torch.optim.Adafactor) for p in model.parameters()}
     call = Call(0, context.rank, context.world_size, 1.0)
-    for hook in (lambda p: float(p.grad.norm()), lambda p: whole[p].step()):
+    ranks = engine_inside(model).ranks
+    for hook in (lambda p: float(p.grad.norm()), lambda p: whole[p].step(), ranks.gather_objects):
         hooks = [param.register_post_accumulate_grad_hook(hook) for param in model.parameters()]
         with pytest.raises(ShardingError, match=r"a norm, a sum .* inside backward.*read p\.grad\.norm\(\) after back"):
             stack_step(model, call)
