@@ -431,9 +431,10 @@ def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked)
     ]
     rows += [f"resident {unit.name}" for unit in checked.found if unit.is_resident]
     rows += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
-    if ranks.are_equal("\n".join(rows)):
+    doing = "compare models and settings"
+    if ranks.are_equal(doing, "\n".join(rows)):
         return
-    gathered = ranks.gather_objects(rows)
+    gathered = ranks.gather_objects(doing, rows)
     for rank, theirs in enumerate(gathered):
         pairs = zip(gathered[0] + ["no more"], theirs + ["no more"], strict=False)
         for number, (first, other) in enumerate(pairs):
@@ -448,7 +449,9 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str], parts: set[str]) ->
     Raises:
         RankMismatchError: rank 0 has no values where another rank has some.
     """
-    told = {id(each): each for each in ranks.gather_objects(on_meta)}  # equal ones are one object
+    told = {
+        id(each): each for each in ranks.gather_objects("find empty parameters", on_meta)
+    }  # equal ones are one object
     different = list(map(set, told.values()))
     firsts, everywhere = different[0], set.intersection(*different)
     if lost := parts.intersection(set.union(*different) - everywhere):

@@ -213,7 +213,7 @@ def warn_of_different_copies(engine: Engine) -> None:
     copies = [param for param in engine.params if not param.piece.box]
     first: dict[int, tuple[int, list[int]]] = {}
     sums = sums_of_bits(data_of(param.sharded).as_subclass(torch.Tensor) for param in copies)
-    for rank, (axis, theirs) in enumerate(ranks.gather_objects((ranks.axis, sums))):
+    for rank, (axis, theirs) in enumerate(ranks.gather_objects("compare copies of parameters", (ranks.axis, sums))):
         number, wanted = first.setdefault(axis, (rank, theirs))
         if differing := [param.name for param, *both in zip(copies, theirs, wanted, strict=True) if len({*both}) > 1]:
             engine.warn_once(

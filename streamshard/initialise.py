@@ -61,7 +61,7 @@ def init_weights(model: nn.Module, init: Init | None = None, *, seed: int | None
 
 
 def _draw_all(engine: Engine, model: nn.Module, init: Init | None, seed: int | None) -> None:
-    seed = engine.ranks.of_first(torch.initial_seed() if seed is None else seed)
+    seed = engine.ranks.of_first("agree on a seed", torch.initial_seed() if seed is None else seed)
     before = dict(engine.empty)
     if init is None:
         conventions().refuse_initialisation(model, before)
@@ -82,7 +82,7 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
     Buffers that the initialisation does not fill stay empty, and the next forward names them.
     """
     empty = {name: buffer for name, buffer in model.named_buffers() if name in engine.empty}
-    if not engine.ranks.any_rank(bool(empty)):
+    if not any(engine.ranks.gather_objects("find empty buffers", bool(empty))):
         return
 
     def run() -> list[str]:

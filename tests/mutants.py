@@ -153,7 +153,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_delete_old", Swap("len(own) - keep", "len(own) + 1 - keep"), "directory"),
         ("read_entry", Drop("check_sizes(path, manifest)"), "find"),
         ("Entry.order", Swap("made.generation, made.number", "made.number, made.generation"), "directory"),
-        ("open_verified", Drop('run_on_all_ranks(ranks, f"verify {path}"'), "find"),
+        ("open_verified", Drop('run_on_all_ranks(ranks, "verify"'), "find"),
     ],
     "checkpoint/manifest": [("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find")],
     "checkpoint/save": [
@@ -208,7 +208,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("RankGroup._meet", Drop("self.fail("), "groups:two_halves"),
         (
             "RankGroup._meet",
-            Swap("self.waiting(self._meeting)", "self.talk(self._meeting, RecordKind.MEETING)"),
+            Swap("self.waiting(what)", "self.talk(what, RecordKind.MEETING)"),
             "groups:one_entry",
         ),
     ],

@@ -178,7 +178,7 @@ def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict
         return [(each.path, each.wrong) for each in reversed(survey(root))]
 
     failed: dict[Location, str] = {}
-    for path, wrong in run_on_first(ranks, f"load {root}", find):
+    for path, wrong in run_on_first(ranks, "find a checkpoint", find, at=f"in {root}"):
         if not wrong:
             try:
                 files = open_verified(path, ranks)
@@ -198,7 +198,7 @@ def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict
 
 def is_gone(path: Location, ranks: RankGroup) -> bool:
     """Whether another run has deleted the checkpoint `path` since it was listed, and has a newer one. Collective."""
-    return run_on_first(ranks, f"load {path}", lambda: not storage_of(path).names())
+    return run_on_first(ranks, "find a checkpoint", lambda: not storage_of(path).names(), at=path)
 
 
 def open_verified(path: Location, ranks: RankGroup) -> CheckpointFiles:
@@ -213,11 +213,11 @@ def open_verified(path: Location, ranks: RankGroup) -> CheckpointFiles:
         check_sizes(path, manifest, ranks.total_rank, ranks.total_size)  # each asks the file system for few files
         return manifest
 
-    manifest = run_on_all_ranks(ranks, f"load {path}", find)
-    if not ranks.are_equal(repr((manifest.files, manifest.versions))):
+    manifest = run_on_all_ranks(ranks, "load", find, at=path)
+    if not ranks.are_equal("compare checkpoints", repr((manifest.files, manifest.versions))):
         raise CheckpointError(f"ranks see different checkpoints at {path}: put it on storage that all ranks share")
     files = CheckpointFiles(path, manifest)
-    run_on_all_ranks(ranks, f"verify {path}", lambda: files.verify(ranks.total_rank, ranks.total_size))
+    run_on_all_ranks(ranks, "verify", lambda: files.verify(ranks.total_rank, ranks.total_size), at=path)
     return files
 
 
@@ -254,7 +254,9 @@ def write_together(
         CheckpointError: on every rank; names the rank and the cause. The partial directory is gone.
         RankMismatchError: on every rank, before anything is written: ranks give different directories.
     """
-    refuse_differences("a save or an export", ranks.gather_objects({"directory": str(root)}))
+    refuse_differences(
+        "a save or an export", ranks.gather_objects("begin a save or an export", {"directory": str(root)})
+    )
     mine: list[Partial] = []  # on the first rank only: it alone deletes and renames the directory
 
     def start() -> Location:
@@ -276,7 +278,9 @@ def write_together(
         for partial in mine:
             remove_partial(partial)
         with contextlib.suppress(StreamShardError):  # if ranks cannot reach each other any more
-            run_on_all_ranks(ranks, doing, lambda: None)  # no rank returns before the directory is gone
+            run_on_all_ranks(
+                ranks, "delete a partial directory", lambda: None
+            )  # no rank returns before the directory is gone
         raise
 
 

@@ -390,14 +390,13 @@ def load_safetensors(model: nn.Module, directory: AnyPath, *, strict: bool = Tru
 def _load(model: nn.Module, engine: Engine, root: Location, *, strict: bool) -> Difference:
     ranks = engine.ranks
     names = FileNames(conventions().file_stem(model))
-    doing = f"load {root}"
-    stored = run_on_all_ranks(ranks, doing, lambda: StoredDirectory(root, names))
-    if not ranks.are_equal(stored.digest()):
+    stored = run_on_all_ranks(ranks, "load", lambda: StoredDirectory(root, names), at=root)
+    if not ranks.are_equal("compare files", stored.digest()):
         causes = "another process is replacing them (load again), or disks of two hosts have different copies"
         raise CheckpointError(f"could not load {root}: ranks see different files there: {causes}")
 
-    pieces = run_on_all_ranks(ranks, doing, lambda: local_pieces(model, engine, buffers=True))
-    runs, difference = run_on_all_ranks(ranks, doing, lambda: plan_load(model, engine, stored.tensors))
+    pieces = run_on_all_ranks(ranks, "load", lambda: local_pieces(model, engine, buffers=True), at=root)
+    runs, difference = run_on_all_ranks(ranks, "load", lambda: plan_load(model, engine, stored.tensors), at=root)
     if strict and any(difference):  # on every rank: all have read the same headers
         raise difference.error(root, model)
 
@@ -408,9 +407,8 @@ def _load(model: nn.Module, engine: Engine, root: Location, *, strict: bool) -> 
             fill_buffers(model, pieces)
 
     # From here on only the storage itself can fail.
-    run_on_all_ranks(
-        ranks, f"finish loading {root}, and the model holds some of its weights now: load again before using it", read
-    )
+    half = f"{root}, and the model holds some of its weights now: load again before using it"
+    run_on_all_ranks(ranks, "finish loading", read, at=half)
     engine.fill({run.source for own in runs.values() for run in own})
     log.info("loaded %s", root)
     return difference

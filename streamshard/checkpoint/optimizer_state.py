@@ -170,10 +170,11 @@ def refuse_other_options(name: str, options: Mapping[str, Any], ranks: Communica
     Raises:
         RankMismatchError: names the option, the group, and the values of two ranks.
     """
-    if ranks.are_equal(json.dumps(options, sort_keys=True)):
+    doing = "compare options of the optimizer"
+    if ranks.are_equal(doing, json.dumps(options, sort_keys=True)):
         return
     known = _Known(name)
-    for rank, theirs in enumerate(ranks.gather_objects(options)):
+    for rank, theirs in enumerate(ranks.gather_objects(doing, options)):
         groups = theirs["param_groups"]
         known.add(rank, "the optimizer", {"number of groups": len(groups)})
         for number, own in enumerate(groups):

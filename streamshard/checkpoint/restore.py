@@ -98,8 +98,8 @@ def load_checkpoint(
     root = parse_location("directory", directory, "load_checkpoint(directory, model, optimizer)")
     parts = RunParts.of("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
-    run_on_all_ranks(ranks, f"load {root}", lambda: storage_of(root))  # raises if a package is missing
-    run_on_all_ranks(ranks, f"load {root}", finish_running)
+    run_on_all_ranks(ranks, "load", lambda: storage_of(root), at=root)  # raises if a package is missing
+    run_on_all_ranks(ranks, "load", finish_running, at=root)
     files, passed_over = open_intact(root, ranks)
     path = files.root
     with contextlib.ExitStack() as loading:
@@ -107,16 +107,16 @@ def load_checkpoint(
             if engine.host is not None:
                 loading.enter_context(engine.host.loading())
         try:
-            plan = run_on_all_ranks(ranks, f"load {path}", lambda: LoadPlan(parts, files))
+            plan = run_on_all_ranks(ranks, "load", lambda: LoadPlan(parts, files), at=path)
         except CheckpointError:
             if is_gone(path, ranks):
                 return load_checkpoint(directory, model, optimizer, extra)
             raise
-        run_on_all_ranks(ranks, f"load {path}", lambda: [act() for act in plan.loads])
+        run_on_all_ranks(ranks, "load", lambda: [act() for act in plan.loads], at=path)
         # From here on only the storage itself can fail.
-        half = f"finish loading {path}, and a part of it is loaded now: load again before going on"
-        run_on_all_ranks(ranks, half, lambda: copy_ranges(plan.copies))
-        run_on_all_ranks(ranks, half, lambda: [act() for act in plan.steps])
+        doing, half = "finish loading", f"{path}, and a part of it is loaded now: load again before going on"
+        run_on_all_ranks(ranks, doing, lambda: copy_ranges(plan.copies), at=half)
+        run_on_all_ranks(ranks, doing, lambda: [act() for act in plan.steps], at=half)
     for each, engine in parts.models.values():
         engine.fill(set(saved_names(each, engine).values()))
         compute_buffers(engine, each)

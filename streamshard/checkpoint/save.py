@@ -124,10 +124,12 @@ def _agree(root: Location, keep: int | None, step: int | None, wait: bool, parts
         return mine
 
     ranks = parts.engine.ranks
-    refuse_differences("save_checkpoint", ranks.gather_results(f"save to {root}", begin))
+    refuse_differences("save_checkpoint", ranks.gather_results("begin a save", begin, at=f"to {root}"))
     for _, engine in parts.models.values():
         warn_of_different_copies(engine)
-    return step if step is not None else run_on_first(ranks, f"save to {root}", lambda: next_number(root))
+    return (
+        step if step is not None else run_on_first(ranks, "number a save", lambda: next_number(root), at=f"to {root}")
+    )
 
 
 def _say_what_is_lost(parts: RunParts) -> None:
@@ -228,7 +230,8 @@ def _save_in_background(root: Location, number: int, keep: int | None, parts: Ru
     ranks, root = parts.engine.ranks, root.absolute()  # the process may change its directory meanwhile
     own_ranks = background_ranks(ranks)
     state, pieces = collect(parts)
-    finish = run_on_all_ranks(ranks, f"save to {root}", lambda: start_copies(pieces, parts.engine.streams.device))
+    device = parts.engine.streams.device
+    finish = run_on_all_ranks(ranks, "copy for a save", lambda: start_copies(pieces, device), at=f"to {root}")
     pieces.clear()  # the run's own go as soon as they are copied
 
     path = root / f"checkpoint-{number}"
@@ -296,7 +299,11 @@ def background_ranks(ranks: Communicator) -> RankGroup:
         return RankGroup()
     kept = state_of(ranks.users_group)
     group = kept.background_of()
-    if not all(ranks.gather_objects(group is not None and not state_of(group).is_closed)):
+    if not all(
+        ranks.gather_objects(
+            "find the group for saves in the background", group is not None and not state_of(group).is_closed
+        )
+    ):
         with ranks.waiting("making a group for saves in the background"):
             group = make_host_group(ranks.users_group, WRITTEN_WITHIN, MADE_WITHIN)
             kept.background_of = weak(group)

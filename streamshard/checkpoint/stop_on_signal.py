@@ -86,8 +86,8 @@ class StopOnSignal:
         """
         self._calls += 1
         if not self._agreed and self._calls % self._every == 0:
-            noted = self._ranks.gather_bytes(bytes([self._noted]) if self._noted else b"")
-            self._agreed = max(int.from_bytes(each, "big") for each in noted)
+            noted = self._ranks.gather_objects("ask for signals", self._noted)
+            self._agreed = max(noted)
             if self._agreed and self._ranks.is_first:
                 came_to = [rank for rank, each in enumerate(noted) if each]
                 log.warning("%s came to ranks %s: all ranks stop", signal.Signals(self._agreed).name, came_to)

@@ -6,6 +6,9 @@ collective starts. If the work fails, the rank sends the error's text instead, a
 collective early, so training and later saves go on. The first rank may work in the middle
 (`RankGroup.join_results`): all messages have come by then, and its answer, or its error, goes to all.
 
+Each message begins with the name of its exchange. So ranks that came to different ones, such as a save and an
+optimizer's step, do not read each other's messages: all raise.
+
 [Note: ranks that differ]
 A rank that fails posts its error's text in the store and closes the connections of StreamShard's own groups. That ends
 the waits of the other ranks, which then read the text. So all ranks end soon, with the same text. If a wait can never
@@ -38,7 +41,7 @@ from streamshard.errors import (
     describe,
 )
 
-_VALUE, _ERROR = b"v", b"e"  # the first byte of a message
+_VALUE, _ERROR, _OTHER = b"v", b"e", b"o"  # the first byte of a message; `pack` begins with none of these
 
 # RuntimeErrors of this rank alone, such as out of memory: no collective has failed.
 _OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
@@ -129,23 +132,26 @@ class RankGroup:
         action: Callable[[], _T],
         raises: type[StreamShardError] = CheckpointError,
         *,
+        at: object = "",
         with_replicas: bool = True,
     ) -> list[_T]:
         """Run `action` on every rank, and return all results in rank order. See [Note: errors of one rank].
 
         Args:
-            doing: the action in words, for the message: "could not <doing>".
+            doing: the action in words, the same on all ranks: the name of the exchange, and in "could not <doing>".
             action: this rank's work, without communication. Its result is pickled. Equal results are one object.
             raises: the class of the error.
+            at: a path that follows `doing` in errors. It may differ between ranks.
             with_replicas: include the ranks of other replicas.
 
         Raises:
+            RankMismatchError: ranks came to exchanges of different names.
             StreamShardError: of class `raises`, with the same text on every rank: on some rank `action` raised, or its
                 result cannot be pickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`.
         """
         sent, error = _attempt(action)
-        gathered = self.gather_bytes(sent, with_replicas=with_replicas)
-        _raise_failed(doing, _failure_in(gathered), raises, error)
+        gathered = unpack(self._meet(doing, sent, pack, with_replicas=with_replicas))
+        _raise_failed(f"{doing} {at}".rstrip(), _failure_in(gathered), raises, error)
         return _loaded(gathered)
 
     def join_results(
@@ -154,6 +160,8 @@ class RankGroup:
         action: Callable[[], _T],
         join: Callable[[list[_T]], _Joined],
         raises: type[StreamShardError] = CheckpointError,
+        *,
+        at: object = "",
     ) -> _Joined:
         """Run `action` on every rank, and on the first rank `join` with all results. Returns its result on every rank.
 
@@ -172,56 +180,50 @@ class RankGroup:
             failure = _failure_in(gathered)
             return gathered[0] if failure is None else _ERROR + failure.encode()
 
-        reply = self._meet(sent, answer, with_replicas=True)
-        _raise_failed(doing, reply[1:].decode() if reply.startswith(_ERROR) else None, raises, error)
+        reply = self._meet(doing, sent, answer, with_replicas=True)
+        _raise_failed(f"{doing} {at}".rstrip(), reply[1:].decode() if reply.startswith(_ERROR) else None, raises, error)
         joined: _Joined = pickle.loads(memoryview(reply)[1:])
         return joined
 
-    def gather_objects(self, value: object, *, with_replicas: bool = True) -> list[Any]:
-        """Every rank's `value`, pickled, in rank order. Blocks: for set-up and errors, not for steps."""
-        doing = "send an object to the other ranks"
+    def gather_objects(self, doing: str, value: object, *, with_replicas: bool = True) -> list[Any]:
+        """Every rank's `value`, in rank order. See `gather_results`. Blocks: for set-up and errors, not for steps."""
         return self.gather_results(doing, lambda: value, ShardingError, with_replicas=with_replicas)
 
-    def gather_bytes(self, data: bytes, *, with_replicas: bool = True) -> list[bytes]:
-        """Every rank's `data`, in rank order. Blocks.
+    def of_first(self, doing: str, value: object) -> Any:
+        """The first rank's `value`, pickled. Blocks: for set-up, not for steps."""
+        return self.join_results(doing, lambda: None, lambda _: value, ShardingError)
 
-        Args:
-            data: any number of bytes, which may differ between ranks.
-            with_replicas: include the ranks of other replicas.
+    def are_equal(self, doing: str, text: str) -> bool:
+        """Whether `text` is the same on all ranks, replicas included. Blocks the host."""
+        digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+        return len(set(self.gather_objects(doing, digest))) == 1
+
+    def _meet(self, name: str, data: bytes, answer: Callable[[list[bytes]], bytes], *, with_replicas: bool) -> bytes:
+        """Call `answer`, which does not raise, on the first rank with all ranks' `data`. Returns its bytes. Blocks.
+
+        Raises:
+            RankMismatchError: another rank has given another `name`.
         """
-        return unpack(self._meet(data, pack, with_replicas=with_replicas))
-
-    def _meet(self, data: bytes, answer: Callable[[list[bytes]], bytes], *, with_replicas: bool) -> bytes:
-        """Call `answer`, which does not raise, on the first rank with all ranks' `data`. Returns its bytes. Blocks."""
         size = self.total_size if with_replicas else self.world_size
         if size == 1:
             return answer([data])
         if dist.get_backend(self.users_group) == "fake":  # torch's: the other ranks do not exist, and say the same
             self.recorder.log.add(RecordKind.MEETING)
             return answer([data] * size)
-        timeout = self._timeout or CONTROL_TIMEOUT
-        with self.talk(self._meeting, RecordKind.MEETING):
+        timeout, what = self._timeout or CONTROL_TIMEOUT, f"{self._meeting} ({name})"
+        with self.talk(what, RecordKind.MEETING):
             group = host_group_of(self.users_group if with_replicas else self.group)
-            gathered = gather_to_first(group, data, timeout)
+            gathered = gather_to_first(group, (name, data), timeout)
         try:
-            reply = None if gathered is None else answer(gathered)
-            with self.waiting(self._meeting):  # no second entry in the log: children come here before their parents
-                return send_to_all(group, reply, timeout)
+            reply = None if gathered is None else _answer(gathered, answer)
+            with self.waiting(what):  # no second entry in the log: children come here before their parents
+                reply = send_to_all(group, reply, timeout)
         except BaseException as error:  # between the two halves too: this rank has come, and others wait for it
-            self.fail(f"{self._meeting} ended with {describe(error)}")
+            self.fail(f"{what} ended with {describe(error)}")
             raise
-
-    def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
-        return any(self.gather_bytes(b"yes" if value else b""))
-
-    def of_first(self, value: object) -> Any:
-        """The first rank's `value`, pickled. Blocks: for set-up, not for steps."""
-        return self.join_results("send an object to the other ranks", lambda: None, lambda _: value, ShardingError)
-
-    def are_equal(self, text: str) -> bool:
-        """Whether `text` is the same on all ranks, replicas included. Blocks the host."""
-        return len(set(self.gather_objects(hashlib.sha256(text.encode(errors="surrogatepass")).digest()))) == 1
+        if reply.startswith(_OTHER):
+            raise RankMismatchError(reply[1:].decode())
+        return reply
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
@@ -274,6 +276,17 @@ def _attempt(action: Callable[[], object]) -> tuple[bytes, BaseException | None]
         return _VALUE + pickle.dumps(action()), None
     except BaseException as caught:
         return _ERROR + describe(caught).encode(errors="backslashreplace"), caught
+
+
+def _answer(gathered: Sequence[tuple[str, bytes]], answer: Callable[[list[bytes]], bytes]) -> bytes:
+    """The result of `answer`; the names of exchanges if ranks came to different ones."""
+    names = [name for name, _ in gathered]
+    if len(set(names)) == 1:
+        return answer([data for _, data in gathered])
+    first = names[0]
+    rank, other = next((rank, name) for rank, name in enumerate(names) if name != first)
+    text = f"ranks came to different exchanges: rank 0 is about to {first}, rank {rank} to {other}"
+    return _OTHER + f"{text}. All ranks have to call the same methods in the same order".encode()
 
 
 def _loaded(gathered: Sequence[bytes]) -> list[Any]:
@@ -335,25 +348,30 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None, to
 
 
 def run_on_all_ranks(
-    ranks: RankGroup, doing: str, action: Callable[[], _T], raises: type[StreamShardError] = CheckpointError
+    ranks: RankGroup,
+    doing: str,
+    action: Callable[[], _T],
+    raises: type[StreamShardError] = CheckpointError,
+    *,
+    at: object = "",
 ) -> _T:
     """Run `action` on every rank, and return this rank's result. If it fails on one rank, raise on all.
 
     Args:
         ranks: the ranks.
-        doing, action, raises: see `RankGroup.gather_results`. The result is not pickled.
+        doing, action, raises, at: see `RankGroup.gather_results`. The result is not pickled.
 
     Raises:
         StreamShardError: of class `raises`; names the ranks on which the action failed, and their reasons.
     """
     result: list[_T] = []
-    ranks.gather_results(doing, lambda: result.append(action()), raises)
+    ranks.gather_results(doing, lambda: result.append(action()), raises, at=at)
     return result[0]
 
 
-def run_on_first(ranks: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
+def run_on_first(ranks: RankGroup, doing: str, action: Callable[[], _T], *, at: object = "") -> _T:
     """Run `action` on the first rank only, and return its result, pickled. If it fails, raise on all ranks."""
-    return ranks.join_results(doing, lambda: None, lambda _: action())
+    return ranks.join_results(doing, lambda: None, lambda _: action(), at=at)
 
 
 def refuse_differences(what: str, given: Sequence[object]) -> None:

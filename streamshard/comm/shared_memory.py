@@ -158,10 +158,10 @@ def share_memory(ranks: RankGroup, nbytes: int, units: int) -> list[SharedBuffer
     """
     with contextlib.ExitStack() as files:  # a mapping stays valid without its file
         own = _make_memory(files, nbytes + _WORD_BYTES * (len(Counter) + 1 + units))
-        offers = ranks.gather_objects(own, with_replicas=False)
+        offers = ranks.gather_objects("share memory", own, with_replicas=False)
         buffers = [map_memory(offer, units) for offer in offers]
         mapped = [each for each in buffers if each is not None]
-        all_can = all(ranks.gather_objects(len(mapped) == len(offers), with_replicas=False))
+        all_can = all(ranks.gather_objects("map shared memory", len(mapped) == len(offers), with_replicas=False))
     return mapped if all_can else None
 
 

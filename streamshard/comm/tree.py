@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import datetime
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,17 +19,19 @@ import torch.distributed as dist
 TAG = (1 << 31) - 2  # of no flat parameter
 _FIRST_BYTES, _LENGTH_BYTES = 512, 8  # a short message takes one send
 
+_Message = TypeVar("_Message", bound=Hashable)  # can be pickled
 
-def gather_to_first(group: dist.ProcessGroup, data: bytes, timeout: datetime.timedelta) -> list[bytes] | None:
-    """Every rank's `data`, in rank order, on the first rank; None on the others. Equal ones are one object. Blocks.
+
+def gather_to_first(group: dist.ProcessGroup, message: _Message, timeout: datetime.timedelta) -> list[_Message] | None:
+    """Every rank's `message`, in rank order, on the first rank; None on the others. Equal ones are one object. Blocks.
 
     Args:
         group: serves the CPU.
-        data: any number of bytes.
+        message: bytes, or a tuple with bytes, of any size.
         timeout: of each hop.
     """
     rank = group.rank()
-    known, messages = {data: data}, [data]  # of the ranks from this one to the last one below it
+    known, messages = {message: message}, [message]  # of the ranks from this one to the last one below it
     for child in _children(rank, group.size()):
         messages += [known.setdefault(each, each) for each in unpack(_receive(group, child, timeout))]
     if not rank:
@@ -46,13 +49,13 @@ def send_to_all(group: dist.ProcessGroup, data: bytes | None, timeout: datetime.
     return data
 
 
-def pack(messages: Sequence[bytes]) -> bytes:
+def pack(messages: Sequence[Hashable]) -> bytes:
     """One message of many. It has equal ones once."""
     place_of = {each: place for place, each in enumerate(dict.fromkeys(messages))}
     return pickle.dumps((list(place_of), [place_of[each] for each in messages]))
 
 
-def unpack(data: bytes) -> list[bytes]:
+def unpack(data: bytes) -> list[Any]:
     """The messages that `pack` has packed. Equal ones are one object."""
     different, places = pickle.loads(data)
     return [different[place] for place in places]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.errors import CommunicationError, ShardingError
+from streamshard.errors import CommunicationError, RankMismatchError, ShardingError
 from streamshard.forms import DTensorForm, form_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
@@ -95,8 +95,8 @@ class BufferSync:
         """
         now = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in changed.items()]
         try:
-            found = self._ranks.gather_objects(now)
-        except CommunicationError:
+            found = self._ranks.gather_objects("compare buffers", now)
+        except (CommunicationError, RankMismatchError):
             found = []  # the others do something else
         if found != [now] * self._ranks.total_size:
             alike = set(now).intersection(*found)

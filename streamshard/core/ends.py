@@ -102,7 +102,7 @@ class Ends:
         has_grads = any(unit.grads.slot.content is not None for unit in units)
         is_ready = not has_grads and all(ref() is None for ref in self._waiting)
         seen = self._early, self._late, self.elsewhere, self.saved
-        votes: list[Any] = ranks.gather_objects(seen if is_ready else None)
+        votes: list[Any] = ranks.gather_objects("decide which units share a slot", seen if is_ready else None)
         self.is_decided = None not in votes or self._attempts == _ATTEMPTS
         if None in votes:
             return None

@@ -214,9 +214,10 @@ class Forward(Phase):
             The unit that was all-gathered; None if no rank wants any.
         """
         engine = self._engine
-        if not engine.ranks.any_rank(wanted is not None):
+        everywhere = engine.ranks.gather_objects("all-gather a unit out of order", wanted)
+        chosen: int | None = min((unit for unit in everywhere if unit is not None), default=None)
+        if chosen is None:
             return None
-        chosen: int = min(unit for unit in engine.ranks.gather_objects(wanted) if unit is not None)
         self._schedule.add_request(chosen)
         engine.all_gather(engine.units[chosen])
         return chosen
@@ -280,7 +281,7 @@ class Forward(Phase):
         engine.finish_reading()
         engine.are_weights_current = not engine.is_synced
         if self._learns:
-            engine.order.learn(self._schedule, engine.ranks, has_failed=error is not None)
+            engine.order.learn(self._schedule, engine.ranks.gather_objects, has_failed=error is not None)
         if engine.host is not None:
             engine.host.raise_failure()
         if refused is not None:

@@ -68,7 +68,7 @@ def refuse_other_inputs(ranks: Communicator, inputs: object) -> None:
     plain = [t for t in tensors_in(inputs) if not is_traceable_wrapper_subclass(t) and t.layout is torch.strided]
     told = [f"{tuple(t.shape)} {t.dtype} {sums_of_bits([t])}" for t in plain]
     first: dict[int, tuple[int, list[str]]] = {}
-    for rank, (axis, theirs) in enumerate(ranks.gather_objects((ranks.axis, told))):
+    for rank, (axis, theirs) in enumerate(ranks.gather_objects("compare inputs", (ranks.axis, told))):
         number, wanted = first.setdefault(axis, (rank, theirs))
         if theirs != wanted:
             raise RankMismatchError(

@@ -26,6 +26,8 @@ from streamshard.core.optimizer_kinds import params_in
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.planning.structure import params_of
 
+_DOING = "begin a pass, or end Join"
+
 
 class _Row(NamedTuple):
     """A rank's message when a pass is announced.
@@ -143,7 +145,7 @@ class UnevenInputs(Inputs):
             ShardingError: on all ranks: ranks did different things after the last backward.
         """
         try:
-            _compare(self._engine.ranks.gather_objects(self._row(None)))
+            _compare(self._engine.ranks.gather_objects(_DOING, self._row(None)))
             self._engine.buffers.sync(self.buffer_source)  # one of the last ranks with inputs
         finally:
             self.leave()
@@ -170,7 +172,7 @@ class UnevenInputs(Inputs):
             ConfigError: the pass trains, and a rank has no ``repeat=``; or two settings choose the divisor.
             ShardingError: the last step, or this pass, differs between ranks.
         """
-        rows: list[_Row] = self._engine.ranks.gather_objects(self._row(own))
+        rows: list[_Row] = self._engine.ranks.gather_objects(_DOING, self._row(own))
         passes = {rank: row.begins for rank, row in enumerate(rows) if row.begins is not None}
         announced = _agreed(rows, passes)
         if announced.gradients:

@@ -54,7 +54,12 @@ class StreamShardBackend:
     def save_model(model: Any, output_dir: str, processor: Any) -> None:
         """Write the weights, each rank its own bytes, and the tokenizer's files."""
         model.save_pretrained(output_dir)
-        run_on_first(engine_of(model).ranks, f"save to {output_dir}", lambda: processor.save_pretrained(output_dir))
+        run_on_first(
+            engine_of(model).ranks,
+            "save a processor",
+            lambda: processor.save_pretrained(output_dir),
+            at=f"to {output_dir}",
+        )
 
     @classmethod
     def save_checkpoint(cls, model: Any, optimizer: Optimizer, ckpt_dir: str, **kwargs: Any) -> None:

@@ -247,7 +247,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As in Trainer, but into a partial directory. The complete ``checkpoint-8`` is moved from there."""
         ranks = engine_of(self.model).ranks
-        root = Path(ranks.of_first(self._get_output_dir(trial)))  # scripts name it by the second in which they start
+        # Scripts name it by the second in which they start.
+        root = Path(ranks.of_first("choose a directory", self._get_output_dir(trial)))
         path = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         save = super()._save_checkpoint
 
@@ -295,7 +296,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
                 super()._save(str(directory), state_dict=state_dict)
             return
         ranks = engine_of(self.model).ranks
-        directory = ranks.of_first(directory)  # scripts name it by the second in which they start
+        directory = ranks.of_first("choose a directory", directory)  # scripts name it by the second in which they start
         if self._writes_itself:
             save_on_first(self.model, directory, super()._save)
         else:
@@ -303,7 +304,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
                 self.model.save_pretrained(directory)
             else:
                 export_safetensors(self.model, directory, max_shard_size="50GB")
-            run_on_first(ranks, f"save to {directory}", lambda: self._save_beside(directory))
+            run_on_first(ranks, "save a tokenizer", lambda: self._save_beside(directory), at=f"to {directory}")
 
     @property
     def _writes_itself(self) -> bool:
@@ -351,16 +352,15 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         ranks = engine_of(self.model).ranks
         files = [Path(checkpoint or "") / each for each in (OPTIMIZER_NAME, SCHEDULER_NAME)]
-        if checkpoint is None or not ranks.of_first(all(file.is_file() for file in files)):
+        if checkpoint is None or not ranks.of_first("find a checkpoint", all(file.is_file() for file in files)):
             return  # a checkpoint of save_only_model
 
         def read(file: Path) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=file == files[0])
 
-        doing = f"load {checkpoint}"
-        state = run_on_all_ranks(ranks, doing, lambda: read(files[0]) if ranks.is_first else None)
+        state = run_on_all_ranks(ranks, "load", lambda: read(files[0]) if ranks.is_first else None, at=files[0])
         load_optimizer_state_dict(self.model, _inner(self.optimizer), state)
-        run_on_all_ranks(ranks, doing, lambda: self.lr_scheduler.load_state_dict(read(files[1])))
+        run_on_all_ranks(ranks, "load", lambda: self.lr_scheduler.load_state_dict(read(files[1])), at=files[1])
 
 
 class StreamShardTrainer(StreamShardTrainerMixin, Trainer):

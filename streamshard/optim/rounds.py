@@ -175,7 +175,7 @@ class Rounds:
         had_grads, self._had_grads = self._had_grads, {}
         if not had_grads or not self.grads_differ():
             return
-        by_rank = self._ranks.gather_objects(list(had_grads.values()), with_replicas=False)
+        by_rank = self._ranks.gather_objects("compare gradients", list(had_grads.values()), with_replicas=False)
         for name, *found in zip(had_grads, *by_rank, strict=True):
             if len(set(found)) > 1:
                 # On a device the host does not read other ranks' numbers before it steps.

@@ -150,8 +150,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 if ranks.failure is not None:  # this rank cannot tell other ranks
                     raise
                 error = raised
-            if ranks.any_rank(error is not None):
-                ranks.gather_results("step the optimizer", lambda: raise_if(error), OptimizerError)
+            ranks.gather_results("step the optimizer", lambda: raise_if(error), OptimizerError)
             return result
 
 

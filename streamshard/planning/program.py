@@ -35,9 +35,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 _QUIET_PASSES = 10
 
@@ -214,16 +214,6 @@ class Schedule:
 # -- learning the order -------------------------------------------------------------------------------------------
 
 
-class Agreement(Protocol):
-    """The two collectives by which ranks agree."""
-
-    def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value`."""
-
-
 class UnitOrder:
     """The order of units, the same on all ranks. See [Note: learning the order].
 
@@ -242,23 +232,24 @@ class UnitOrder:
         self.is_settled = False
         self._quiet_passes = 0  # in a row, that have brought no news
 
-    def learn(self, schedule: Schedule, ranks: Agreement, *, has_failed: bool) -> None:
+    def learn(self, schedule: Schedule, gather: Callable[[str, object], list[Any]], *, has_failed: bool) -> None:
         """A pass with gradients is over: learn the order of units from its use, here and on other ranks. Collective.
 
         Ranks may have skipped units. If the orders of ranks contradict each other, the order stays as it is.
 
         Args:
             schedule: the pass's.
-            ranks: the ranks that have run the pass.
+            gather: returns the object of every rank that has run the pass. See `RankGroup.gather_objects`.
             has_failed: the forward has raised on this rank; then all ranks learn from the next pass instead.
         """
         used = None if has_failed else tuple(schedule.used)
         self._quiet_passes += 1
-        if ranks.any_rank(used is None or not is_part_of(used, self._known)):
+        everywhere = dict.fromkeys(gather("learn the order of units", used))
+        if None in everywhere:
             self._quiet_passes = 0
-            everywhere = dict.fromkeys(ranks.gather_objects(used))
-            if None in everywhere:
-                return
+            return
+        if not all(is_part_of(each, self._known) for each in everywhere):
+            self._quiet_passes = 0
             known = join_orders((self._known, *everywhere), self.order)
             if known is None:
                 self.is_settled = True

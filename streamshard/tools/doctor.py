@@ -191,7 +191,7 @@ def _measure(
 ) -> None:
     """Connect the ranks, exchange findings, and measure. Fills `report`. Collective."""
     ranks = Communicator(resolve_group(device), Streams(device))
-    first, *others = ranks.gather_objects(report.findings)
+    first, *others = ranks.gather_objects("exchange findings", report.findings)
     for rank, theirs in enumerate(others, 1):
         new = [found for found in theirs if found not in first]
         first += [dataclasses.replace(found, what=f"rank {rank}: {found.what}") for found in new]

@@ -118,8 +118,8 @@ class Trace:
         if self.ranks is None or not all_ranks:
             file.write_text(page_of(traces))
             return
-        traces = self.ranks.gather_objects(self)
-        run_on_first(self.ranks, f"write {file}", lambda: file.write_text(page_of(traces)))
+        traces = self.ranks.gather_objects("collect traces", self)
+        run_on_first(self.ranks, "write a trace", lambda: file.write_text(page_of(traces)), at=file)
 
     def own_us(self) -> dict[tuple[str, int | None], float]:
         """By activity of the compute stream, and unit: microseconds, without those of activities inside it."""

@@ -285,5 +285,5 @@ def medians_ms(ranks: RankGroup, device: torch.device, *parts: Callable[[], obje
         return times
 
     once()
-    repeats = ranks.of_first(max(1, min(_MOST_REPEATS, int(1e3 * _SECONDS / sum(once())))))
+    repeats = ranks.of_first("agree on repeats", max(1, min(_MOST_REPEATS, int(1e3 * _SECONDS / sum(once())))))
     return [statistics.median(times) for times in zip(*(once() for _ in range(repeats)), strict=True)]

@@ -192,9 +192,9 @@ def test_an_error_in_the_middle_of_an_exchange_ends_the_others_wait(context: Ran
             raise KeyboardInterrupt
     else:
         with pytest.raises(CommunicationError, match="rank 0 has failed: something ended with Keyboard"):
-            ranks.gather_objects(None)
+            ranks.gather_objects("wait", None)
     with pytest.raises(CommunicationError, match="not possible any more"):
-        ranks.gather_objects(None)
+        ranks.gather_objects("wait", None)
 
 
 # -- another library's collectives ------------------------------------------------------------------------------------
@@ -347,9 +347,9 @@ def test_a_rank_that_stands_still_in_a_background_save_is_reported(context: Rank
     store, timeout = dist.distributed_c10d._get_default_store(), datetime.timedelta(minutes=2)
     with _warnings() as told:
         ranks = RankGroup(_world(), meeting="saving in the background", timeout=timeout)
-        ranks.gather_bytes(b"")
+        ranks.gather_objects("wait", None)
         if context.rank == 0:
-            thread = threading.Thread(target=ranks.gather_bytes, args=(b"",))
+            thread = threading.Thread(target=ranks.gather_objects, args=("wait", None))
             thread.start()
             found = told.get(timeout=60)
             store.set("rank 0 was told", "")
@@ -357,7 +357,7 @@ def test_a_rank_that_stands_still_in_a_background_save_is_reported(context: Rank
             thread.join()
         else:
             store.wait(["rank 0 was told"], timeout)
-            ranks.gather_bytes(b"")
+            ranks.gather_objects("wait", None)
 
 
 @on_ranks(1)
@@ -542,7 +542,7 @@ def test_an_error_in_a_forked_child_is_not_the_ranks(context: RankContext) -> No
             watchdog._watchdog.end()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-    ranks.gather_bytes(b"")
+    ranks.gather_objects("wait", None)
     assert ranks.recorder.read_failure() is None
 
 

@@ -45,7 +45,7 @@ _LARGE = """
 
     make_default_group(torch.device("cpu"))
     ranks = RankGroup(dist.group.WORLD)
-    assert ranks.any_rank(ranks.total_rank == 3)
+    assert any(ranks.gather_objects("vote", ranks.total_rank == 3))
     held = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdecimal() and
             os.path.lexists(f"/proc/self/fd/{name}")]
     print("sockets", sum(name.startswith("socket") for name in held), flush=True)
@@ -184,10 +184,10 @@ def test_after_a_restart_the_advice_for_a_group_of_the_users_is_a_new_store(cont
 def test_control_messages_wait_longer_than_the_groups_timeout(context: RankContext) -> None:
     """One rank writes files while the other one waits."""
     ranks = RankGroup(dist.new_group(timeout=timedelta(seconds=1)))
-    assert ranks.gather_objects(context.rank) == [0, 1]  # makes the control group
+    assert ranks.gather_objects("count", context.rank) == [0, 1]  # makes the control group
     if context.rank == 1:
         time.sleep(1.5)
-    assert ranks.gather_objects(context.rank) == [0, 1]
+    assert ranks.gather_objects("count", context.rank) == [0, 1]
 
 
 @on_ranks(3)
@@ -195,7 +195,7 @@ def test_an_exchange_is_one_entry_in_the_log_of_a_rank(context: RankContext) -> 
     """With one for each half, a rank that waits for the answer would take its parent for missing."""
     ranks = RankGroup(dist.group.WORLD)
     before = ranks.recorder.log.count
-    assert ranks.gather_objects(context.rank) == [0, 1, 2]
+    assert ranks.gather_objects("count", context.rank) == [0, 1, 2]
     assert ranks.join_results("add", lambda: context.rank, sum) == 3
     assert ranks.recorder.log.count == before + 2
 
@@ -209,10 +209,12 @@ def test_an_error_between_the_two_halves_of_an_exchange_ends_the_wait_of_the_oth
             mock.patch.object(ranks_module, "pack", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
-            ranks.gather_objects(None)
+            ranks.gather_objects("wait", None)
     else:
-        with pytest.raises(CommunicationError, match="rank 0 has failed: a meeting of all ranks ended with Keyboard"):
-            ranks.gather_objects(None)
+        with pytest.raises(
+            CommunicationError, match="rank 0 has failed: a meeting of all ranks .wait. ended with Keyboard"
+        ):
+            ranks.gather_objects("wait", None)
 
 
 @on_ranks(2)

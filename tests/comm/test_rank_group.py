@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from streamshard import StreamShard
+from streamshard import StreamShard, export_safetensors, save_checkpoint
 from streamshard.comm.ranks import RankGroup
-from streamshard.errors import CommunicationError, ShardingError
+from streamshard.errors import CommunicationError, RankMismatchError, ShardingError
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import engine_inside
@@ -44,12 +46,36 @@ def test_an_object_that_one_rank_cannot_send_is_an_error_on_all_and_ranks_go_on(
     value = make() if context.rank == 1 else "fine"
     if case == "an interrupt" and context.rank == 1:
         with pytest.raises(KeyboardInterrupt):
-            ranks.gather_objects(value)
+            ranks.gather_objects("count", value)
     else:
         with pytest.raises(ShardingError, match=words):
-            ranks.gather_objects(value)
-    assert ranks.gather_objects(context.rank) == [0, 1]
-    assert ranks.of_first(f"from {context.rank}") == "from 0"
+            ranks.gather_objects("count", value)
+    assert ranks.gather_objects("count", context.rank) == [0, 1]
+    assert ranks.of_first("tell", f"from {context.rank}") == "from 0"
+    model.full_state_dict()
+
+
+@on_ranks(3)
+def test_ranks_that_come_to_different_exchanges_all_raise_and_go_on(context: RankContext, tmp_path: Path) -> None:
+    """An export and a save, or two votes: no rank takes another exchange's message for an answer."""
+    model: Any = StreamShard(Stack())
+    ranks = engine_inside(model).ranks
+    acts: list[tuple[Callable[[], object], Callable[[], object], str]] = [
+        (
+            lambda: export_safetensors(model, tmp_path),
+            lambda: save_checkpoint(tmp_path, model),
+            "to plan the export, rank 2 to begin a save",
+        ),
+        (
+            lambda: ranks.gather_objects("compare", 1),
+            lambda: ranks.of_first("choose", "a path"),
+            "to compare, rank 2 to choose",
+        ),
+    ]
+    for others, last, words in acts:
+        with pytest.raises(RankMismatchError, match=f"different exchanges: rank 0 is about {words}"):
+            last() if context.rank == 2 else others()
+        assert ranks.gather_objects("count", context.rank) == [0, 1, 2]
     model.full_state_dict()
 
 

@@ -160,7 +160,9 @@ def test_a_rank_whose_forward_fails_issues_the_same_collectives_as_the_others(
                 _fail_in_forward(model, context, Trouble)
         else:
             model(vector_batch(1, context.rank))
-    digests: list[Any] = engine_inside(model).ranks.gather_objects(engine_inside(model).ranks.recorder.log.digest)
+    digests: list[Any] = engine_inside(model).ranks.gather_objects(
+        "compare logs", engine_inside(model).ranks.recorder.log.digest
+    )
     assert digests[0] == digests[1]
     stack_step(model, _call(context, 2))
 

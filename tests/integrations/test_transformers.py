@@ -256,7 +256,7 @@ def test_evaluation_without_training_equals_ddp(context: RankContext, tmp_path: 
 @contextlib.contextmanager
 def _without_other_ranks() -> Iterator[None]:
     """Inside, whatever waits for other ranks raises."""
-    with mock.patch.object(Communicator, "gather_bytes", side_effect=AssertionError("waits for other ranks")):
+    with mock.patch.object(Communicator, "gather_results", side_effect=AssertionError("waits for other ranks")):
         yield
 
 

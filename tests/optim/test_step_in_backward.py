@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -224,7 +225,7 @@ def test_collectives_inside_hooks_raise(context: RankContext) -> None:
     whole = {p: WholeParameterOptimizer([p], torch.optim.Adafactor) for p in model.parameters()}
     call = Call(0, context.rank, context.world_size, 1.0)
     ranks = engine_inside(model).ranks
-    for hook in (lambda p: float(p.grad.norm()), lambda p: whole[p].step(), ranks.gather_objects):
+    for hook in (lambda p: float(p.grad.norm()), lambda p: whole[p].step(), partial(ranks.gather_objects, "wait")):
         hooks = [param.register_post_accumulate_grad_hook(hook) for param in model.parameters()]
         with pytest.raises(ShardingError, match=r"a norm, a sum .* inside backward.*read p\.grad\.norm\(\) after back"):
             stack_step(model, call)

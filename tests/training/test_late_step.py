@@ -255,7 +255,7 @@ def test_a_late_step_that_fails_on_one_rank_leaves_ranks_in_step(context: RankCo
         with pytest.raises(ValueError, match="out of luck") if context.rank == 1 else contextlib.nullcontext():
             run.loss()
         ranks = engine_inside(run.model).ranks
-        assert len(set(ranks.gather_objects(ranks.recorder.log.count))) == 1
+        assert len(set(ranks.gather_objects("compare logs", ranks.recorder.log.count))) == 1
 
 
 @on_ranks(2)
