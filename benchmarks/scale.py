@@ -157,10 +157,10 @@ class Told:
         self.sizes: list[int] = []
 
     def meet(
-        self, ranks: RankGroup, data: bytes, answer: Callable[[list[bytes]], bytes], *, with_replicas: bool
+        self, ranks: RankGroup, name: str, data: bytes, answer: Callable[[list[bytes]], bytes], *, with_replicas: bool
     ) -> bytes:
         """Instead of `RankGroup._meet`."""
-        self.sizes.append(len(data))
+        self.sizes.append(len(name) + len(data))
         return answer([data] * (ranks.total_size if with_replicas else ranks.world_size))
 
 

@@ -363,18 +363,22 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "guards/loop": [("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
-        ("OuterShards.begin_reduction", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
+        ("OuterShards._take_turn", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
+        ("OuterShards.begin_reduction", Swap("self._adds = adds", "self._adds = False"), "outer_shards:every_way"),
         (
             "OuterShards.begin_reduction",
-            Swap("1 - self._turn, adds", "1 - self._turn, False"),
-            "outer_shards:every_way",
+            Swap("self._main_adds.setdefault(unit.index, adds)", "self._main_adds.setdefault(unit.index, False)"),
+            "outer_shards:fails",
         ),
+        ("OuterShards.forget", Drop("self._main_adds.clear()"), "outer_shards:fails"),
         ("OuterShards._start", Drop("self._under_way["), "outer_shards:every_way"),
     ],
     "core/over_replicas": [
         ("OverReplicas.finish_before", Drop("self.flush()"), "outer_shards:every_way"),
         ("OverReplicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
         ("OverReplicas.finish", Swap("arrived in", "_ in"), "replicas"),
+        ("OverReplicas.finish", Swap("sorted(self._left)", "()"), "replicas"),
+        ("OverReplicas.add", Swap("not self._is_synced", "False"), "replicas"),
     ],
     "core/reductions": [
         ("Reductions.summing", Drop("self._divide_by(before)"), "transformers:training_equals"),
@@ -411,8 +415,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/replicas": [
         ("Replicas.begin", Swap(" or self.in_order", ""), "replicas"),
         ("Replicas.receive", Swap("return True", "return False"), "replicas"),
-        ("Replicas.add", Swap("not self._is_synced", "False"), "replicas"),
-        ("Replicas.finish", Swap("sorted(self._unaveraged)", "()"), "replicas"),
     ],
     "core/tied": [
         ("TiedHead.pass_by", Swap("is_present=False", "is_present=True"), "tied"),

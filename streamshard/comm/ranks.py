@@ -59,7 +59,7 @@ class RankGroup:
         replica: number of this rank's replica of the model.
         streams: the streams of the ranks' device; None: the CPU's.
         stream: the stream on which the ranks communicate.
-        meeting: the name of an exchange, in errors.
+        meeting: the name of all exchanges, in errors; "": "the exchange to " and its own name.
         timeout: of an exchange; None: `CONTROL_TIMEOUT`.
 
     Attributes:
@@ -79,7 +79,7 @@ class RankGroup:
         replica: int = 0,
         streams: Streams | None = None,
         stream: StreamName = StreamName.COMM,
-        meeting: str = "a meeting of all ranks",
+        meeting: str = "",
         timeout: datetime.timedelta | None = None,
     ) -> None:
         shard_group = shard_group or group
@@ -210,7 +210,7 @@ class RankGroup:
         if dist.get_backend(self.users_group) == "fake":  # torch's: the other ranks do not exist, and say the same
             self.recorder.log.add(RecordKind.MEETING)
             return answer([data] * size)
-        timeout, what = self._timeout or CONTROL_TIMEOUT, f"{self._meeting} ({name})"
+        timeout, what = self._timeout or CONTROL_TIMEOUT, self._meeting or f"the exchange to {name}"
         with self.talk(what, RecordKind.MEETING):
             group = host_group_of(self.users_group if with_replicas else self.group)
             gathered = gather_to_first(group, (name, data), timeout)

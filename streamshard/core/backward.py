@@ -55,9 +55,9 @@ class Backward(Phase):
         self._follows_step = False  # an optimizer has stepped since the last backward
         is_local = not engine.is_synced and not engine.is_whole
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
-        replicas = engine.reductions.replicas
-        averages = replicas is not None and replicas.averages_grads and not replicas.in_order
-        self._leaves_unaveraged = is_local and averages and not engine.plan.keeps_grads
+        over_replicas = engine.reductions.over_replicas
+        leaves = over_replicas is not None and over_replicas.leaves_grads
+        self._leaves_to_replicas = is_local and leaves and not engine.plan.keeps_grads
         self._schedule = Schedule([], engine.plan.weights, engine.plan.is_streamed, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
         # Resident units that this rank has called several times, until backward comes to the first call. Their
@@ -240,9 +240,9 @@ class Backward(Phase):
         engine.reductions.start(engine.root_unit)
         engine.reductions.is_open = False
         engine.finish_reading()
-        if self._leaves_unaveraged:
+        if self._leaves_to_replicas:
             engine.reductions.complete()
-        if self._leaves_unreduced or self._leaves_unaveraged:
+        if self._leaves_unreduced or self._leaves_to_replicas:
             engine.progress.has_stepped |= self._follows_step
             for unit in engine.units:
                 unit.grads.leave(is_trainable=unit.is_trainable)
@@ -278,6 +278,8 @@ class Backward(Phase):
                 engine.reductions.start(engine.root_unit)
                 engine.reductions.complete()
         finally:
+            if engine.reductions.over_replicas is not None:
+                engine.reductions.over_replicas.forget()
             for unit in engine.units:
                 unit.release()
                 unit.grads.discard(unit.params)

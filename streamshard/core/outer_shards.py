@@ -5,7 +5,8 @@
 
 With R replicas of N ranks a rank holds 16/(R N) bytes of state per parameter, and a shard of 1/N in the wire dtype.
 Only weights that have changed cross between replicas: once per optimizer step, one unit after the other beside the
-next forward. This is the hierarchical partition of ZeRO++ (hpZ), and Megatron-FSDP's sharding over the outer axis.
+next forward. Inside ``no_sync()`` gradients are summed in the shard group, in 4/N bytes per parameter, which are
+allocated then. This is the hierarchical partition of ZeRO++ (hpZ), and Megatron-FSDP's sharding over the outer axis.
 
 With ``Precision(sums_in_rank_order=True)`` all ranks exchange gradients, as on a 1-D mesh, and add them in one order.
 
@@ -68,6 +69,9 @@ class OuterShards(OverReplicas):
         self._turn = 0  # of staging
         self._buffers: list[torch.Tensor] = []  # of the reduction under way
         self._adds = False
+        self._ledger = ledger
+        self._sums: dict[int, list[torch.Tensor]] = {}  # by unit, for no_sync(): where the shard group's sums are
+        self._main_adds: dict[int, bool] = {}  # by unit whose sums hold gradients: whether its main grads hold some too
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -106,27 +110,50 @@ class OuterShards(OverReplicas):
     def begin_reduction(self, unit: HomeUnit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
         """See `Home.begin_reduction`: into staging [R * shard_numel], from which `flush` reduces over replicas.
 
-        In rank order all ranks reduce into main grads at once.
+        Inside ``no_sync()``, and in the first reduction outside, into sums of the same sizes. In rank order all ranks
+        reduce into main grads at once.
         """
         if self.is_in_order:
             return [flat.main_grads for flat in unit.trained], adds
-        self._turn, self._adds = 1 - self._turn, adds
-        self._drained[self._turn].wait()  # rule 3
+        if (has_sums := unit.index in self._main_adds) or not self._is_synced:
+            self._main_adds.setdefault(unit.index, adds)
+            return self._sums[unit.index], has_sums
+        self._take_turn()
+        self._adds = adds
         sizes = [self.ranks.world_size * flat.layout.shard_numel for flat in unit.trained]
         self._buffers = list(self._staging[self._turn].narrow(0, 0, sum(sizes)).split(sizes))
         return self._buffers, False
+
+    def _take_turn(self) -> None:
+        self._turn = 1 - self._turn
+        self._drained[self._turn].wait()  # rule 3
+
+    def receive(self, unit: HomeUnit) -> bool:
+        """See `OverReplicas.receive`. Allocates sums, if the unit has none: its gradients are in the slot already."""
+        if not self._is_synced and unit.index not in self._sums:
+            self._sums[unit.index] = []
+            for flat in unit.trained:
+                numel = self.ranks.world_size * flat.layout.shard_numel
+                sums = self._ledger.allocate(Category.STAGING, numel, torch.float32)
+                self._sums[unit.index].append(sums)
+                flat.place_sums(sums)
+        return False
 
     def end_reduction(self, unit: HomeUnit, buffers: Sequence[torch.Tensor]) -> None:
         """See `Home.end_reduction`. `add` follows, which knows what the host has to complete."""
 
     def _start(self, unit: HomeUnit) -> None:
+        buffers, adds = self._buffers, self._adds
+        if unit.index in self._main_adds:
+            self._take_turn()  # of scratch
+            buffers, adds = self._sums[unit.index], self._main_adds.pop(unit.index)
         sizes = [self._scratch_numel(flat.layout.shard_numel) for flat in unit.trained]
         parts = self._scratch[self._turn].narrow(0, 0, sum(sizes)).split(sizes)
         works = [
             self.ranks.transport.start_reduce(
-                Reduction(buffer, flat.main_grads, part, ReductionMode.FP32, self._adds, flat.tag, divisor=1.0)
+                Reduction(buffer, flat.main_grads, part, ReductionMode.FP32, adds, flat.tag, divisor=1.0)
             )
-            for flat, buffer, part in zip(unit.trained, self._buffers, parts, strict=True)
+            for flat, buffer, part in zip(unit.trained, buffers, parts, strict=True)
         ]
         drained = self._drained[self._turn]
         drained.record(*works)
@@ -137,3 +164,8 @@ class OuterShards(OverReplicas):
     def _finish_one(self, index: int) -> None:
         if index in self._under_way:  # the next reduction adds to this one; on a device they run in order
             self._under_way.pop(index).complete()
+
+    def forget(self) -> None:
+        """See `OverReplicas.forget`."""
+        super().forget()
+        self._main_adds.clear()

@@ -1,5 +1,8 @@
 """Reductions over replicas, each behind the same unit's reduction in the shard group.
 
+A backward inside ``no_sync()`` leaves its gradients summed in the shard group. The first backward outside reduces the
+sums over replicas, also of units that it does not reach itself.
+
 On CPUs the host has to complete a reduction before the one over replicas can start. It does so when the next unit's
 reduction starts: by then the first one is usually over.
 """
@@ -24,13 +27,20 @@ class OverReplicas(abc.ABC):
 
     def __init__(self, ranks: Communicator, what: str) -> None:
         self.ranks = ranks
+        self._is_synced = True
+        self._left: dict[int, HomeUnit] = {}  # by index: reduced inside no_sync()
         self._last: HomeUnit | None = None  # reduced in the shard group, not over replicas
         self._under_way: dict[int, Fence] = {}  # by unit
         self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, StreamName.REPLICA)
 
     def begin(self, *, is_synced: bool) -> None:
         """A backward begins, outside of ``no_sync()`` (True) or inside."""
-        return
+        self._is_synced = is_synced
+
+    @property
+    def leaves_grads(self) -> bool:
+        """A backward inside ``no_sync()`` leaves its gradients here."""
+        return True
 
     def receive(self, unit: HomeUnit) -> bool:
         """The reduction of `unit` in the shard group comes next. Returns whether it adds to sums of other replicas."""
@@ -38,6 +48,10 @@ class OverReplicas(abc.ABC):
 
     def add(self, unit: HomeUnit, reduction: Sequence[Work | None]) -> None:
         """The reduction of `unit` in the shard group was started. The host need not complete None."""
+        if not self._is_synced:
+            self._left[unit.index] = unit
+            return
+        self._left.pop(unit.index, None)
         self._last = unit
         self._reduced.record(*reduction)
         if not self._reduced.works:
@@ -68,6 +82,12 @@ class OverReplicas(abc.ABC):
     def finish(self) -> None:
         """The backward is over: let the compute stream wait for all main grads."""
         self.flush()
+        for index in sorted(self._left) if self._is_synced else ():
+            self.add(self._left[index], ())
         under_way, self._under_way = self._under_way, {}
         for arrived in under_way.values():
             arrived.wait()  # rule 7
+
+    def forget(self) -> None:
+        """A backward has failed: all gradients are discarded."""
+        self._left.clear()

@@ -59,6 +59,7 @@ class Param:
         is_left: the gradient waits unreduced, or for an average over replicas, for a later backward.
         flat_main_grads: [shard_numel] fp32, of the flat parameter; may have no memory (`FlatParam.may_drop`).
         lookups: gradients of outputs of an embedding, of which its gradient is made.
+        sums: its parts of the shard group's sums that wait for other replicas. See `OuterShards`.
         given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made.
         was_given: `given` has been ``.grad`` since it was made, or since `UnitGrads` last found no other holder of it.
     """
@@ -80,6 +81,7 @@ class Param:
         self.given: ShardedTensor | None = None
         self.was_given = False
         self.lookups: list[Lookup] = []
+        self.sums: list[torch.Tensor] = []
 
     @property
     def main(self) -> torch.Tensor:
@@ -149,6 +151,8 @@ class Param:
     def forget_grad(self, *, in_slot: bool) -> None:
         """The user has dropped the gradient that waited (``zero_grad()``), in main grads or in the slot too."""
         self.clear_main_grad()
+        for part in self.sums:
+            part.zero_()
         if in_slot:
             self.in_slot.zero_()
         self.is_used = self.is_kept = False
@@ -442,6 +446,14 @@ class FlatParam:
         param.has_room = True
         param.in_slot, param._grad_piece = self.part_of(self.grads, param.layout), param.piece.of_grad()
         param.flat_main_grads = self.main_grads
+
+    def place_sums(self, sums: torch.Tensor) -> None:
+        """Tell parameters where in `sums` [R * shard_numel], a shard of each replica, their gradients wait."""
+        first = self.ranks.rank % self.inner.world_size
+        for replica, part in enumerate(self._cut(sums)):
+            for param in self.params:
+                local = self.layout.local_range(param.layout, first + replica * self.inner.world_size)
+                param.sums.append(part.narrow(0, local.shard_offset, local.numel))
 
     def leave_slot(self) -> None:
         """Give main grads memory of their own, because a reduction adds to them. Compute stream."""

@@ -56,6 +56,7 @@ class Reductions:
 
     Attributes:
         is_open: a backward runs: autograd leaves gradients in ``.grad`` of unsharded parameters.
+        over_replicas: the reductions over replicas; None: there are none, or all ranks are reduced over at once.
         used: agrees on which parameters had a gradient.
         progress: how far the training loop has come.
     """
@@ -70,7 +71,7 @@ class Reductions:
     ) -> None:
         self.ranks = ranks
         self.replicas = replicas
-        self._over_replicas = replicas or (None if outer is None or outer.is_in_order else outer)
+        self.over_replicas = replicas or (None if outer is None or outer.is_in_order else outer)
         self.is_open = False
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._averaged = 1 if replicas is None or replicas.in_order else ranks.n_replicas  # replicas average quotients
@@ -149,12 +150,12 @@ class Reductions:
         self._others.clear()
         self._next = None
         self._look_for_hooks()
-        if self._over_replicas is not None:
-            self._over_replicas.begin(is_synced=is_synced)
+        if self.over_replicas is not None:
+            self.over_replicas.begin(is_synced=is_synced)
 
     def _look_for_hooks(self) -> None:
         self._hooked.clear()
-        if self._reduces and self._over_replicas is None:
+        if self._reduces and self.over_replicas is None:
             units = [unit for unit in self._units if unit.grads.may_give_early and has_hooks(unit)]
             self._hooked.update(unit.index for unit in units)
 
@@ -184,12 +185,12 @@ class Reductions:
             )
         # The allocator gives the memory of gradients back to the backward's stream, which has made most of them.
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            if self._over_replicas is not None:
-                self._over_replicas.finish_before(unit)
+            if self.over_replicas is not None:
+                self.over_replicas.finish_before(unit)
             unit.collect(self._scale, self._others.pop(unit.index, ()))
             if not self._reduces:
                 return
-            adds = self._over_replicas is not None and self._over_replicas.receive(unit)
+            adds = self.over_replicas is not None and self.over_replicas.receive(unit)
             works = unit.start_reduce(adds=adds)
         before, self._next = self._next, None
         if unit.index in self._hooked:
@@ -197,8 +198,8 @@ class Reductions:
             self._next[1].record(*works)
         else:
             self._under_way += works
-        if self._over_replicas is not None:
-            self._over_replicas.add(unit, works)
+        if self.over_replicas is not None:
+            self.over_replicas.add(unit, works)
         if before is not None and self.is_open:
             self._give_early(*before)
 
@@ -256,8 +257,8 @@ class Reductions:
                 None: no exchange.
         """
         with self._finishing:
-            if self._over_replicas is not None:
-                self._over_replicas.finish()
+            if self.over_replicas is not None:
+                self.over_replicas.finish()
             works, self._under_way = self._under_way, []
             if self._next is not None:
                 works += self._next[1].works

@@ -7,8 +7,7 @@ unit's reduction and beside later all-gathers and reductions, while backward goe
 [Note: averages]
 A unit's gradients may come in several parts in one backward, each with a reduction. Averaging an average again changes
 nothing, so after each part all main grads of the unit are averaged: mean(mean(g) + h) = mean(g + h). For the same
-reason a backward inside ``no_sync()`` averages nothing: the first backward outside averages the sums, also of units
-that it does not reach itself.
+reason a backward inside ``no_sync()`` averages nothing: the first backward outside averages the sums.
 
 [Note: sums along replicas]
 With ``Precision(sums_in_rank_order=True)`` a sum goes from replica to replica instead. Each replica receives the main
@@ -48,8 +47,6 @@ class Replicas(OverReplicas):
         self.in_order = in_order
         self.averages_grads = True
         self._warmup_steps: int | None = None
-        self._is_synced = True
-        self._unaveraged: dict[int, HomeUnit] = {}  # by index: reduced inside no_sync()
         # By index: sent on to the next replica. The sum over all comes later.
         self._sent: dict[int, tuple[HomeUnit, list[Work | None]]] = {}
         what, target = "main grads to average", StreamName.REPLICA
@@ -70,8 +67,13 @@ class Replicas(OverReplicas):
                     work.wait()
 
     def begin(self, *, is_synced: bool) -> None:
-        """A backward begins, outside of ``no_sync()`` (True) or inside."""
-        self._is_synced = is_synced or self.in_order
+        """See `OverReplicas.begin`. In order each micro-batch is summed."""
+        super().begin(is_synced=is_synced or self.in_order)
+
+    @property
+    def leaves_grads(self) -> bool:
+        """See `OverReplicas.leaves_grads`."""
+        return self.averages_grads and not self.in_order
 
     def receive(self, unit: HomeUnit) -> bool:
         """The reduction of `unit` comes next. Let it begin at the main grads of the replica before, if in order.
@@ -95,14 +97,9 @@ class Replicas(OverReplicas):
         return [transport.start_hop(hop, flat.main_grads, flat.tag) for flat in unit.trained]
 
     def add(self, unit: HomeUnit, reduction: Sequence[Work | None]) -> None:
-        """See `OverReplicas.add`. Inside ``no_sync()``, and in local SGD, nothing is averaged."""
-        if not self.averages_grads:
-            return
-        if not self._is_synced:
-            self._unaveraged[unit.index] = unit
-            return
-        self._unaveraged.pop(unit.index, None)
-        super().add(unit, reduction)
+        """See `OverReplicas.add`. In local SGD nothing is averaged."""
+        if self.averages_grads:
+            super().add(unit, reduction)
 
     def _start(self, unit: HomeUnit) -> None:
         if self.in_order:
@@ -172,8 +169,6 @@ class Replicas(OverReplicas):
     def finish(self) -> None:
         """See `OverReplicas.finish`."""
         self.flush()
-        for index in sorted(self._unaveraged) if self._is_synced else ():
-            self.add(self._unaveraged[index], ())
         for index in list(self._sent):
             self._start_result(index)
         super().finish()

@@ -333,7 +333,7 @@ class UnitGrads:
         return new
 
     def leave(self, *, is_trainable: bool) -> None:
-        """End a backward with gradients left in the slot, or in main grads that replicas have not averaged."""
+        """End a backward with gradients left in the slot, or with sums that were not reduced over replicas."""
         self.has_unreduced = self.has_unreduced or is_trainable
         if self.state is GradState.GIVEN:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -84,7 +84,7 @@ def test_every_way_of_training_equals_one_shard_group(context: RankContext, shap
 def test_a_device_waits_for_both_levels(context: RankContext) -> None:
     """Each operation is on the stream that is its own, and collectives are as late as waits allow."""
     with simulated_device() as device:
-        for way, precision in (("micro-batches", FP32), ("tied", BF16)):
+        for way, precision in (("no_sync", FP32), ("tied", BF16)):
             wanted = sharded(way, precision, **outer(2, 2))
             train(wanted, way, context)
             model = sharded(way, precision, **outer(2, 2))
@@ -153,6 +153,34 @@ def test_reductions_over_replicas_take_turns_in_two_buffers(context: RankContext
     places = [call.args[0].slot.untyped_storage().data_ptr() for call in start.call_args_list]
     assert len(places) > 6 and len({*places}) == 2
     assert all(before != after for before, after in itertools.pairwise(places))
+
+
+@on_ranks(4)
+def test_a_backward_that_fails_inside_no_sync_leaves_no_sums(context: RankContext) -> None:
+    """The next step has no gradient of it; gradients from before ``no_sync()`` count."""
+
+    def fail(grad: Tensor) -> NoReturn:
+        raise ZeroDivisionError
+
+    def weights(**settings: Any) -> dict[str, Tensor]:
+        model: Any = sharded_model(stack_of(Layer, 6), **settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        call = Call(0, context.rank, 4, 1.0)
+        with model.no_sync():
+            stack_step(model, call)
+            hidden = model.layers[0].register_forward_hook(lambda *args: args[-1].register_hook(fail) and None)
+            with pytest.raises(ZeroDivisionError):
+                stack_step(model, call)
+            hidden.remove()
+        for step in range(2):
+            stack_step(model, call._replace(step=step))
+            with model.no_sync():
+                stack_step(model, call._replace(step=step + 1))
+        stack_step(model, call)
+        optimizer.step()
+        return full_weights(model)
+
+    assert_same(weights(**outer(2, 2)), weights(), "weights", NEAR)
 
 
 @on_ranks(4)

@@ -88,14 +88,17 @@ def test_micro_batches_inside_no_sync_are_summed_in_rank_order(context: RankCont
 
 @on_ranks()
 @MESHES
-def test_micro_batches_inside_no_sync_are_averaged_once(context: RankContext, shape: tuple[int, int]) -> None:
-    """One average for each flat parameter and step, and the numbers of one shard group over all ranks."""
-    averages: list[int] = []
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_micro_batches_inside_no_sync_cross_between_replicas_once(
+    context: RankContext, shape: tuple[int, int], is_cut: bool
+) -> None:
+    """One collective for each flat parameter and step, and the numbers of one shard group over all ranks."""
+    crossed: list[int] = []
 
     def step(model: nn.Module, call: Call, *, is_whole: bool) -> None:
         stack_step(model, call)
         model.zero_grad()  # drops what was averaged
-        averages.clear()
+        crossed.clear()
         with model.no_sync():
             model.route = (0, 2) if call.rank % 2 else (1, 2, 3)
             stack_step(model, call)
@@ -103,7 +106,7 @@ def test_micro_batches_inside_no_sync_are_averaged_once(context: RankContext, sh
             model.route = range(5)
             for part in range(3):
                 stack_step(model, call._replace(step=4 * call.step + part))
-            if shape[1] > 1 and engine_inside(model).reductions.replicas is not None:
+            if shape[1] > 1 and engine_inside(model).reductions.over_replicas is not None:
                 with pytest.raises(ShardingError, match="no_sync"):
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if is_whole:
@@ -112,15 +115,16 @@ def test_micro_batches_inside_no_sync_are_averaged_once(context: RankContext, sh
             model.layers[2](vector_batch(call.step, call.rank)).sum().backward()
 
     def train(mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:
-        model = sharded("no_sync", FP32, mesh=mesh)
+        model = sharded("no_sync", FP32, mesh=mesh, shard_over_replicas=is_cut and mesh is not None)
         engine = engine_inside(model)
-        if (replicas := engine.reductions.replicas) is not None:
-            start = replicas.ranks.transport.start_average
-            replicas.ranks.transport.start_average = lambda *args: averages.append(1) or start(*args)
+        if (replicas := engine.reductions.over_replicas) is not None:
+            name = "start_reduce" if is_cut else "start_average"
+            start = getattr(replicas.ranks.transport, name)
+            setattr(replicas.ranks.transport, name, lambda *args: crossed.append(1) or start(*args))
         optimizer = adamw(model)
         for number, is_whole in enumerate((True, False, True)):
             step(model, Call(number, context.rank, context.world_size, 1.0), is_whole=is_whole)
-            assert len(averages) == (0 if mesh is None else sum(len(unit.flat_params) for unit in engine.units))
+            assert len(crossed) == (0 if mesh is None else sum(len(unit.flat_params) for unit in engine.units))
             optimizer.step()
             optimizer.zero_grad()
         return full_weights(model)
