@@ -25,7 +25,6 @@ from streamshard.core.attach import attach
 from streamshard.core.buffer_sync import BufferSync, check_buffers
 from streamshard.core.ends import Ends
 from streamshard.core.engine import Engine
-from streamshard.core.home import Home
 from streamshard.core.host import HostState
 from streamshard.core.module_state import handle_of
 from streamshard.core.optimizer_hooks import watch_optimizers
@@ -34,6 +33,7 @@ from streamshard.core.params import FlatParam
 from streamshard.core.reductions import Reductions
 from streamshard.core.replicas import Replicas
 from streamshard.core.slots import Ledger
+from streamshard.core.unit import Home
 from streamshard.device import has_streams, module_of, training_device
 from streamshard.dtensors import groups_with_dtensors, lower_model, mark_experts, warn_of_shared_sequences
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, is_of_this_rank

@@ -189,7 +189,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "checkpoint/stop_on_signal": [
         ("StopOnSignal.exit", Drop("run_on_all_ranks"), "stop_on_signal:failed_save"),
-        ("StopOnSignal.requested", Swap("max(int", "min(int"), "stop_on_signal:nth"),
+        ("StopOnSignal.requested", Swap("max(noted)", "min(noted)"), "stop_on_signal:nth"),
         ("_after_fork_in_child", Drop("os.setpgid(0, 0)"), "stop_on_signal:group_of"),
     ],
     "comm/communicator": [
@@ -385,7 +385,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
-        ("Reductions.start", Drop("self._over_replicas.finish_before(unit)"), "replicas"),
+        ("Reductions.start", Drop("self.over_replicas.finish_before(unit)"), "replicas"),
         ("Reductions.start", Drop("if unit.grads.is_early"), "step_in_backward:parts"),
         (
             "Reductions.start",
@@ -399,7 +399,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "step_in_backward:collectives",
         ),
         ("Reductions._give_early", Drop("unit.grads.drop_early()"), "step_in_backward:units"),
-        ("Reductions._look_for_hooks", Swap("and self._over_replicas is None", ""), "step_in_backward:replicas"),
+        ("Reductions._look_for_hooks", Swap("and self.over_replicas is None", ""), "step_in_backward:replicas"),
         (
             "Reductions.start",
             Swap(
@@ -439,7 +439,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
-        ("Unit.start_reduce", Swap("flat.reducing", "self.inner"), "expert_parallel"),
+        ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.inner"), "expert_parallel"),
         ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "execution"),
     ],
     "core/ends": [

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.core.params import FlatParam
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
-from streamshard.core.unit import Unit
+from streamshard.core.unit import Home, Unit
 from streamshard.planning.layout import ByteRange, UnitLayout
 from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scratch
-
-if TYPE_CHECKING:
-    from streamshard.core.home import Home
 
 # Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
 TakeWeights = Callable[[UnitLayout, Sequence[FlatParam]], None]
@@ -60,7 +56,7 @@ def allocate_units(
         flat_params.append([FlatParam(*each, keeps_slot=keeps_slot, is_on_host=is_on_host) for each in own])
         for flat in flat_params[-1]:
             if reduces_at_once:
-                flat.reducing = ranks
+                flat.reduce_ranks = ranks
         take(layout, flat_params[-1])
     keeps_slot = plan.keeps_grads and has_main_in_slots
     grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots)

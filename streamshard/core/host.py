@@ -22,10 +22,10 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Fence, Rule, StepEvent, StreamName
-from streamshard.core.home import HomeUnit
 from streamshard.core.host_grads import HostGrads
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import Ledger
+from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, describe
 from streamshard.guards.sharded_parameter import give_life
 from streamshard.guards.sharded_tensor import Life
@@ -75,7 +75,7 @@ class HostState:
         self._pinned = PinnedMemory(self.device)
         self.grads = HostGrads(self.device)
         # Weak: units own this object.
-        self._places: dict[nn.Parameter, tuple[weakref.ref[HomeUnit], FlatParam, Param]] = {}
+        self._places: dict[nn.Parameter, tuple[weakref.ref[Unit], FlatParam, Param]] = {}
         trained = [
             [flat.layout for flat in each.flat_params if flat.kind.trains and is_here]
             for each, is_here in zip(layouts, on_host, strict=True)
@@ -112,7 +112,7 @@ class HostState:
         self._error: Exception | None = None  # the same, if nobody has raised it
         self._life = Life()  # of parameters here: if this object goes before a late step is carried out, they are stale
 
-    def begin(self, units: Sequence[HomeUnit]) -> None:
+    def begin(self, units: Sequence[Unit]) -> None:
         """The units are complete, and buffers are filled. Their parameters do not change."""
         self._written.record()
         self._written.wait()  # rule 5
@@ -165,7 +165,7 @@ class HostState:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def _cast(self, unit: HomeUnit) -> None:
+    def _cast(self, unit: Unit) -> None:
         """Cast weights that the user has changed to the all-gather input, on the host.
 
         No copy is under way: whoever changes weights calls `settle` first, and nothing is fetched before the cast.
@@ -178,14 +178,14 @@ class HostState:
         unit.versions_sent = unit.versions()
         self._streams.observe(StepEvent.CAST_ENDS, unit.index)
 
-    def fetch(self, unit: HomeUnit) -> None:
+    def fetch(self, unit: Unit) -> None:
         """See `Home.fetch`: into the unit's slot, stepped if a step is late."""
         if unit.versions_sent != unit.versions():
             self._cast(unit)
         slot = unit.weight_slot
         slot.released.wait(StreamName.FETCH)  # rule 2
-        if unit.grad_slot.weights is not None:
-            unit.grad_slot.drained.wait(StreamName.FETCH)  # rule 2
+        if unit.grads.slot.weights is not None:
+            unit.grads.slot.drained.wait(StreamName.FETCH)  # rule 2
         slot.arrived.wait(StreamName.FETCH)  # rule 1, of an all-gather that compute has not waited for
         self._stored[unit.index].wait()  # rule 8
         stepped = self._late_params(unit.index)
@@ -204,7 +204,7 @@ class HostState:
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def begin_reduction(self, unit: HomeUnit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
+    def begin_reduction(self, unit: Unit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
         """See `Home.begin_reduction`: into staging, which holds main grads if reductions add to them.
 
         No step of the unit is late: a pass all-gathers each unit that was stepped, before it reduces any.
@@ -225,7 +225,7 @@ class HostState:
             free.wait()  # rule 8
         return buffers, adds
 
-    def end_reduction(self, unit: HomeUnit, buffers: Sequence[torch.Tensor]) -> None:
+    def end_reduction(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         """See `Home.end_reduction`. Stores the results in the main grads, and takes norms on the way."""
         flats = list(zip(unit.trained, buffers, strict=True))
 
@@ -241,7 +241,7 @@ class HostState:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def find(self, param: nn.Parameter) -> tuple[HomeUnit, FlatParam, Param] | None:
+    def find(self, param: nn.Parameter) -> tuple[Unit, FlatParam, Param] | None:
         """Where `param` is; None: not in this model."""
         unit_of, flat, found = self._places.get(param, (lambda: None, None, None))
         unit = unit_of()

@@ -19,10 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.comm.streams import Collective, StreamName
-from streamshard.core.home import HomeUnit
 from streamshard.core.host import HostState
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.ranges import GAP_NUMEL, Copy, Range, cut, joined
+from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.nested import map_tensors
@@ -39,7 +39,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _REPLACED = ("param_groups", "state", *_HOOKS)
 
 
-def chunk_bytes(units: Iterable[HomeUnit]) -> int:
+def chunk_bytes(units: Iterable[Unit]) -> int:
     """Device bytes of both chunks when Adam steps `units`: all that a chunk of the largest unit copies."""
     largest = 0
     for unit in units:
@@ -377,11 +377,11 @@ def _inside(wanted: tuple[Any, ...], device: torch.device) -> Iterator[None]:
 
 def late_steps(
     optimizer: Optimizer, on_host: Sequence[ShardedParameter]
-) -> list[tuple[HostState, LateStep, dict[HomeUnit, list[Param]]]]:
+) -> list[tuple[HostState, LateStep, dict[Unit, list[Param]]]]:
     """By model, the step of its parameters that have a gradient, and these by unit."""
     refuse_unreduced(on_host, "an optimizer's step")
     hosts = {param: host for param in on_host if (host := host_of(param)) is not None}
-    found: dict[HostState, list[tuple[HomeUnit, FlatParam, Param, int]]] = {}
+    found: dict[HostState, list[tuple[Unit, FlatParam, Param, int]]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             place = hosts[param].find(param) if param in hosts else None
@@ -391,7 +391,7 @@ def late_steps(
                     found.setdefault(hosts[param], []).append((*place, number))
     late = []
     for host, places in found.items():
-        by_unit: dict[HomeUnit, list[Param]] = defaultdict(list)
+        by_unit: dict[Unit, list[Param]] = defaultdict(list)
         for unit, _, each, _ in places:
             by_unit[unit].append(each)
         indexed = [(unit.index, flat, each, group) for unit, flat, each, group in places]

@@ -24,10 +24,10 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import Reduction
 from streamshard.config import ReductionMode
-from streamshard.core.home import HomeUnit
 from streamshard.core.over_replicas import OverReplicas
 from streamshard.core.params import FlatParam
 from streamshard.core.slots import Ledger
+from streamshard.core.unit import Unit
 from streamshard.planning.layout import UnitLayout
 from streamshard.planning.memory import Category
 
@@ -75,17 +75,17 @@ class OuterShards(OverReplicas):
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def begin_pass(self, units: Iterable[HomeUnit]) -> None:
+    def begin_pass(self, units: Iterable[Unit]) -> None:
         """A forward begins: start to gather all weights that have changed, in the order of use."""
         for unit in units:
             self._gather(unit)
 
-    def fetch(self, unit: HomeUnit) -> None:
+    def fetch(self, unit: Unit) -> None:
         """See `Home.fetch`: gathers the unit's weights over replicas."""
         self._gather(unit)
         self._arrived[unit.index].wait()  # rule 5
 
-    def _gather(self, unit: HomeUnit) -> None:
+    def _gather(self, unit: Unit) -> None:
         now, before, place = unit.versions(), unit.versions_sent, 0
         changed: list[FlatParam] = []
         for flat in unit.flat_params:
@@ -107,7 +107,7 @@ class OuterShards(OverReplicas):
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def begin_reduction(self, unit: HomeUnit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
+    def begin_reduction(self, unit: Unit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
         """See `Home.begin_reduction`: into staging [R * shard_numel], from which `flush` reduces over replicas.
 
         Inside ``no_sync()``, and in the first reduction outside, into sums of the same sizes. In rank order all ranks
@@ -128,7 +128,7 @@ class OuterShards(OverReplicas):
         self._turn = 1 - self._turn
         self._drained[self._turn].wait()  # rule 3
 
-    def receive(self, unit: HomeUnit) -> bool:
+    def receive(self, unit: Unit) -> bool:
         """See `OverReplicas.receive`. Allocates sums, if the unit has none: its gradients are in the slot already."""
         if not self._is_synced and unit.index not in self._sums:
             self._sums[unit.index] = []
@@ -139,10 +139,10 @@ class OuterShards(OverReplicas):
                 flat.place_sums(sums)
         return False
 
-    def end_reduction(self, unit: HomeUnit, buffers: Sequence[torch.Tensor]) -> None:
+    def end_reduction(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         """See `Home.end_reduction`. `add` follows, which knows what the host has to complete."""
 
-    def _start(self, unit: HomeUnit) -> None:
+    def _start(self, unit: Unit) -> None:
         buffers, adds = self._buffers, self._adds
         if unit.index in self._main_adds:
             self._take_turn()  # of scratch

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
-from streamshard.core.home import HomeUnit
+from streamshard.core.unit import Unit
 
 
 class OverReplicas(abc.ABC):
@@ -28,8 +28,8 @@ class OverReplicas(abc.ABC):
     def __init__(self, ranks: Communicator, what: str) -> None:
         self.ranks = ranks
         self._is_synced = True
-        self._left: dict[int, HomeUnit] = {}  # by index: reduced inside no_sync()
-        self._last: HomeUnit | None = None  # reduced in the shard group, not over replicas
+        self._left: dict[int, Unit] = {}  # by index: reduced inside no_sync()
+        self._last: Unit | None = None  # reduced in the shard group, not over replicas
         self._under_way: dict[int, Fence] = {}  # by unit
         self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, StreamName.REPLICA)
 
@@ -42,11 +42,11 @@ class OverReplicas(abc.ABC):
         """A backward inside ``no_sync()`` leaves its gradients here."""
         return True
 
-    def receive(self, unit: HomeUnit) -> bool:
+    def receive(self, unit: Unit) -> bool:
         """The reduction of `unit` in the shard group comes next. Returns whether it adds to sums of other replicas."""
         return False
 
-    def add(self, unit: HomeUnit, reduction: Sequence[Work | None]) -> None:
+    def add(self, unit: Unit, reduction: Sequence[Work | None]) -> None:
         """The reduction of `unit` in the shard group was started. The host need not complete None."""
         if not self._is_synced:
             self._left[unit.index] = unit
@@ -66,10 +66,10 @@ class OverReplicas(abc.ABC):
                 self._start(unit)
 
     @abc.abstractmethod
-    def _start(self, unit: HomeUnit) -> None:
+    def _start(self, unit: Unit) -> None:
         """Start the reduction of `unit`."""
 
-    def finish_before(self, unit: HomeUnit) -> None:
+    def finish_before(self, unit: Unit) -> None:
         """More gradients of `unit` are about to be written. The reduction of the unit before starts."""
         self.flush()
         with self.ranks.waiting("the reduction over replicas of", unit.name):

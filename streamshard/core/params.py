@@ -206,7 +206,7 @@ class FlatParam:
         layout: of its parameters.
         main: [shard_numel] main_dtype. The user's Parameters are views of it.
         inner: the ranks of its all-gathers in a step: `ranks`, or the shard group if state is cut over replicas too.
-        reducing: the ranks of its reductions in a step: `inner`, or `ranks` if these add in rank order.
+        reduce_ranks: the ranks of its reductions in a step: `inner`, or `ranks` if these add in rank order.
         gather: its all-gathers. Their shard is `main`, with ``offload`` this rank's range of `gathered`. Between
             replicas, if state is cut over them: then their slot is `inner_shard`.
         gathers: its all-gathers in a step, over `inner`.
@@ -236,7 +236,7 @@ class FlatParam:
         keeps_slot: bool,
         is_on_host: bool,
     ) -> None:
-        self.inner = self.reducing = inner
+        self.inner = self.reduce_ranks = inner
         self.is_outer = inner is not ranks
         self.is_on_host, self.host_input = is_on_host, torch.empty(0)
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
@@ -302,11 +302,11 @@ class FlatParam:
             dtype: of gradients in their slot, and of the scratch.
             limit: see `Transport.scratch_numel`.
         """
-        parts, numel = self.ranks.world_size // self.reducing.world_size, self.layout.shard_numel
-        return parts * self.reducing.transport.scratch_numel(numel, self.kind.mode, dtype, limit // parts)
+        parts, numel = self.ranks.world_size // self.reduce_ranks.world_size, self.layout.shard_numel
+        return parts * self.reduce_ranks.transport.scratch_numel(numel, self.kind.mode, dtype, limit // parts)
 
     def unit_reductions(self, out: torch.Tensor, *, adds: bool, divisor: float) -> list[Reduction]:
-        """The reductions of a unit's step, whose ranks are `reducing`.
+        """The reductions of a unit's step, whose ranks are `reduce_ranks`.
 
         Args:
             out: main grads; [R * shard_numel] if they come over R replicas afterwards.
@@ -314,7 +314,7 @@ class FlatParam:
             divisor: see `Reduction`.
         """
         mode = self.kind.mode
-        if self.reducing is self.ranks:
+        if self.reduce_ranks is self.ranks:
             return [Reduction(self.grads, out, self.scratch, mode, adds, self.tag, divisor)]
         parts = zip(self._cut(self.grads), self._cut(out), self._cut(self.scratch), strict=True)
         count = self.ranks.world_size // self.inner.world_size

@@ -26,8 +26,8 @@ import torch
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.comm.transport import Hop
-from streamshard.core.home import HomeUnit
 from streamshard.core.over_replicas import OverReplicas
+from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ class Replicas(OverReplicas):
         self.averages_grads = True
         self._warmup_steps: int | None = None
         # By index: sent on to the next replica. The sum over all comes later.
-        self._sent: dict[int, tuple[HomeUnit, list[Work | None]]] = {}
+        self._sent: dict[int, tuple[Unit, list[Work | None]]] = {}
         what, target = "main grads to average", StreamName.REPLICA
         self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, target)
         what, target = "main grads of the replica before", StreamName.COMM
@@ -75,7 +75,7 @@ class Replicas(OverReplicas):
         """See `OverReplicas.leaves_grads`."""
         return self.averages_grads and not self.in_order
 
-    def receive(self, unit: HomeUnit) -> bool:
+    def receive(self, unit: Unit) -> bool:
         """The reduction of `unit` comes next. Let it begin at the main grads of the replica before, if in order.
 
         Returns:
@@ -83,7 +83,7 @@ class Replicas(OverReplicas):
         """
         if not self.in_order or self.ranks.rank == 0:
             return False
-        unit.make_main_grads()
+        unit.grads.make_memory()
         # Compute may have allocated, zeroed or clipped main grads, which are overwritten now.
         self._written.record()
         self._written.wait()  # rule 4
@@ -92,22 +92,22 @@ class Replicas(OverReplicas):
             self._received.wait()  # rule 7
         return True
 
-    def _start_hops(self, hop: Hop, unit: HomeUnit) -> list[Work | None]:
+    def _start_hops(self, hop: Hop, unit: Unit) -> list[Work | None]:
         transport = self.ranks.transport
         return [transport.start_hop(hop, flat.main_grads, flat.tag) for flat in unit.trained]
 
-    def add(self, unit: HomeUnit, reduction: Sequence[Work | None]) -> None:
+    def add(self, unit: Unit, reduction: Sequence[Work | None]) -> None:
         """See `OverReplicas.add`. In local SGD nothing is averaged."""
         if self.averages_grads:
             super().add(unit, reduction)
 
-    def _start(self, unit: HomeUnit) -> None:
+    def _start(self, unit: Unit) -> None:
         if self.in_order:
             self._send(unit)
         else:
             self._under_way[unit.index] = self._average([(flat.main_grads, flat.tag) for flat in unit.trained])
 
-    def _send(self, unit: HomeUnit) -> None:
+    def _send(self, unit: Unit) -> None:
         """Send the unit's main grads on, and start the result of an earlier one."""
         is_last = self.ranks.rank == self.ranks.world_size - 1
         self._sent[unit.index] = unit, [] if is_last else self._start_hops(Hop.SEND, unit)

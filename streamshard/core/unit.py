@@ -20,7 +20,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,10 +34,41 @@ from streamshard.guards.weights import WeightGuard, leaf_of
 from streamshard.planning.layout import UnitLayout
 from streamshard.torch_private import AsTensors
 
-if TYPE_CHECKING:
-    from streamshard.core.home import Home
-
 _versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
+
+
+class Home(Protocol):
+    """Where a unit's weights come from and its gradients go, if all-gathers do not read main weights on the device.
+
+    home                                   `fetch`                        after the reductions
+    `HostState`, host memory               copies this rank's shard       `end_reduction` copies results to the host
+    `OuterShards`, shards of all replicas  gathers them over replicas     `OverReplicas.add` reduces over replicas
+
+    Attributes:
+        is_on_host: main weights and main grads lie in host memory.
+    """
+
+    is_on_host: bool
+
+    def fetch(self, unit: Unit) -> None:
+        """Put this rank's part of the weights, if they have changed, where all-gathers read it. Comm waits for it.
+
+        Notes the weights' versions in `unit.versions_sent`.
+        """
+
+    def begin_reduction(self, unit: Unit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
+        """The unit's reductions start next.
+
+        Args:
+            unit: its gradients are written.
+            adds: main grads hold gradients, to which these are added.
+
+        Returns:
+            Where each flat parameter that trains is reduced to, and whether these reductions add to what is there.
+        """
+
+    def end_reduction(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
+        """The reductions into `buffers` have started."""
 
 
 class Unit:
@@ -111,15 +142,6 @@ class Unit:
     def is_on_host(self) -> bool:
         """Whether the unit's state lies in host memory."""
         return self.home is not None and self.home.is_on_host
-
-    @property
-    def grad_slot(self) -> GradSlot:
-        """Gradients are copied there, and reduced from there."""
-        return self.grads.slot
-
-    def make_main_grads(self) -> None:
-        """Give main grads memory, see `UnitGrads.make_memory`."""
-        self.grads.make_memory()
 
     def make_unsharded(self) -> None:
         """Make the unsharded parameters, views of the slot."""
@@ -289,7 +311,7 @@ class Unit:
         """
         grads, adds = self.grads, adds or self.grads.state is GradState.FILLED
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
-        self.make_main_grads()  # not before: the copied gradients are freed now
+        self.grads.make_memory()  # not before: the copied gradients are freed now
         grads.slot.finish_writing()
         buffers = [flat.main_grads for flat in self.trained]
         if self.home is not None:
@@ -298,7 +320,7 @@ class Unit:
         for flat, out in zip(self.trained, buffers, strict=True):
             # The divisor is the unit's, of experts too: each rank of the shard group has a batch.
             for reduction in flat.unit_reductions(out, adds=adds, divisor=self.ranks.grad_divisor):
-                works.append(flat.reducing.transport.start_reduce(reduction))
+                works.append(flat.reduce_ranks.transport.start_reduce(reduction))
         if self.home is not None:
             self.home.end_reduction(self, buffers)
         grads.move(GradState.FILLED)

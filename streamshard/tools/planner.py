@@ -197,7 +197,9 @@ class Planner(NamedTuple):
         reduced = [flat for unit in engine.units for flat in unit.trained]
         gathers = sum(len(flat.gathers) for flat in gathered if flat.inner.world_size > 1)
         reductions = sum(
-            flat.ranks.world_size // flat.reducing.world_size for flat in reduced if flat.reducing.world_size > 1
+            flat.ranks.world_size // flat.reduce_ranks.world_size
+            for flat in reduced
+            if flat.reduce_ranks.world_size > 1
         )
         here = report.total_bytes + report.adam_bytes + report.chunk_bytes
         on_host = report.host_total_bytes + report.host_adam_bytes
@@ -354,7 +356,7 @@ def _exchanged_of(engine: Engine) -> Exchanged:
     )
     reduced = [flat for unit in engine.units for flat in unit.trained]
     grads = sum(
-        sent(flat, flat.reducing, flat.reducing.transport.sent_dtype(flat.kind.mode, flat.grads.dtype))
+        sent(flat, flat.reduce_ranks, flat.reduce_ranks.transport.sent_dtype(flat.kind.mode, flat.grads.dtype))
         for flat in reduced
     )
     return Exchanged(forward, backward, grads, engine.plan.keeps_weights, engine.plan.keeps_grads)
