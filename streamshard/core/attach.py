@@ -31,7 +31,6 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.forms import DTensorForm, form_of
 from streamshard.guards.loop import Members
-from streamshard.guards.modules import ModuleEdits
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.planning.discovery import FoundUnit, owners_of
 from streamshard.planning.structure import InFp32, join_names, modules_inside, modules_of, params_of
@@ -50,8 +49,6 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     # For hooks of unsharded parameters, guards, and dicts in the bindings of units: the engine holds all of them.
     engine_of = weakref.ref(engine)
     register_gradient_hooks(engine, engine_of)
-    edits = ModuleEdits()
-    engine.edits_of = weakref.ref(edits)
     owner = owners_of(found)
     shards = {param.sharded: param for param in engine.params}
     layers = {module: unit for unit, here in zip(engine.units[1:], found[1:], strict=True) for module in here.modules}
@@ -67,23 +64,22 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             unit.guard.set_present(False, marks=False)
     for name, module in modules_of(root):
         own = [shards[param] for param in module._parameters.values() if param is not None]
-        for key, value in dict(item for param in own for item in param.form.prepare().items()).items():
-            edits.set_entry(module, key, value)
+        module.__dict__.update(item for param in own for item in param.form.prepare().items())
         if any(param is not None for param in module._parameters.values()):
-            edits.set_entry(module, "_parameters", OutsideParameters(module._parameters, places, engine_of))
-        _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards, edits)
+            module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine_of)
+        _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards)
         if module._parameters or module._buffers:
             hook = functools.partial(_before_loading, engine, name, shards)
-            edits.add_hook(module, module.register_load_state_dict_pre_hook(hook))
+            module.register_load_state_dict_pre_hook(hook)
         if module._parameters:
-            edits.add_hook(module, module.register_state_dict_pre_hook(functools.partial(_before_saving, engine)))
+            module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
     tied = _tied_heads(root, engine, engine_of)
     members = Members(root)
     engine.members_of = weakref.ref(members)
     engine.progress.begin({param: shard.name for param, shard in shards.items()})
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:
-            compute_in_fp32(module, edits)
+            compute_in_fp32(module)
     for module in list(modules_inside(root)):
         if module in owner and module not in layers and module is not root:
             continue
@@ -96,8 +92,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             handle = Handle(engine, layers.get(module), units, dtype, None, looks_up, tied.get(module))
             if module is root:
                 output_dtype = engine.precision.output_dtype
-                handle = handle._replace(output_dtype=output_dtype, is_root=True, edits=edits, members=members)
-            watch(module, handle, edits, base if module is root else Watched)
+                handle = handle._replace(output_dtype=output_dtype, is_root=True, members=members)
+            watch(module, handle, base if module is root else Watched)
 
 
 def _tied_heads(root: nn.Module, engine: Engine, engine_of: Callable[[], Engine | None]) -> dict[nn.Module, TiedHead]:
@@ -144,7 +140,7 @@ def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> to
     return None if in_fp32.params and own and in_fp32.params.issuperset(own) else precision.param_dtype
 
 
-def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param], edits: ModuleEdits) -> None:
+def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param]) -> None:
     """Let `module` hold unsharded parameters while `unit` is bound.
 
     RNNs keep their weights in a list for cuDNN too. By weak references they notice exchanged weights, and make the list
@@ -155,12 +151,12 @@ def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param], edit
         computing = {name: None if param is None else shards[param].unsharded for name, param in sharded.items()}
         unit.add_binding(module, "_parameters", sharded, computing)
     if isinstance(module, nn.RNNBase):
-        edits.set_entry(module, "flatten_parameters", lambda: None)  # it would move weights out of the slot
+        module.__dict__["flatten_parameters"] = lambda: None  # it would move weights out of the slot
         kept, known = module._flat_weights, module._flat_weight_refs
         weights = [shards[param].unsharded if param in shards else param for param in kept]
         unit.add_binding(module, "_flat_weights", kept, weights)
         refs = [None if param in shards else ref for param, ref in zip(kept, known, strict=True)]
-        edits.set_entry(module, "_flat_weight_refs", refs)
+        module.__dict__["_flat_weight_refs"] = refs
 
 
 def _before_saving(engine: Engine, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -25,7 +25,7 @@ from streamshard.core.graph_hooks import need_weights, watch_lookups, watch_node
 from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.saved_tensors import holding_back_weights, noting_weights
 from streamshard.errors import ShardingError
-from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule, watched_class
+from streamshard.guards.modules import HANDLE, ShardedModule, change_class, watched_class
 from streamshard.guards.weights import refuse_read
 from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in, waited
 from streamshard.planning.structure import modules_inside
@@ -67,10 +67,10 @@ class WatchedRoot(Watched):
             ) from None
 
 
-def watch(module: nn.Module, handle: Handle, edits: ModuleEdits, base: type = Watched) -> None:
+def watch(module: nn.Module, handle: Handle, base: type = Watched) -> None:
     """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
-    edits.set_entry(module, HANDLE, handle)
-    edits.set_class(module, watched_class(type(module), base))
+    module.__dict__[HANDLE] = handle
+    change_class(module, watched_class(type(module), base))
 
 
 # -- calls --------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def _attributes_in(layer: Any) -> list[Any]:
     return [value for module in modules for key, value in vars(module).items() if key not in others]
 
 
-def compute_in_fp32(module: nn.Module, edits: ModuleEdits) -> None:
+def compute_in_fp32(module: nn.Module) -> None:
     """Let `module`, which is no unit, compute in fp32: cast its inputs to fp32, and its outputs to the inputs' dtype.
 
     Code around the module sees no difference. Units need no such cast: the module that takes their outputs casts.
@@ -195,7 +195,7 @@ def compute_in_fp32(module: nn.Module, edits: ModuleEdits) -> None:
         output = method(*args, **kwargs)
         return output if given is None else cast(output, given)
 
-    _wrap_method(module, "forward", forward, edits)
+    _wrap_method(module, "forward", forward)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -219,12 +219,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             "or a module around them"
         )
     call = call_pass if handle.unit is None else call_unit
-    edits = handle.engine.edits_of()
-    assert edits is not None  # `module` is a part of the model
-    _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, method, args, kwargs), edits)
+    _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, method, args, kwargs))
 
 
-def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any], edits: ModuleEdits) -> None:
+def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
     """Let ``module.name(...)`` call ``wrapper(method, ...)``; `method` is the old ``module.name``."""
     method: Any = getattr(module, name)
     # Not the bound method, which would keep the module that keeps it.
@@ -234,7 +232,7 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any], edit
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(bind(), *args, **kwargs)
 
-    edits.set_entry(module, name, wrapped)
+    module.__dict__[name] = wrapped
 
 
 def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:

@@ -25,7 +25,6 @@ from streamshard.core.slots import Ledger, WeightState
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.loop import Members
-from streamshard.guards.modules import ModuleEdits
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.program import Op, UnitOrder
 
@@ -177,7 +176,7 @@ class Engine:
         is_whole: this rank's shards are the whole units.
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
         are_weights_current: the last pass ran in this ``no_sync()``: the next one casts only units with new versions.
-        edits_of, members_of: return all changes of modules, and the modules; None once the model is gone.
+        members_of: returns the model's modules; None once the model is gone.
         progress: how far the training loop has come.
         profiler: names the work of units while a profiler runs.
         phase: the pass under way, in any thread; None between passes.
@@ -210,7 +209,6 @@ class Engine:
         self.is_whole = all(flat.layout.is_whole for unit in self.units for flat in unit.flat_params)
         self.is_synced = True
         self.are_weights_current = False
-        self.edits_of: Callable[[], ModuleEdits | None] = lambda: None
         self.members_of: Callable[[], Members | None] = lambda: None
         self.progress = self.reductions.progress
         self.phase: Phase | None = None

@@ -12,7 +12,7 @@ from streamshard.core.tied import TiedHead
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.loop import Members
-from streamshard.guards.modules import HANDLE, ModuleEdits, ShardedModule
+from streamshard.guards.modules import HANDLE, ShardedModule
 
 
 class Handle(NamedTuple):
@@ -27,8 +27,7 @@ class Handle(NamedTuple):
         looks_up: the module, or a module in its layer, is an embedding.
         tied: its weight is an embedding's too; None: it is not.
         is_root: the module is the whole model.
-        edits, members: all changes of the model's modules, and these modules; of the root. The engine refers to both
-            weakly, because it must not hold the model.
+        members: the model's modules; of the root. The engine refers to them weakly: it must not hold the model.
     """
 
     engine: Engine
@@ -39,7 +38,6 @@ class Handle(NamedTuple):
     looks_up: bool = False
     tied: TiedHead | None = None
     is_root: bool = False
-    edits: ModuleEdits | None = None
     members: Members | None = None
 
 

@@ -1,8 +1,8 @@
-"""The registry of changes in a model's modules, and the methods that a module of pieces refuses.
+"""The classes of a sharded model's modules, and the methods that a module of pieces refuses.
 
 Each layer of a unit, and each module that has units inside or parameters of the root unit, gets a subclass of its class
 with the same name, which reports calls (`streamshard.core.edge`) and refuses methods that would take pieces for full
-parameters. Every change goes through `ModuleEdits`, which lists the changes.
+parameters. Beside the class only entries of a module's ``__dict__`` and hooks change.
 """
 
 from __future__ import annotations
@@ -10,53 +10,15 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
 
 HANDLE = "_streamshard"  # the entry in a watched module's __dict__, see `streamshard.core.module_state`
-
-
-class Edit(NamedTuple):
-    """One change of a module.
-
-    Attributes:
-        module_of: returns the module; weak, because the model holds its edits.
-        what: "class", the key of an entry of its ``__dict__``, or "hook".
-    """
-
-    module_of: Callable[[], nn.Module | None]
-    what: str
-
-
-class ModuleEdits:
-    """All changes of a model's modules by StreamShard, in order."""
-
-    def __init__(self) -> None:
-        self.edits: list[Edit] = []
-
-    def set_class(self, module: nn.Module, kind: type) -> None:
-        """Change the class of `module`."""
-        self._note(module, "class")
-        change_class(module, kind)
-
-    def set_entry(self, module: nn.Module, key: str, value: Any) -> None:
-        """Set an entry of the ``__dict__`` of `module`."""
-        self._note(module, key)
-        module.__dict__[key] = value
-
-    def add_hook(self, module: nn.Module, handle: RemovableHandle) -> None:
-        """Note a hook of `module` that `handle` removes."""
-        self._note(module, "hook")
-
-    def _note(self, module: nn.Module, what: str) -> None:
-        self.edits.append(Edit(weakref.ref(module), what))
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------

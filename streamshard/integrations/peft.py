@@ -57,12 +57,10 @@ class _Conventions(HuggingFace):
         A module inside a layer still has its library's class: give it a class of StreamShard's too, whose methods
         refuse.
         """
-        edits = engine_of(root).edits_of()
-        assert edits is not None
         for module in modules_inside(root):
             if methods := _methods_of(module, is_root=module is root):
                 if not isinstance(module, ShardedModule):
-                    edits.set_class(module, watched_class(type(module), _Inside))
+                    change_class(module, watched_class(type(module), _Inside))
                 for name, method in methods.items():
                     setattr(type(module), name, method)
 
