@@ -307,7 +307,8 @@ def background_ranks(ranks: Communicator) -> RankGroup:
         with ranks.waiting("making a group for saves in the background"):
             group = make_host_group(ranks.users_group, WRITTEN_WITHIN, MADE_WITHIN)
             kept.background_of = weak(group)
-    return RankGroup(group, meeting="saving in the background", timeout=WRITTEN_WITHIN)
+    meeting = "saving in the background"
+    return RankGroup(group, meeting=meeting, timeout=WRITTEN_WITHIN, is_beside_training=True)
 
 
 # ------------------------------------------------------------------------------------------------ writing

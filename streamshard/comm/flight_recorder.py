@@ -23,6 +23,9 @@ A missing rank may stand in another library's collective (``accelerator.gather``
 one. torch counts the collectives of the default process group, which all ranks call in one order. So if a missing rank
 has called more of them than this rank, neither can go on, and on CPUs the watchdog ends the wait. The missing rank's
 watchdog reads and logs this failure: the other library's error would not tell it.
+
+A save in the background waits in a thread of its own, so a rank that has not come to it may be anywhere: its main
+thread may be ahead in another model, or in another library's collective.
 """
 
 from __future__ import annotations
@@ -147,6 +150,7 @@ class FlightRecorder:
     Args:
         group: all ranks of a model; None: there is one rank.
         has_streams: ranks are on devices, so no host waits for collectives.
+        is_beside_training: ranks wait in a thread of their own.
 
     Attributes:
         log: this rank's log.
@@ -155,14 +159,16 @@ class FlightRecorder:
         has_left: `leave` was called.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, has_streams: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, has_streams: bool = False, is_beside_training: bool = False
+    ) -> None:
         self.log = IssueLog()
         self.names: Sequence[str] = ()
         self.difference: str | None = None
         self._rank, self._world_size = (0, 1) if group is None else (group.rank(), group.size())
         others = range(1, min(self._world_size, _MOST_PEERS + 1))
         self._peers = sorted((self._rank + step) % self._world_size for step in others)
-        self._has_streams = has_streams
+        self._has_streams, self._is_beside_training = has_streams, is_beside_training
         self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
         self.has_left = False
         self._reports = 0  # warnings of this wait so far: after 30, 60, 120, .. seconds
@@ -174,6 +180,7 @@ class FlightRecorder:
             self._store, self._key = log_store(group)
             self._members = tuple(dist.get_process_group_ranks(group))
             self._started = state_of_default().started
+        if self._members and not is_beside_training:
             self._started[self._members] += 1
             global _recorders
             _recorders = (*(known for known in _recorders if known() is not None), weakref.ref(self))
@@ -245,10 +252,12 @@ class FlightRecorder:
             if shown.total < own.total and shown.has_left:
                 did = f"its model is gone (last: it {shown.last(self.names)}), and it is at {shown.place}"
                 return f"rank {peer} has not come: {did}. Has it caught an error that it alone met? {_ADVICE}"
-            if not self._has_streams and shown.total < own.total and shown.others > own.others:
+            if shown.total >= own.total or self._is_beside_training:
+                continue
+            if not self._has_streams and shown.others > own.others:
                 where = f"another library's collective on the default process group, which rank {self._rank}"
                 return f"rank {peer} has not come: it is in {where} has not called: {shown.place}. {_ADVICE}"
-            if shown.total < own.total and (does := self._found_elsewhere(peer, shown, own.total)):
+            if does := self._found_elsewhere(peer, shown, own.total):
                 return f"rank {peer} has not come: it {does}, unlike rank {self._rank}, at {shown.place}. {_ADVICE}"
         return None
 

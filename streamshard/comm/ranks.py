@@ -61,6 +61,7 @@ class RankGroup:
         stream: the stream on which the ranks communicate.
         meeting: the name of all exchanges, in errors; "": "the exchange to " and its own name.
         timeout: of an exchange; None: `CONTROL_TIMEOUT`.
+        is_beside_training: ranks meet in a thread of their own.
 
     Attributes:
         rank: this rank's number in its replica, of `world_size`.
@@ -81,6 +82,7 @@ class RankGroup:
         stream: StreamName = StreamName.COMM,
         meeting: str = "",
         timeout: datetime.timedelta | None = None,
+        is_beside_training: bool = False,
     ) -> None:
         shard_group = shard_group or group
         self.total_rank, self.total_size = (0, 1) if group is None else (group.rank(), group.size())
@@ -92,7 +94,8 @@ class RankGroup:
         self.group_of, self._users_group_of = weak(shard_group), weak(group)
         self._meeting = meeting
         self._timeout = timeout
-        self.recorder = FlightRecorder(group, has_streams=self.streams.has_streams)
+        has_streams = self.streams.has_streams
+        self.recorder = FlightRecorder(group, has_streams=has_streams, is_beside_training=is_beside_training)
         if self.total_size > 1:
             look_after(self)
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import streamshard.build as build
 import streamshard.comm.flight_recorder as recorder
 from streamshard import StreamShard, export_safetensors, save_checkpoint
+from streamshard.checkpoint.save import background_ranks
 from streamshard.comm import watchdog
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind, Shown, describe_difference
 from streamshard.comm.ranks import RankGroup
@@ -260,7 +261,8 @@ def test_a_rank_whose_model_is_gone_ends_the_others_wait(context: RankContext, o
 
 _ENDS_FIRST = """
     import os, sys, torch.distributed as dist
-    from streamshard.comm import watchdog
+    from streamshard.checkpoint.save import background_ranks
+from streamshard.comm import watchdog
     from streamshard.comm.ranks import RankGroup
 
     dist.init_process_group("gloo")
@@ -358,6 +360,47 @@ def test_a_rank_that_stands_still_in_a_background_save_is_reported(context: Rank
         else:
             store.wait(["rank 0 was told"], timeout)
             ranks.gather_objects("wait", None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ahead", ["another library's collective", "the save itself"])
+def test_a_rank_may_come_late_to_a_background_save_while_main_threads_are_apart(
+    context: RankContext, ahead: str
+) -> None:
+    """Rank 1 is late with the one, and early with the other: rank 0 waits for it, and warns."""
+    store, timeout = dist.distributed_c10d._get_default_store(), datetime.timedelta(minutes=2)
+    model = _model("sockets")  # before the warnings
+    with _warnings() as told:
+        ranks = engine_inside(model).ranks
+        beside = background_ranks(ranks)
+        for each in (ranks, beside):
+            each.gather_objects("meet", None)
+        late, early = (beside, None) if ahead.startswith("another") else (ranks, beside)
+        met = threading.Thread(target=early.gather_objects, args=("save", None)) if early is not None else None
+        number = torch.ones(1)
+        if context.rank == 0:
+            store.wait([f"ahead: {ahead}"], timeout)
+            waiting = threading.Thread(target=late.gather_objects, args=("wait", None))
+            waiting.start()
+            for _ in range(4):
+                while "rank 1 has not come: it has issued nothing" not in told.get(timeout=60):
+                    pass
+            store.set(f"told: {ahead}", "")
+            if met is None:
+                dist.all_reduce(number)
+            else:
+                met.start()
+        else:
+            work = dist.all_reduce(number, async_op=True) if met is None else met.start()
+            store.set(f"ahead: {ahead}", "")
+            store.wait([f"told: {ahead}"], timeout)
+            late.gather_objects("wait", None)
+            if work is not None:
+                work.wait()
+        for thread in (met, waiting if context.rank == 0 else None):
+            if thread is not None:
+                thread.join()
+        assert ranks.gather_objects("meet", context.rank) == beside.gather_objects("meet", context.rank) == [0, 1]
 
 
 @on_ranks(1)
