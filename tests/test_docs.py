@@ -36,7 +36,34 @@ from tests.ranks import RankContext, on_ranks
 from tests.simulated import simulated_device
 
 _FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_TEXTS = {str(file.relative_to(ROOT)): file.read_text() for file in _FILES}
+# Sections whose blocks share no variables with the rest of their page.
+_APART = (
+    "Compute in fp8",
+    "Context parallelism",
+    "DistributedOptimizer",
+    "Lightning",
+    "Models larger than the GPU",
+    "QLoRA on several GPUs",
+    "Ray Train",
+    "Replicas: hybrid sharding and local SGD",
+    "Restarts and preemption",
+    "Uneven inputs",
+    "Whole parameters: Muon, SOAP, Shampoo, Adafactor",
+    "diffusers' training scripts",
+    "nanochat",
+)
+
+
+def _parts() -> Iterator[tuple[str, str]]:
+    """The name and the text of each page, and of each section of `_APART`."""
+    for file in _FILES:
+        name, text = str(file.relative_to(ROOT)), file.read_text()
+        first, *sections = re.split(rf"^(?=## (?:{'|'.join(_APART)})$)", text, flags=re.MULTILINE)
+        yield name, first
+        yield from ((f"{name}: {each.splitlines()[0][3:]}", each) for each in sections)
+
+
+_TEXTS = dict(_parts())
 
 
 def _blocks(page: str) -> list[tuple[int, str]]:
@@ -92,7 +119,7 @@ _SET_UP = {
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
     """,
-    "docs/guide/context_parallel.md": """
+    "docs/guide/parallelism.md: Context parallelism": """
         import runpy
         from torch.nn.functional import cross_entropy
         from streamshard import StreamShard
@@ -132,8 +159,10 @@ _SET_UP = {
         model.visual, model.layers = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
         dit.transformer_blocks = nn.ModuleList(Block() for _ in range(3))
     """,
-    "docs/guide/distributed_optimizer.md": "from streamshard import StreamShard",
-    "docs/guide/fp8.md": "importorskip('torchao', reason='needs torchao: pip install streamshard[test]')",
+    "docs/guide/optimizers.md: DistributedOptimizer": "from streamshard import StreamShard",
+    "docs/guide/stability.md: Compute in fp8": """
+        importorskip("torchao", reason="needs torchao: pip install streamshard[test]")
+    """,
     "docs/guide/optimizers.md": """
         from streamshard import StreamShard, save_checkpoint
         from streamshard.optim import WholeParameterOptimizer
@@ -141,7 +170,7 @@ _SET_UP = {
         online, target, predictor = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 5)
         model, _ = StreamShard(model), StreamShard(nn.ModuleList([online, target, predictor]))
     """,
-    "docs/guide/host_memory.md": """
+    "docs/guide/big_models.md: Models larger than the GPU": """
         from torch.utils.checkpoint import checkpoint
         model.save_pretrained("snapshot" if torch.distributed.get_rank() == 0 else "unused")
         torch.distributed.barrier()
@@ -153,7 +182,7 @@ _SET_UP = {
         importorskip("peft").get_peft_model(model, importorskip("peft").LoraConfig()).save_pretrained(directory)
         base = type(model)(config)
     """,
-    "docs/guide/qlora.md": """
+    "docs/guide/peft.md: QLoRA on several GPUs": """
         importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
         importorskip("torchao", reason="needs torchao: pip install streamshard[test]")
         importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")
@@ -161,11 +190,11 @@ _SET_UP = {
             model.save_pretrained("base")
         torch.distributed.barrier()
     """,
-    "docs/guide/replicas.md": """
+    "docs/guide/parallelism.md: Replicas: hybrid sharding and local SGD": """
         from streamshard import StreamShard
         Model = type(model)
     """,
-    "docs/guide/restarts.md": """
+    "docs/guide/checkpoints.md: Restarts and preemption": """
         model, last = streamshard.StreamShard(model), 2
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         def train(step):
@@ -197,7 +226,7 @@ _SET_UP = {
         StreamShardTrainer(model=type(model)(config), args=arguments, train_dataset=train).train()
         arguments = TrainingArguments("out", max_steps=2, **given)
     """,
-    "docs/guide/uneven_inputs.md": """
+    "docs/guide/stability.md: Uneven inputs": """
         model = streamshard.StreamShard(model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         batches = [batch] * (1 + torch.distributed.get_rank())
@@ -207,7 +236,7 @@ _SET_UP = {
 _REPLACED = {
     "docs/guide/big_models.md": {"nn.Linear(4096, 4096)": "nn.Linear(8, 8)", '"base/"': '"snapshot/"'},
     "docs/guide/checkpoints.md": {"s3://bucket": "kept://bucket"},
-    "docs/guide/context_parallel.md": {'"cuda", (4, 2)': '"cpu", (1, 2)'},
+    "docs/guide/parallelism.md: Context parallelism": {'"cuda", (4, 2)': '"cpu", (1, 2)'},
     "docs/guide/parallelism.md": {
         '"cuda", (4, 2)': '"cpu", (1, 2)',
         '"cuda", (2, 4)': '"cpu", (1, 2)',
@@ -218,23 +247,29 @@ _REPLACED = {
         "import Shard, distribute_tensor": 'import Shard, distribute_tensor\nmodel = make("expert")',
     },
     "docs/guide/dial.md": {'(model, resident=["transformer': '(dit, resident=["transformer'},
-    "docs/guide/fp8.md": {'Config.from_recipe_name("tensorwise")': "Config(emulate=True)"},
-    "docs/guide/host_memory.md": {'to("cuda")': 'to("cpu")'},
-    "docs/guide/qlora.md": {'int(os.environ["LOCAL_RANK"])': '"cpu"'},
-    "docs/guide/replicas.md": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
+    "docs/guide/stability.md: Compute in fp8": {'Config.from_recipe_name("tensorwise")': "Config(emulate=True)"},
+    "docs/guide/big_models.md: Models larger than the GPU": {'to("cuda")': 'to("cpu")'},
+    "docs/guide/peft.md: QLoRA on several GPUs": {'int(os.environ["LOCAL_RANK"])': '"cpu"'},
+    "docs/guide/parallelism.md: Replicas: hybrid sharding and local SGD": {'"cuda", (4, 8)': '"cpu", (2, 1)'},
     "docs/guide/slow_step.md": {"global_step == 10": "global_step == 0", "global_step == 12": "global_step == 2"},
     "docs/guide/surroundings.md": {'log_with="tensorboard", ': ""},  # not among the tests' packages
     "docs/guide/stability.md": {"torch.amp.GradScaler()": 'torch.amp.GradScaler("cpu")'},
-    "docs/guide/whole_parameters.md": {"256, 256": "16, 16", "8, 256": "8, 16"},
+    "docs/guide/optimizers.md: Whole parameters: Muon, SOAP, Shampoo, Adafactor": {
+        "256, 256": "16, 16",
+        "8, 256": "8, 16",
+    },
 }
 # Run on a simulated device, because `StreamShard` refuses the CPU there.
-_ON_A_DEVICE = ("docs/guide/host_memory.md",)
+_ON_A_DEVICE = ("docs/guide/big_models.md: Models larger than the GPU",)
 # Not run.
 _LEFT_OUT = {
     ("docs/guide/quick_start.md", "_model"): "the scripts themselves are run below",
-    ("docs/guide/lightning.md", "lightning"): "Lightning is not among the tests' packages; test_lightning.py",
-    ("docs/guide/nanochat.md", "orig_model"): "nanochat is no package; tests/integrations/test_nanochat.py",
-    ("docs/guide/ray.md", "TorchTrainer"): "Ray is not among the tests' packages; tests/integrations/test_ray.py",
+    ("docs/guide/trainers.md: Lightning", "lightning"): "Lightning is not among the tests' packages; test_lightning.py",
+    ("docs/guide/optimizers.md: nanochat", "orig_model"): "nanochat is no package; tests/integrations/test_nanochat.py",
+    (
+        "docs/guide/trainers.md: Ray Train",
+        "TorchTrainer",
+    ): "Ray is not among the tests' packages; tests/integrations/test_ray.py",
     ("docs/guide/surroundings.md", "notebook_launcher"): "starts processes itself, below",
     ("docs/guide/transformers.md", "trl"): "TRL is not among the tests' packages; tests/integrations/test_trl.py",
 }

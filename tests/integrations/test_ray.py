@@ -107,7 +107,8 @@ def _train_plainly() -> tuple[dict[str, Tensor], list[list[float]]]:
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_after_a_worker_was_killed(tmp_path: Path) -> None:
     """The script is the page's, but for the precision: so it can be compared with plain PyTorch."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guide/ray.md").read_text(), re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs/guide/trainers.md").read_text().partition("\n## Ray Train\n")[2]
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert code.count("(make_model())") == 1
     code = code.replace("(make_model())", "(make_model(), precision='fp32')")
     ((exit_code, output),) = Launched(0, tmp_path, _drive, code, tmp_path).end(timeout_s=500)

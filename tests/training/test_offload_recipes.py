@@ -1,4 +1,4 @@
-"""Recipes of docs/guide/host_memory.md: activations in host memory beside the state, checkpoints in both directions."""
+"""Recipes of docs/guide/big_models.md: activations in host memory beside the state, checkpoints in both directions."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class _Buffers(nn.Module):
 
 
 def _as_parameters(model: nn.Module) -> nn.Module:
-    """As docs/guide/qlora.md says."""
+    """As docs/guide/peft.md says."""
     for module in model.modules():
         if "qweight" in module._buffers:
             packed = module._buffers.pop("qweight")
