@@ -59,7 +59,7 @@ def allocate_units(
                 flat.reduce_ranks = ranks
         take(layout, flat_params[-1])
     keeps_slot = plan.keeps_grads and has_main_in_slots
-    grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots)
+    grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots, keeps_main_grads)
     units = []
     for index, layout in enumerate(layouts):
         slots = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
@@ -68,6 +68,8 @@ def allocate_units(
                 flat.allocate_grads(slots[1], part, keeps_slot=keeps_slot, keeps_memory=keeps_main_grads)
         given = layout, flat_params[index], *slots, ranks
         units.append(Unit(index, *given, is_streamed=plan.is_streamed[index], home=homes[index], inner=inner))
+    for grad_slot in grad_slots.values():
+        grad_slot.scratch.drop()
     return units
 
 
@@ -94,6 +96,7 @@ def _grad_slots(
     ledger: Ledger,
     flat_params: Sequence[Sequence[FlatParam]],
     weight_slots: dict[int, WeightSlot],
+    keeps_memory: bool,
 ) -> tuple[dict[int, GradSlot], list[list[ByteRange]]]:
     """By number, the slots of gradients, in weight slots or buffers of their own; each flat parameter's scratch."""
     streamed = [layout.weight_bytes for layout, each in zip(layouts, plan.is_streamed, strict=True) if each]
@@ -102,7 +105,7 @@ def _grad_slots(
     numels = [[flat.scratch_numel(flat.kind.grad_dtype, limit) for flat in own] for own in flat_params]
     parts = list(map(plan_scratch, layouts, numels))
     sizes = largest_of(plan.scratch, [own[-1].stop for own in parts])
-    scratch = {number: Scratch(n_bytes, ledger) for number, n_bytes in sizes.items()}
+    scratch = {number: Scratch(n_bytes, ledger, keeps_memory=keeps_memory) for number, n_bytes in sizes.items()}
     scratch_of = {slot: scratch[number] for slot, number in zip(plan.grads, plan.scratch, strict=True)}
     slots: dict[int, GradSlot] = {}
     for slot, n_bytes in largest_of(plan.grads, [layout.flat_params[-1].grads.stop for layout in layouts]).items():

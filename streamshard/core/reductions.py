@@ -27,7 +27,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.core.params import Param, use_of
-from streamshard.core.slots import Ledger
+from streamshard.core.slots import Ledger, Scratch
 from streamshard.core.unit import Unit
 from streamshard.core.unit_grads import GradState
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
@@ -84,6 +84,7 @@ class Reductions:
         self._made: set[int] = set()  # indices of units with new gradients
         self._others: dict[int, set[Any]] = {}  # by unit, further streams on which some were made
         self._under_way: list[Work | None] = []
+        self._scratches: set[Scratch] = set()  # that reductions of this backward use
         self._hooked: set[int] = set()  # indices of units that give gradients early
         self._next: tuple[Unit, Fence] | None = None  # gives its gradients next, behind the fence
         what = "main grads given early"  # two reductions are under way at once
@@ -192,6 +193,7 @@ class Reductions:
                 return
             adds = self.over_replicas is not None and self.over_replicas.receive(unit)
             works = unit.start_reduce(adds=adds)
+            self._scratches.add(unit.grads.slot.scratch)
         before, self._next = self._next, None
         if unit.index in self._hooked:
             self._next = unit, next(self._reduced)
@@ -266,6 +268,8 @@ class Reductions:
             if follows_step is not None:
                 self.used.start(follows_step)
             self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced
+        while self._scratches:
+            self._scratches.pop().drop()
 
 
 def has_hooks(unit: Unit) -> bool:

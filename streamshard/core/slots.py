@@ -161,20 +161,32 @@ class WeightSlot:
 
 
 class Scratch:
-    """Memory that reductions need beside a gradient slot.
+    """Memory that reductions need beside a gradient slot. It is there from the first of a backward to the last one.
 
     Args:
         n_bytes: for the most demanding of its units.
         ledger: allocates.
+        keeps_memory: it always has memory.
 
     Attributes:
         buffer: [n_bytes] uint8.
+        keeps_memory: see above.
         drained: the fence behind the last reductions that use it, a gradient slot's.
     """
 
-    def __init__(self, n_bytes: int, ledger: Ledger) -> None:
+    def __init__(self, n_bytes: int, ledger: Ledger, *, keeps_memory: bool) -> None:
         self.drained: Fence | None = None
-        self.buffer = ledger.allocate(Category.SCRATCH, n_bytes, torch.uint8)
+        self.buffer, self.keeps_memory = ledger.allocate(Category.SCRATCH, n_bytes, torch.uint8), keeps_memory
+
+    def make(self) -> None:
+        """Allocate memory, without values, if there is none. Compute stream, which waits for the last use."""
+        if not self.buffer.untyped_storage().nbytes():
+            self.buffer.untyped_storage().resize_(self.buffer.nbytes)
+
+    def drop(self) -> None:
+        """Free the memory: all views of it are made, and compute waits for all uses."""
+        if not self.keeps_memory:
+            self.buffer.untyped_storage().resize_(0)
 
 
 class GradSlot:
@@ -222,6 +234,7 @@ class GradSlot:
 
     def finish_writing(self) -> None:
         """The gradients are written: the comm stream waits (rule 4)."""
+        self.scratch.make()
         self.written.record()
         self.written.wait()  # rule 4
         # On CUDA reductions come one after the other. On the CPU an earlier one may still use the scratch.

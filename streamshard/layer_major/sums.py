@@ -43,7 +43,7 @@ class Sums:
 
     def _give_slot(self, engine: Engine, units: Sequence[Unit], name: str) -> None:
         ledger, scratches = engine.ledger, [_scratch_numels(unit) for unit in units]
-        scratch = Scratch(4 * max(map(sum, scratches)), ledger)
+        scratch = Scratch(4 * max(map(sum, scratches)), ledger, keeps_memory=False)
         buffer = ledger.allocate(Category.GRAD_SLOTS, 4 * max(map(_numel, units)), torch.uint8, is_visible=True)
         slot = GradSlot(buffer, None, engine.streams, scratch, name)
         whole, room = buffer.view(torch.float32), scratch.buffer.view(torch.float32)
@@ -55,6 +55,7 @@ class Sums:
             for (flat, grads), part in zip(given, parts, strict=False):
                 self._swaps += [(flat, "grads", grads), (flat, "scratch", part), (flat, "is_main_in_slot", False)]
                 self._swaps += ((param, "in_slot", flat.part_of(grads, param.layout)) for param in flat.params)
+        scratch.drop()
 
     def swap(self) -> None:
         """Let units add their gradients in these slots; called again, in their own slots. No gradient waits."""

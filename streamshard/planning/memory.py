@@ -44,7 +44,8 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     weight slots        p times the elements of the largest unit of each slot
     grad slots          g times the elements of the largest unit that trains, of each slot of gradients only; g bytes of
                         the compute dtype, with "all" of grad_dtype
-    scratch             as the transport asks, at most p times the elements of the largest block for sums in fp32
+    scratch             as the transport asks, at most p times the elements of the largest block for sums in fp32; from
+                        the first reduction of a backward to the last one
     flags               N + 1 per parameter; R N + N + 1 with R replicas
     staging             with ``offload``: 8 times the elements of the largest shard that trains
     norms               with ``offload``: 8 per parameter that trains

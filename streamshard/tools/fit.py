@@ -54,7 +54,7 @@ class Stage:
 
     @property
     def start_bytes(self) -> int:
-        """`total_bytes` at the start of backward: main grads have no memory yet."""
+        """`total_bytes` at the start of backward: main grads and scratch have no memory yet."""
         return self.total_bytes - self.memory.dropped_bytes
 
 

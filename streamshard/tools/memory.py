@@ -31,8 +31,9 @@ class MemoryReport:
 
     Attributes:
         held_bytes: at the end of backward, by category; with ``offload``, on the device. Counted on the live tensors,
-            but for main grads that have no memory now, after ``zero_grad()``.
-        dropped_bytes: main grads among them that have memory only from their reduction until ``zero_grad()``.
+            but for main grads and scratch that have no memory now.
+        dropped_bytes: main grads among them that have memory only from their reduction until ``zero_grad()``, and
+            scratch that has memory only from the first reduction to the last one.
         numel: elements of all parameters of the model.
         padded_numel: elements of all flat parameters, with alignment and padding.
         world_size: N.
@@ -97,6 +98,10 @@ def report_memory(engine: Engine) -> MemoryReport:
         if flat.may_drop:
             dropped += 4 * numel
             held_bytes[Category.MAIN_GRADS.value] += 4 * numel - flat.main_grads.untyped_storage().nbytes()
+    for scratch in {unit.grads.slot.scratch for unit in engine.units}:
+        if not scratch.keeps_memory:
+            dropped += scratch.buffer.nbytes
+            held_bytes[Category.SCRATCH.value] += scratch.buffer.nbytes - scratch.buffer.untyped_storage().nbytes()
     return MemoryReport(
         held_bytes=held_bytes,
         numel=sum(layout.numel for layout in layouts),
