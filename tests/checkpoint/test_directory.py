@@ -59,8 +59,7 @@ def test_a_second_checkpoint_with_a_number_does_not_overwrite_the_first(tmp_path
     assert _names(tmp_path) == {"checkpoint-5-2", "checkpoint-6", "checkpoint-6-2", "checkpoint-7"}
 
 
-@pytest.mark.parametrize("name", ["best", "checkpoint-best"])
-@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize(("name", "is_link"), [("best", True), ("checkpoint-best", False)])
 def test_copies_and_links_of_ones_own_are_not_deleted(name: str, is_link: bool, tmp_path: Path) -> None:
     """A user may keep the best one, or a link to the latest, in the same directory."""
     for number in (1, 2, 3):

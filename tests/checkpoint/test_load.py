@@ -51,9 +51,8 @@ def _assert_refused(model: nn.Module, directory: Path, *words: str) -> None:
     assert_same(full_weights(model), before, "weights", EXACT)
 
 
-@on_ranks(3)
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("original_format", [True, False])
+@on_ranks(2)
+@pytest.mark.parametrize(("make", "original_format"), [*((make, True) for make in MODELS), (mixtral, False)])
 def test_load_reads_what_save_pretrained_writes(
     context: RankContext, make: Callable[[], nn.Module], original_format: bool, tmp_path: Path
 ) -> None:
@@ -103,24 +102,16 @@ def test_load_names_what_does_not_fit_and_changes_nothing(context: RankContext, 
 
 
 @on_ranks(1)
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"\x1b[2K\n": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
-        {"a": {"dtype": "\x1b[2K\n", "shape": [1], "data_offsets": [0, 4]}},
-    ],
-)
-def test_commands_in_a_file_do_not_reach_the_terminal(
-    context: RankContext, header: dict[str, Any], tmp_path: Path
-) -> None:
+def test_commands_in_a_file_do_not_reach_the_terminal(context: RankContext, tmp_path: Path) -> None:
     """Neither in the error nor in its traceback."""
+    header = {"\x1b[2K\n": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
     with pytest.raises(CheckpointError, match=r"\\x1b\[2K\\n") as caught:
         load_safetensors(sharded(Plain()), tmp_path)
     assert str(caught.value).isprintable()
     assert all(line.isprintable() for line in "".join(traceback.format_exception(caught.value)).splitlines())
-    assert caught.value.unexpected in ([], ["\x1b[2K\n"])
+    assert caught.value.unexpected == ["\x1b[2K\n"]
 
 
 # ------------------------------------------------------------------------------------------------ what files hold

@@ -19,7 +19,6 @@ from torch import nn
 from streamshard import StreamShard, export_safetensors
 from streamshard.checkpoint import local_directory, save, storage
 from streamshard.checkpoint.disk_layout import TensorPiece
-from streamshard.checkpoint.manifest import join_records, read_manifest
 from streamshard.core.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.planning.layout import LocalRange
@@ -45,36 +44,6 @@ def test_export_needs_one_chunk_of_memory(context: RankContext, tmp_path: Path) 
     assert filler.numel() > 0
     assert (after - before) * 1024 <= 3 * storage.CHUNK_BYTES
     assert (tmp_path / "model.safetensors").stat().st_size > 2 * (64 << 20)
-
-
-class _WithEmpty(nn.Module):
-    """Each rank has pieces of few layers; and a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 2, bias=False) for _ in range(8))
-        self.empty = nn.Parameter(torch.empty(0, 3))
-
-
-@on_ranks(3)
-def test_the_first_rank_is_told_of_pieces_that_have_elements(context: RankContext, tmp_path: Path) -> None:
-    """With all parameters each rank's list would be as long as the model. Empty parameters are in all lists."""
-    model: Any = StreamShard(_WithEmpty(), min_unit_size="1MB", precision=FP32)
-    told: list[Any] = []
-
-    def join(by_rank: Any) -> Any:
-        told.extend(by_rank)
-        return join_records(told)
-
-    with mock.patch.object(save, "join_records", join):
-        saved = save.save_checkpoint(tmp_path, model).path
-    assert len(told) == (3 if context.rank == 0 else 0)
-    for records in told:
-        without = [name for name, record in records.items() if not record.pieces]
-        assert without == ["model/empty"] and len(records) < 8
-    assert set(read_manifest(saved).tensors) == {f"model/{name}" for name, _ in _WithEmpty().named_parameters()} | {
-        name for name in read_manifest(saved).tensors if "random" in name
-    }
 
 
 def _one(numel: int) -> Any:
@@ -107,8 +76,8 @@ def test_copies_of_pieces_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> 
 # ------------------------------------------------------------------------------------------------ failures
 
 
-@on_ranks(3)
-@pytest.mark.parametrize(("rank", "call"), [(0, "pwrite"), (1, "pwrite"), (2, "fsync"), (0, "replace")])
+@on_ranks(2)
+@pytest.mark.parametrize(("rank", "call"), [(1, "pwrite"), (1, "fsync"), (0, "replace")])
 def test_failure_on_one_rank_is_raised_on_all(context: RankContext, rank: int, call: str, tmp_path: Path) -> None:
     """Every rank's error names the rank that failed and the cause, and no file is left."""
     model = StreamShard(filled(llama))
@@ -143,7 +112,7 @@ def test_interrupt_removes_the_temporaries(context: RankContext, tmp_path: Path)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("ranges", [[(0, 2), (3, 4)], [(0, 3), (2, 4)], [(0, 3), (0, 3)]])
+@pytest.mark.parametrize("ranges", [[(0, 2), (3, 4)], [(0, 3), (2, 4)]])
 def test_ranges_with_a_gap_or_an_overlap_are_refused(
     context: RankContext, ranges: list[tuple[int, int]], tmp_path: Path
 ) -> None:
