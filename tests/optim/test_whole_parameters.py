@@ -136,9 +136,7 @@ def _numbered(model: nn.Module) -> Any:
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "build"), [(1, _adafactor), (2, _numbered), (2, _adafactor), (3, _muon_and_adamw), (3, _numbered)]
-)
+@pytest.mark.parametrize(("world_size", "build"), [(2, _numbered), (2, _adafactor), (3, _muon_and_adamw)])
 @muon_in_fp32()
 def test_whole_matrices_train_like_on_the_unsharded_model(
     context: RankContext, build: Callable[[nn.Module], Any]
@@ -147,7 +145,7 @@ def test_whole_matrices_train_like_on_the_unsharded_model(
     assert_trains_like_plain(context, Mixed, stack_step, optimizer=build, tolerance=NEAR, steps=4, checked=(1, 3))
 
 
-@on_ranks(3)
+@on_ranks(2)
 @pytest.mark.parametrize("on_a_device", [False, True])
 @muon_in_fp32()
 def test_exchanges_are_ordered_and_may_be_late(context: RankContext, on_a_device: bool) -> None:
@@ -246,23 +244,18 @@ class _Picky(torch.optim.SGD):
         return super().step(closure)
 
 
-@on_ranks(3)
-@pytest.mark.parametrize("on_a_device", [False, True])
-def test_an_error_on_one_owner_is_raised_on_all_ranks(context: RankContext, on_a_device: bool) -> None:
+@on_ranks(2)
+def test_an_error_on_one_owner_is_raised_on_all_ranks(context: RankContext) -> None:
     """By rank and cause, with a `DistributedOptimizer` around it: the exchanges are over then. Training can go on."""
-    with simulated_device() if on_a_device else contextlib.nullcontext():
-        model = sharded_model(Mixed)
-        inner = WholeParameterOptimizer(_matrices(model), _Picky, lr=0.02, round_size=1)
-        optimizer = DistributedOptimizer(inner, model)
+    model = sharded_model(Mixed)
+    inner = WholeParameterOptimizer(_matrices(model), _Picky, lr=0.02, round_size=1)
+    optimizer = DistributedOptimizer(inner, model)
+    train_stack(model, optimizer, context, steps=1)
+    owner = inner.owner_of(model.get_submodule("head").weight)
+    told = f"rank {owner}: FloatingPointError: singular matrix"
+    with mock.patch.object(_Picky, "fails_on", owner), pytest.raises(OptimizerError, match=told):
         train_stack(model, optimizer, context, steps=1)
-        owner = inner.owner_of(model.get_submodule("head").weight)
-        _Picky.fails_on = owner
-        try:
-            with pytest.raises(OptimizerError, match=f"rank {owner}: FloatingPointError: singular matrix"):
-                train_stack(model, optimizer, context, steps=1)
-        finally:
-            _Picky.fails_on = None
-        train_stack(model, optimizer, context, steps=1)
+    train_stack(model, optimizer, context, steps=1)
 
 
 @on_ranks(2)
@@ -365,14 +358,9 @@ class _Estimates(torch.optim.SGD):
 )
 def test_optimizers_that_cannot_be_separated_are_refused(kind: type[Optimizer], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], kind, lr=0.1)
+        # At a rate of zero no optimizer changes anything: the trial takes another.
+        WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], kind, lr=0.0 if kind is _Coupled else 0.1)
     assert kind.__name__ in str(caught.value)
-
-
-def test_the_trial_sees_an_optimizer_whose_learning_rate_begins_at_zero() -> None:
-    """With which no optimizer changes anything."""
-    with pytest.raises(ConfigError, match="its steps depend on other parameters"):
-        WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], _Coupled, lr=0.0)
 
 
 class _Communicates(torch.optim.SGD):
@@ -385,7 +373,7 @@ class _Communicates(torch.optim.SGD):
         return super().step(closure)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_optimizers_that_communicate_in_their_step_are_refused(context: RankContext) -> None:
     """By name, on each rank before anything is sent: owners do not step at the same time."""
     model = sharded_model(Mixed)
@@ -393,7 +381,7 @@ def test_optimizers_that_communicate_in_their_step_are_refused(context: RankCont
         WholeParameterOptimizer(_matrices(model), _Communicates, lr=0.02)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.AdamW])
 def test_optimizers_that_step_each_parameter_by_itself_are_accepted(kind: type[Optimizer]) -> None:
     """Without a process group as well: parameters are stepped in place."""
     param = nn.Parameter(torch.ones(4, 4))

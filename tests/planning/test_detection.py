@@ -44,11 +44,7 @@ def _layers(count: int, width: int = 16) -> nn.ModuleList:
 MODELS: dict[str, tuple[dict[str, int], float]] = {
     "Qwen3ForCausalLM": ({"Qwen3DecoderLayer": 32}, 0.01),
     "MarianMTModel": ({"MarianEncoderLayer": 12, "MarianDecoderLayer": 12}, 0.01),
-    "Idefics3ForConditionalGeneration": ({"Idefics3EncoderLayer*": 12, "LlamaDecoderLayer": 32}, 0.01),
-    "BlipForConditionalGeneration": ({"BlipEncoderLayer": 12, "BlipTextLayer": 12}, 0.02),
     "LlavaForConditionalGeneration": ({"CLIPEncoderLayer*": 24, "LlamaDecoderLayer": 32}, 0.01),
-    "LongformerModel": ({"LongformerLayer": 12}, 0.02),
-    "Blip2QFormerModel": ({"Blip2QFormerLayer": 12}, 0.01),
     "ConvNextV2Model": ({"ConvNextV2Layer": 18}, 0.1),
 }
 
@@ -139,12 +135,11 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", FOUND)
-def test_lists_that_are_worth_streaming_are_found(case: str) -> None:
+def test_lists_that_are_worth_streaming_are_found() -> None:
     """A twentieth of the weights, or a million parameters a layer; embeddings are not weights."""
-    build, names = FOUND[case]
-    with torch.device("meta"):
-        assert _units(build()) == names
+    for what, (build, names) in FOUND.items():
+        with torch.device("meta"):
+            assert _units(build()) == names, what
 
 
 def test_classes_can_be_named() -> None:

@@ -50,24 +50,6 @@ def test_parameters_lie_in_order_aligned_and_are_cut_between_blocks(
 
 
 @given(sizes, world_sizes, alignments)
-def test_cutting_between_blocks_costs_less_than_a_block_for_each_parameter_and_rank(
-    params: list[ParamLayout], world_size: int, pieces: int
-) -> None:
-    """Small parameters share a block. Only one that would be cut inside of a block leaves the block's rest unused."""
-    layout = _plan(params, world_size, pieces)
-    grain = math.lcm(ALIGNMENT, pieces) if world_size > 1 else ALIGNMENT
-    end = 0
-    for param in layout.params:
-        gap = param.offset - end
-        assert gap < grain
-        assert (
-            gap < ALIGNMENT or -(-end // ALIGNMENT) * ALIGNMENT % grain + param.numel > grain
-        )  # else it fits into the block
-        end = param.offset + param.numel
-    assert layout.padded_numel - end < world_size * grain
-
-
-@given(sizes, world_sizes, alignments)
 def test_the_ranks_ranges_tile_every_parameter(params: list[ParamLayout], world_size: int, pieces: int) -> None:
     """In rank order, each element once, at the place in the shard that the flat buffer gives it."""
     layout = _plan(params, world_size, pieces=pieces)

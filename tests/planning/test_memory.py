@@ -87,19 +87,13 @@ def _numels(module: nn.Module, inside: str) -> list[int]:
 MODELS = {
     "a language model": lambda: TinyLM(TinyConfig(depth=3)),
     "layers of different sizes": lambda: Stack((16, 3, 40, 1, 24)),
-    "two layers": lambda: Stack((DIM, DIM, DIM)),
 }
 
 
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "way", "precision"),
-    [
-        *((1, "shared memory", precision) for precision in ("fp32", "16-bit")),
-        *((2, "shared memory", precision) for precision in ("bf16", "16-bit wire")),
-        (2, "sockets", "fp32"),
-        (3, "sockets", "16-bit wire"),
-    ],
+    [(1, "shared memory", "16-bit"), (2, "shared memory", "bf16"), (2, "sockets", "16-bit wire")],
 )
 def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, way: str, precision: str) -> None:
     """Category by category, before the first step and after two; in all, also where main grads have no memory."""
@@ -126,11 +120,10 @@ def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, wa
         assert report.world_size == context.world_size
 
 
-@on_ranks()
-@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(2)
 def test_replicas_in_rank_order_hold_main_grads_beside_the_slots_of_gradients(context: RankContext) -> None:
     """Whatever the number of slots."""
-    mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for slots in ({}, {"weight_slots": "all"}, {"weight_slots": "all", "grad_slots": "all"}):
         model: Any = StreamShard(TinyLM(), precision=replace(FP32, sums_in_rank_order=True), mesh=mesh, **slots)
         _train(model, context, steps=2)
@@ -199,9 +192,8 @@ def _tensors_behind(start: object) -> Iterator[torch.Tensor]:
 
 # Units, slots and main grads of each kind, and passes that leave or repeat them.
 ALLOCATING = (
-    *("large embedding and head", "a unit of another kind", "no_sync", "reentrant checkpointing", "a kept graph"),
-    *("layers unused on some ranks", "layers used twice", "evaluation between steps", "adapters in micro-batches"),
-    *("norms in fp32", "clipping", "summoning", "a backward that fails", "weights read elsewhere"),
+    *("large embedding and head", "no_sync", "reentrant checkpointing", "layers used twice"),
+    *("adapters in micro-batches", "norms in fp32", "summoning", "a backward that fails", "weights read elsewhere"),
 )
 
 
@@ -257,12 +249,11 @@ def _watched() -> Iterator[_Made]:
         yield made
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "16-bit wire")])
-def test_no_tensor_made_in_a_step_outlives_it(context: RankContext, precision: str) -> None:
+@on_ranks(2)
+def test_no_tensor_made_in_a_step_outlives_it(context: RankContext) -> None:
     """Neither activations nor anything of the engine's; the optimizer's state is older."""
     for scenario in ("plain", "no_sync", "reentrant checkpointing", "layers unused on some ranks"):
-        model = sharded(scenario, PRECISIONS[precision], keep_main_grads=True)
+        model = sharded(scenario, PRECISIONS["16-bit wire"], keep_main_grads=True)
         optimizer = adamw(model)
         for number in range(2):
             SCENARIOS[scenario].step(model, Call(number, context.rank, context.world_size, 1.0))
@@ -306,11 +297,11 @@ def _walk(events: Sequence[Any]) -> Iterator[Any]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "slots"), [(1, {}), (2, {}), (2, {"weight_slots": "all", "grad_slots": "all"})])
-def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext, slots: dict[str, Any]) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext) -> None:
     """The model's own memory goes unit by unit, before there is any for gradients: 48 MiB that are not there twice."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, simulated_device():
-        model = StreamShard(Wide(), precision=BF16, **slots)
+        model = StreamShard(Wide(), precision=BF16)
     assert len(list(model.parameters())) == 24
     kind = torch._C._profiler._EventType.Allocation
     events = [e for e in _walk(profiled.profiler.kineto_results.experimental_event_tree()) if e.tag == kind]
