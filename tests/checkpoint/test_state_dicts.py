@@ -13,18 +13,14 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from tests.models import Layer, NormStack, Stack, stack_of
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, case, full_weights, stack_step
+from tests.reference import EXACT, Call, assert_same, built, case, full_weights, sharded_model, stack_step
 
 
 def _model(build: Callable[[], nn.Module] = Stack) -> tuple[Any, nn.Module]:
-    torch.manual_seed(3)
-    plain = build()
-    torch.manual_seed(3)
-    return StreamShard(build(), precision=FP32), plain
+    return sharded_model(build), built(build)
 
 
 class Renamed(Layer):

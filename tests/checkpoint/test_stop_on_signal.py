@@ -124,10 +124,9 @@ def test_handlers_are_given_back_and_a_late_signal_goes_to_the_earlier_one(conte
             os.kill(os.getpid(), TERM)
             raise ZeroDivisionError
         assert came == [TERM]  # the error ends the run
-        first = StopOnSignal(model)
-        second = StopOnSignal(model, [USR1])  # takes its place
-        assert signal.getsignal(TERM) is mine
+        first, second = StopOnSignal(model), StopOnSignal(model, [USR1])  # takes its place
         first.close()
+        assert signal.getsignal(TERM) is mine
         os.kill(os.getpid(), USR1)
         assert second.requested()
         second.close()

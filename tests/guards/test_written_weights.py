@@ -43,7 +43,6 @@ class WritingLayer(Layer):
     inner: tuple[Layer, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> the same"""
         if self.change is not None:
             with torch.no_grad():
                 self.change(self.linear.weight)
@@ -123,27 +122,20 @@ def _compiled_layer_writes(model: Any) -> None:
     model.layers[1].compile(backend="aot_eager")
 
 
-def _forward_pre_hook_writes(model: Any) -> None:
+def _hook_writes(model: Any) -> None:
     """It runs inside the pass, which computes with a copy of the weights."""
-
-    def shrink(module: Any, args: Any) -> None:
-        module.head.weight.data.mul_(0.75)
-
-    model.register_forward_pre_hook(shrink)
+    model.register_forward_pre_hook(lambda module, _: (module.head.weight.data.mul_(0.75), None)[1])
 
 
 def _layer_assigns(model: Any) -> None:
-    def assign(weight: Any) -> None:
-        weight.data = weight.data / 2
-
-    model.layers[1].change = assign
+    model.layers[1].change = lambda weight: setattr(weight, "data", weight.data / 2)
 
 
 WRITERS: dict[Callable[[Any], None], str] = {
     _root_writes: r"'head\.bias' was changed in place inside a forward",
     _layer_writes_and_calls_another: r"'layers\.0\.linear\.weight' was changed in place",
     _compiled_layer_writes: r"'layers\.1\.linear\.weight' was changed in place",
-    _forward_pre_hook_writes: r"'head\.weight'",
+    _hook_writes: r"'head\.weight'",
     _layer_assigns: r"'layers\.1\.linear\.weight' was given other memory",
 }
 

@@ -139,21 +139,6 @@ def test_a_tower_averages_a_tower_that_is_cut_at_other_places(
 
 
 @on_ranks(2)
-def test_a_model_with_other_frozen_parameters_is_averaged(context: RankContext) -> None:
-    """Its pieces are cut at other places."""
-    half_frozen = Stack()
-    half_frozen.layers[0].linear.weight.requires_grad_(False)
-    model, average = StreamShard(half_frozen), StreamShard(Stack().requires_grad_(False), align_pieces_to=8)
-    update_parameters(average, model, 0)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1.0)
-    wanted = {name: full - 0.5 for name, full in model.full_state_dict(rank0_only=False).items()}
-    update_parameters(average, model, 1)
-    assert_same(average.full_state_dict(rank0_only=False), wanted, "average", Tolerance())
-
-
-@on_ranks(2)
 def test_exchanged_pieces_have_no_graph(context: RankContext) -> None:
     """A penalty on the distance of two towers detaches one, or raises by name. Another shape raises too."""
     model = StreamShard(Online(has_target=True), precision=FP32)

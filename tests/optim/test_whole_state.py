@@ -191,8 +191,7 @@ def _save(context: RankContext, name: str, folder: str, *, background: bool) -> 
     train_stack(model, optimizer, steps=2)
     saving = save_checkpoint(folder, model, optimizer, wait=not background)
     train_stack(model, optimizer, first=2, steps=2)
-    if background:
-        saving.wait()
+    saving.wait()
     return full_weights(model)
 
 

@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.planning.layout import ALIGNMENT, FlatParamLayout, LocalRange, ParamLayout, plan_flat_param
+from tests.models import TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import adamw, assert_trains_like_plain, engine_inside, lm_step
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 sizes = st.lists(shapes, max_size=8).map(lambda all: [ParamLayout(f"p{k}", shape) for k, shape in enumerate(all)])
@@ -64,3 +67,12 @@ def test_the_ranks_ranges_tile_every_parameter(params: list[ParamLayout], world_
             else:
                 assert local == LocalRange(0, 0, 0)
         assert owned == list(range(param.numel))
+
+
+@on_ranks(3)
+def test_a_transformer_with_aligned_pieces_trains_like_plain_pytorch(context: RankContext) -> None:
+    """Gradients are collected, and lie where their weights do."""
+    model: Any = assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, align_pieces_to=24)
+    report = model.memory_report()
+    layouts = [flat_param.layout for unit in engine_inside(model).units for flat_param in unit.flat_params]
+    assert report.padded_numel == sum(layout.padded_numel for layout in layouts) >= report.numel
