@@ -103,10 +103,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: Parts(layers=nn.ModuleList(nn.ModuleList([Layer(), nn.Linear(16, 16)]) for _ in range(3))),
         [f"layers.{layer}.{part}" for layer in range(3) for part in range(2)],
     ),
-    "a dict of layers": (
-        lambda: Parts(layers=nn.ModuleDict({str(number): Layer() for number in range(3)})),
-        _in("layers", 3),
-    ),
     "a dict of towers": (
         lambda: Parts(towers=nn.ModuleDict({key: nn.Sequential(*_layers(3)) for key in "ab"})),
         _in("towers.a", 3) + _in("towers.b", 3),
@@ -123,10 +119,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "layers of a million": (
         lambda: Parts(first=_layers(32, 4096), second=_layers(2, 1024), third=_layers(2, 1023)),
         _in("first", 32) + _in("second", 2),
-    ),
-    "a list of tables": (
-        lambda: Parts(tables=nn.ModuleList(nn.Embedding(200, 16) for _ in range(10)), layers=_layers(2)),
-        _in("tables", 10) + _in("layers", 2),
     ),
     "beside a large embedding": (
         lambda: Parts(embedding=nn.Embedding(9999, 16), encoder=_layers(2), decoder=_layers(3)),
