@@ -492,7 +492,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Piece.cut", Swap("part_of(whole.detach(), self.box)", "whole.detach()"), "tensor_parallel:mesh"),
     ],
     "guards/sharded_tensor": [
-        ("_compute", Swap(" or answer in (_norm, _foreach_norm)", ""), "same_bits:torch"),
+        ("_compute", Swap("(_norm, _foreach_norm, _check_finite)", "(_check_finite,)"), "same_bits:torch"),
+        ("_compute", Swap("_foreach_norm, _check_finite", "_foreach_norm"), "local_sgd:overflows"),
         ("_partial", Swap("tensor.piece.counted(local)", "local"), "tensor_parallel:norms"),
         ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
     ],

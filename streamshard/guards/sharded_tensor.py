@@ -151,7 +151,7 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
 def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, args: Any, kwargs: Any) -> Any:
     piece = first.piece
     with AsTensors():
-        if not piece.is_whole or answer in (_norm, _foreach_norm) or (piece.is_on_host and answer is _check_finite):
+        if not piece.is_whole or answer in (_norm, _foreach_norm, _check_finite):
             return answer(func, first, full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor) or result is first:

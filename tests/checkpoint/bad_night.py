@@ -30,15 +30,9 @@ SAVES_EVERY = 3
 
 
 class Moment(NamedTuple):
-    """When and how a rank disturbs its run.
+    """In start `start` of its run (from 0), `rank` sends `signal` in call `number` (from 0) of `function`.
 
-    Attributes:
-        start: number of the rank's start, from 0.
-        rank: the rank that acts.
-        number: the moment is this call of the function, from 0.
-        function: its name.
-        signal: what is sent.
-        to_launcher: to the launcher, not to the rank itself.
+    To itself, or to its launcher.
     """
 
     start: int
@@ -116,41 +110,26 @@ class Night(NamedTuple):
     """What is left of a run that has come to its last step.
 
     Attributes:
-        losses: of each rank, pairs of a step and its loss as text, in the order in which they were computed.
+        losses: of each rank, lines of a step and its loss, in the order in which they were computed.
         starts: of each rank, how often it was started.
         codes: exit codes of the launchers; the last is 0.
-        output: of the launchers.
     """
 
-    losses: list[list[tuple[int, str]]]
+    losses: list[list[str]]
     starts: list[int]
     codes: list[int | None]
-    output: str
 
 
 def run_night(directory: Path, moments: list[Moment]) -> Night:
     """Start the run again until it ends by itself, as a scheduler does."""
     directory.mkdir()
     codes: list[int | None] = []
-    output = ""
     while not codes or codes[-1] != 0:
-        assert len(codes) <= len(moments) + 1, f"the run does not end: {codes}\n{output}"
-        ((code, text),) = Launched(0, directory, _torchrun, directory, moments).end()
+        ((code, output),) = Launched(0, directory, _torchrun, directory, moments).end()
         codes.append(code)
-        output = text
-    losses = []
-    for rank in range(2):
-        lines = (directory / f"losses of rank {rank}").read_text().splitlines()
-        losses.append([(int(line.split()[0]), line.split()[1]) for line in lines])
-    starts = [len((directory / f"starts of rank {rank}").read_text().splitlines()) for rank in range(2)]
-    return Night(losses, starts, codes, output)
-
-
-def assert_undisturbed(night: Night, quiet: Night) -> None:
-    """Each loss that was ever computed is the undisturbed run's, and there is one of each step.
-
-    Raises:
-        AssertionError: else.
-    """
-    for rank, (losses, wanted) in enumerate(zip(night.losses, quiet.losses, strict=True)):
-        assert {*losses} == {*wanted}, f"rank {rank}: {losses}, wanted {wanted}\n{night.output}"
+        assert len(codes) <= len(moments) + 1, f"the run does not end: {codes}\n{output}"
+    losses, starts = (
+        [(directory / f"{what} of rank {rank}").read_text().splitlines() for rank in range(2)]
+        for what in ("losses", "starts")
+    )
+    return Night(losses, [len(each) for each in starts], codes)

@@ -16,13 +16,9 @@ CHANGES = {"open", "ftruncate", "pwrite", "fsync", "link", "replace", "rename", 
 def at_change(
     number: int, act: Callable[[Callable[[], Any]], Any], calls: Collection[str] = CHANGES, *, lasting: bool = False
 ) -> Iterator[Callable[[], bool]]:
-    """Inside, ``act(real_call)`` takes the place of the change to the file system with this number.
+    """Inside, ``act(real_call)`` takes the place of the change with this number, from 0, or of `lasting` ones.
 
-    Args:
-        number: of the change. Opening a file that is there is none.
-        act: instead of it.
-        calls: names in `os` of what counts.
-        lasting: instead of all later ones as well.
+    Only `calls` count, and opening a file that is there does not.
 
     Yields:
         Whether there have been that many.

@@ -107,12 +107,7 @@ fsspec.register_implementation("kept", Kept, clobber=True)
 
 @contextlib.contextmanager
 def at_operation(number: int, act: Act, *, lasting: bool = False) -> Iterator[list[str]]:
-    """Inside, ``act(real_call)`` takes the place of the operation with this number, counted from 0.
-
-    Args:
-        number: of the operation.
-        act: instead of it.
-        lasting: instead of all later ones as well.
+    """Inside, ``act(real_call)`` takes the place of the operation with this number, from 0, or of `lasting` ones.
 
     Yields:
         The operations so far, as "put /tmp/x".

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.checkpoint.dcp import DcpFiles, from_dcp, to_dcp
 from streamshard.checkpoint.directory import open_verified
-from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.tools.command import main
@@ -29,7 +27,7 @@ from tests.checkpoint import runs
 from tests.checkpoint.crafted import write_dcp
 from tests.models import DIM, next_token_loss, token_batch
 from tests.ranks import RankContext, RankPool
-from tests.reference import FP32
+from tests.reference import FP32, case
 
 ROWS = 4
 
@@ -137,9 +135,8 @@ def test_we_go_on_where_fsdp2_has_stopped(ranks: RankPool, tmp_path: Path, layou
     wanted = ranks(2).run(_train_theirs, (theirs / own[0], theirs / own[1]), flatten)[0]
     assert main(["convert", str(theirs), str(tmp_path / "run"), "--from", "dcp"]) == 0
     assert main(["inspect", str(tmp_path / "run")]) == 0
-    for world_size in (2, 1):
-        found = ranks(world_size).run(_go_on_with_ours, tmp_path / "run")[0]
-        assert found == pytest.approx(wanted, rel=1e-5)
+    found = ranks(1).run(_go_on_with_ours, tmp_path / "run")[0]
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def _everything(path: Path) -> dict[str, torch.Tensor]:
@@ -191,6 +188,8 @@ def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest
     with pytest.raises(CheckpointError, match=r"cannot read .*app: FileNotFoundError"):
         from_dcp(tmp_path / "app", run, model="app.model")
     assert not list(run.glob("*"))
+    with pytest.raises(CheckpointError, match="app exists: convert into a new directory"):
+        to_dcp(tmp_path, tmp_path / "app")
 
 
 def test_other_prefixes_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,42 +206,6 @@ def test_other_prefixes_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert _everything(path).keys() == {"model/weight"}
 
 
-def test_a_directory_converts_its_newest_intact_checkpoint(tmp_path: Path) -> None:
-    """As a load of the directory takes it."""
-    for value in (1.0, 2.0):
-        source = tmp_path / f"dcp-{value}"
-        write_dcp(source, {"model": {"weight": torch.full((2,), value)}})
-        path, _ = from_dcp(source, tmp_path / "run")
-    (file,) = path.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert to_dcp(tmp_path / "run", tmp_path / "out").name == "checkpoint-1"
-    with pytest.raises(CheckpointError, match="for the newest intact checkpoint in there"):
-        to_dcp(path, tmp_path / "other")
-
-
-def test_an_interrupt_is_one_and_leaves_nothing(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While it reads or writes. Until all is written, the directory does not have its name."""
-    ranks(1).run(_train_ours, tmp_path / "run")
-    out = tmp_path / "out"
-
-    def interrupt(*args: Any, **kwargs: Any) -> Any:
-        assert not out.exists()
-        raise KeyboardInterrupt
-
-    for holder, name in ((CheckpointFiles, "read_whole"), (FileSystemWriter, "write_data"), (os, "rename")):
-        with monkeypatch.context() as patch:
-            patch.setattr(holder, name, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                to_dcp(tmp_path / "run", out)
-        assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    to_dcp(tmp_path / "run", out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
-    with pytest.raises(CheckpointError, match="out exists: convert into a new directory"):
-        to_dcp(tmp_path / "run", out)
-
-
 # ------------------------------------------------------------------------------------------------ DCP's files
 
 STATE = {"model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3)}}
@@ -252,12 +215,11 @@ def test_tensors_and_values_that_torch_writes_come_back(tmp_path: Path) -> None:
     """Tensors of many dtypes and strides, scalars, empty tensors, and values."""
     dtypes = [torch.uint16, torch.uint64, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int8]
     state: dict[str, Any] = {str(dtype): torch.tensor([1, 0, 1]).to(dtype) for dtype in dtypes}
+    state |= {"turned": torch.arange(6.0).view(2, 3).t(), "expanded": torch.ones(1).expand(3)}
     state |= {
-        "turned": torch.arange(6.0).view(2, 3).t(),
-        "expanded": torch.ones(1).expand(3),
         "number": torch.tensor(3),
         "empty": torch.zeros(0, 3),
-        "list": [1, -5, 2**70, 1.5, "é", None, True, (1, 2), torch.float32],
+        "list": [-5, 2**70, 1.5, "é", None, True, (1, dtypes)],
     }
     write_dcp(tmp_path / "dcp", state)
     files = DcpFiles(tmp_path / "dcp")
@@ -309,44 +271,34 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda each: setattr(_tensor(each), "size", torch.Size([2**40, 3])),
         "do not hold each element of a tensor",
     ),
-    "a lost piece": (lambda each: _tensor(each).chunks.clear(), "do not hold each element of a tensor"),
-    "a piece that lies outside": (
-        lambda each: setattr(_tensor(each).chunks[0], "offsets", torch.Size([1, 0])),
-        "do not hold each element of a tensor",
-    ),
     "another shape": (
         lambda each: _tensor(each).__dict__.update(
             size=(shape := torch.Size([3, 2])), chunks=[ChunkStorageMetadata(torch.Size([0, 0]), shape)]
         ),
         r"does not hold a piece of shape \[3, 2\]",
     ),
-    "another dtype": (
-        lambda each: setattr(_tensor(each).properties, "dtype", torch.int32),
-        "does not hold a piece of shape .* and torch.int32",
-    ),
     "a part that is cut off": (lambda each: setattr(_part(each), "length", 100), "BadZipFile"),
     "no places": (lambda each: setattr(each, "storage_data", None), "of .*dcp: AttributeError: .*NoneType"),
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_files_that_do_not_fit_their_metadata_are_refused(tmp_path: Path, what: str) -> None:
-    change, told = WRONG[what]
-    write_dcp(tmp_path / "dcp", STATE, change)
-    with pytest.raises(CheckpointError, match=f"cannot read .*({told})"):
-        from_dcp(tmp_path / "dcp", tmp_path / "run")
+def test_files_that_do_not_fit_their_metadata_are_refused(tmp_path: Path) -> None:
+    for what, (change, told) in WRONG.items():
+        write_dcp(tmp_path / what / "dcp", STATE, change)
+        with case(what), pytest.raises(CheckpointError, match=f"cannot read .*({told})"):
+            from_dcp(tmp_path / what / "dcp", tmp_path / "run")
+    file = tmp_path / "flipped" / "dcp" / "__0_0.distcp"
+    write_dcp(file.parent, STATE)
+    file.write_bytes(file.read_bytes().replace(torch.arange(6.0).numpy().tobytes(), bytes(24)))
+    with pytest.raises(CheckpointError, match=r"cannot read 'model.a' of .*data/0 in __0_0.distcp is damaged"):
+        from_dcp(file.parent, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_values_take_no_more_memory_than_the_files_have_bytes(tmp_path: Path) -> None:
     """Not with a compressed part, one number in the place of a million, or a part for two tensors. Nor with a link."""
     zeros = torch.zeros(1000, 1000)
-    told = {
-        "compressed": "overlap or are compressed",
-        "expanded": "larger than their part",
-        "twice": "parts of .*overlap",
-    }
-    for name, words in told.items():
+    for name, words in (("compressed", "compressed"), ("expanded", "larger than their part"), ("twice", "overlap")):
         file = tmp_path / f"{name}.distcp"
         torch.save(torch.zeros(1).expand(1000, 1000) if name == "expanded" else zeros, file)
         if name == "compressed":
@@ -364,19 +316,9 @@ def test_values_take_no_more_memory_than_the_files_have_bytes(tmp_path: Path) ->
         os.rename(file, tmp_path / name / file.name)
         with pytest.raises(CheckpointError, match=f"cannot read 'model.[ab]' of .*{words}"):
             from_dcp(tmp_path / name, tmp_path / "run")
-    write_dcp(tmp_path / "linked", STATE)
-    for name in ("__0_0.distcp", ".metadata"):
-        os.rename(tmp_path / "linked" / name, tmp_path / name)
-        os.symlink(tmp_path / name, tmp_path / "linked" / name)
-        with pytest.raises(CheckpointError, match=f"{name} is a link, maybe to another directory: copy the files"):
-            from_dcp(tmp_path / "linked", tmp_path / "run")
-    shutil.copytree(tmp_path / "linked", tmp_path / "copied")
-    from_dcp(tmp_path / "copied", tmp_path / "run")
-
-
-def test_a_flipped_bit_in_a_weight_is_noticed(tmp_path: Path) -> None:
-    write_dcp(tmp_path / "dcp", STATE)
-    file = tmp_path / "dcp" / "__0_0.distcp"
-    file.write_bytes(file.read_bytes().replace(torch.arange(6.0).numpy().tobytes(), bytes(24)))
-    with pytest.raises(CheckpointError, match=r"cannot read 'model.a' of .*data/0 in __0_0.distcp is damaged"):
-        from_dcp(tmp_path / "dcp", tmp_path / "run")
+    linked = tmp_path / "linked"
+    write_dcp(linked, STATE)
+    os.rename(linked / ".metadata", tmp_path / ".metadata")
+    os.symlink(tmp_path / ".metadata", linked / ".metadata")
+    with pytest.raises(CheckpointError, match="metadata is a link, maybe to another directory: copy the files"):
+        from_dcp(linked, tmp_path / "run")

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
-from streamshard.checkpoint import directory
+from streamshard import latest
 from streamshard.checkpoint.directory import open_intact, remove_partial
-from streamshard.checkpoint.manifest import MAX_GENERATION, CheckpointFiles
+from streamshard.checkpoint.manifest import MAX_GENERATION
 from streamshard.checkpoint.storage import MANIFEST_NAME, MAX_TEXT_BYTES
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import FILE, begin, publish, put, rewrite
-from tests.models import Stack
-from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32
 
 
 @contextlib.contextmanager
@@ -54,11 +47,6 @@ def _replace_manifest(make: Callable[[Path], object]) -> Callable[[Path], object
     return act
 
 
-def _link_to_a_pipe(path: Path) -> None:
-    os.mkfifo(path.with_name("pipe"))
-    path.symlink_to("pipe")
-
-
 def _set(**others: Any) -> Callable[[Path], object]:
     return lambda checkpoint: rewrite(checkpoint, lambda content: content.update(others))
 
@@ -72,22 +60,15 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a manifest that is too large": lambda checkpoint: os.truncate(checkpoint / MANIFEST_NAME, MAX_TEXT_BYTES + 1),
     "a manifest that is a directory": _replace_manifest(os.mkdir),
     "a manifest that is a pipe": _replace_manifest(os.mkfifo),
-    "a manifest that is a link to a pipe": _replace_manifest(_link_to_a_pipe),
     "a manifest that is a device": _replace_manifest(lambda path: path.symlink_to("/dev/zero")),
     "no file": lambda checkpoint: os.unlink(checkpoint / FILE),
     "a file that is cut": lambda checkpoint: os.truncate(checkpoint / FILE, 1),
-    "a file that is longer": lambda checkpoint: os.truncate(checkpoint / FILE, (checkpoint / FILE).stat().st_size + 1),
     "a manifest that was edited": lambda checkpoint: _edit(checkpoint / MANIFEST_NAME),
     "no checkpoint but a file": lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.write_bytes(b"")),
     "a generation of text": _set(generation="x"),
     "a generation that is no number": _set(generation=float("nan")),
-    "a generation that is a truth": _set(generation=True),
     "a generation that no run reaches": _set(generation=10**18),
-    "a generation that is too large for an integer": _set(generation=1.5e308),
-    "a negative generation": _set(generation=-1),
     "a number of text": _set(number="x"),
-    "no ranks": _set(world_size=0),
-    "versions in a list": _set(versions=[]),
     "state in a list": _set(state=[]),
 }
 
@@ -110,9 +91,10 @@ def test_a_damaged_checkpoint_stops_neither_saves_nor_searches(
     assert sorted(damaged.rglob("*")) == before
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
-@pytest.mark.parametrize("name", [MANIFEST_NAME, FILE])
-@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize(
+    ("place", "name", "code"),
+    [(1, MANIFEST_NAME, errno.EIO), (3, FILE, errno.EACCES), (3, MANIFEST_NAME, errno.ESTALE)],
+)
 def test_a_checkpoint_that_cannot_be_read_now_is_older_than_saves_made_meanwhile(
     tmp_path: Path, place: int, name: str, code: int
 ) -> None:
@@ -154,25 +136,6 @@ def test_a_save_into_a_checkpoint_does_not_delete_the_checkpoint(tmp_path: Path)
     assert inner.exists()
 
 
-def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The disk would fill up."""
-    first, second = put(tmp_path, 1), put(tmp_path, 2)
-    rename = os.rename
-
-    def refuse(old: Path, new: Path) -> None:
-        if old == first:
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        rename(old, new)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    third = put(tmp_path, 3, keep=1)
-    assert {*tmp_path.iterdir()} == {first, third}
-    assert any(str(first) in message for message in caplog.messages)
-    assert not second.exists()
-
-
 def _flip(checkpoint: Path) -> None:
     content = bytearray((checkpoint / FILE).read_bytes())
     content[0] ^= 1
@@ -207,30 +170,3 @@ def test_the_newest_intact_checkpoint_is_opened_and_newer_ones_are_named(
     _flip(paths[1])
     with pytest.raises(CheckpointError, match=".*".join(f"checkpoint-{number}/" for number in (3, 5, 2, 1))):
         open_intact(tmp_path, alone)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("moment", ["read_manifest", "find"])
-def test_a_checkpoint_that_another_run_deletes_meanwhile_gives_way_to_the_newer_one(
-    context: RankContext, tmp_path: Path, moment: str
-) -> None:
-    """Right after it was listed, or when its files are verified and not open yet; another one may be in the list."""
-    model: Any = StreamShard(Stack(), precision=FP32)
-    for step in (1, 2, 3):
-        save_checkpoint(tmp_path / "run", model, None, {"step": step}, step=step)
-    holder = CheckpointFiles if moment == "find" else directory
-    real, newer = getattr(holder, moment), tmp_path / "newer"
-    if context.rank == 0:
-        os.rename(tmp_path / "run" / "checkpoint-3", newer)
-    dist.barrier()
-    calls = itertools.count()
-
-    def raced(*args: Any) -> Any:
-        if next(calls) == (2 if moment == "read_manifest" else 0) and context.rank == 0:  # behind the list of two
-            os.rename(newer, tmp_path / "run" / "checkpoint-3")
-            os.rename(tmp_path / "run" / "checkpoint-2", newer)
-        return real(*args)
-
-    with mock.patch.object(holder, moment, raced):
-        loaded = load_checkpoint(tmp_path / "run", StreamShard(Stack(), precision=FP32, min_unit_size=1 << 30))
-    assert (loaded["step"], loaded.passed_over) == (3, {})

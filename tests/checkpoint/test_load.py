@@ -6,7 +6,6 @@ import json
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -51,9 +50,8 @@ def _assert_refused(model: nn.Module, directory: Path, *words: str) -> None:
     assert_same(full_weights(model), before, "weights", EXACT)
 
 
-@on_ranks(3)
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("original_format", [True, False])
+@on_ranks(2)
+@pytest.mark.parametrize(("make", "original_format"), [*((make, True) for make in MODELS), (mixtral, False)])
 def test_load_reads_what_save_pretrained_writes(
     context: RankContext, make: Callable[[], nn.Module], original_format: bool, tmp_path: Path
 ) -> None:
@@ -103,24 +101,16 @@ def test_load_names_what_does_not_fit_and_changes_nothing(context: RankContext, 
 
 
 @on_ranks(1)
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"\x1b[2K\n": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
-        {"a": {"dtype": "\x1b[2K\n", "shape": [1], "data_offsets": [0, 4]}},
-    ],
-)
-def test_commands_in_a_file_do_not_reach_the_terminal(
-    context: RankContext, header: dict[str, Any], tmp_path: Path
-) -> None:
+def test_commands_in_a_file_do_not_reach_the_terminal(context: RankContext, tmp_path: Path) -> None:
     """Neither in the error nor in its traceback."""
+    header = {"\x1b[2K\n": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
     with pytest.raises(CheckpointError, match=r"\\x1b\[2K\\n") as caught:
         load_safetensors(sharded(Plain()), tmp_path)
     assert str(caught.value).isprintable()
     assert all(line.isprintable() for line in "".join(traceback.format_exception(caught.value)).splitlines())
-    assert caught.value.unexpected in ([], ["\x1b[2K\n"])
+    assert caught.value.unexpected == ["\x1b[2K\n"]
 
 
 # ------------------------------------------------------------------------------------------------ what files hold
@@ -193,37 +183,12 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(context: RankContext, t
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("same", [True, False])
-def test_equal_copies_on_several_disks_load_and_different_ones_raise(
-    context: RankContext, same: bool, tmp_path: Path
-) -> None:
-    """Each host may have a copy; copies that differ are refused on every rank, before anything changes."""
-    wanted, copies = filled(Plain).state_dict(), [tmp_path / "0", tmp_path / "1"]
-    _write(context, wanted, copies[0])
-    _write(context, {name: tensor + (not same) for name, tensor in wanted.items()}, copies[1])
-    own = copies[context.rank]
-    if same:
-        assert torch.equal(_loaded(Plain(), own)["last.bias"], wanted["last.bias"])
-    else:
-        _assert_refused(Plain(), own, "ranks see different files there")
-
-
-@on_ranks(1)
-def test_file_replaced_while_it_is_read_is_read_to_its_end(context: RankContext, tmp_path: Path) -> None:
-    """Header and data come from one opening, although another dtype has another layout."""
-    export_safetensors(sharded(filled(Plain)), tmp_path, dtype="float16")
-    read, other = loading.copy_ranges, sharded(Plain())
-    replaced: list[int] = []
-
-    def replace_first(*args: Any) -> None:
-        if not replaced:
-            replaced.append(1)
-            export_safetensors(other, tmp_path)
-        read(*args)
-
-    with mock.patch.object(loading, "copy_ranges", replace_first):
-        assert torch.equal(_loaded(Plain(), tmp_path)["last.bias"], filled(Plain).last.bias.half().float())
-    assert replaced
+def test_different_copies_on_several_disks_raise(context: RankContext, tmp_path: Path) -> None:
+    """On every rank, before anything changes."""
+    copies = [tmp_path / "0", tmp_path / "1"]
+    for number, copy in enumerate(copies):
+        _write(context, {name: tensor + number for name, tensor in filled(Plain).state_dict().items()}, copy)
+    _assert_refused(Plain(), copies[context.rank], "ranks see different files there")
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import random
@@ -39,7 +38,7 @@ from tests.checkpoint.crafted import few_files, rewrite, write_body
 from tests.checkpoint.runs import start, steps, weights_of
 from tests.models import Stack
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, FP32, assert_same, full_weights
+from tests.reference import EXACT, FP32, assert_same, case, full_weights
 
 
 def _save(context: RankContext, directory: Path) -> None:
@@ -74,7 +73,7 @@ def test_files_that_are_cut_lost_longer_or_flipped_are_named_before_anything_cha
     names = sorted(each.name for each in path.iterdir())
     assert names == ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
     damaged = tmp_path / "damaged"
-    flips = [f"flip {share}" for share in (0.0, 0.1, 0.35, 0.6, 0.85, 1.0)]
+    flips = [f"flip {share}" for share in (0.1, 0.6)]
     for name, kind in itertools.product(names, ("cut", "lose", "append", *flips)):
         if context.rank == 0:
             shutil.rmtree(damaged, ignore_errors=True)
@@ -130,11 +129,14 @@ def _record(rank: int, start: int, stop: int, dtype: torch.dtype = torch.float32
     return {"w": TensorRecord((2, 3), dtype, (PieceRecord(rank, start, stop),))}
 
 
-@pytest.mark.parametrize("other", [(1, 5, 6), (1, 3, 6), (1, 4, 5), (1, 4, 7)])
-def test_pieces_of_ranks_with_a_gap_or_an_overlap_are_refused(other: tuple[int, int, int]) -> None:
-    words = rf"each element of 'w' once, but 0:4 of \(2, 3\) in file 0, {other[1]}:{other[2]} of"
-    with pytest.raises(CheckpointError, match=words):
-        join_records([_record(0, 0, 4), _record(*other)])
+def test_pieces_of_ranks_that_do_not_fit_are_refused() -> None:
+    """A gap, overlaps, another dtype."""
+    for first, last in ((5, 6), (3, 6), (4, 5), (4, 7)):
+        words = rf"each element of 'w' once, but 0:4 of \(2, 3\) in file 0, {first}:{last} of"
+        with pytest.raises(CheckpointError, match=words):
+            join_records([_record(0, 0, 4), _record(1, first, last)])
+    with pytest.raises(CheckpointError, match=r"the same 'w', but .*float32.* and .*float16"):
+        join_records([_record(0, 0, 4), _record(1, 4, 6, dtype=torch.float16)])
 
 
 def test_boxes_are_tiles_if_each_element_is_in_one_of_them() -> None:
@@ -163,36 +165,6 @@ def test_boxes_are_tiles_if_each_element_is_in_one_of_them() -> None:
         assert are_tiles(shape, boxes) == once, (shape, boxes)
         seen.add(once)
     assert seen == {True, False}
-
-
-def test_many_boxes_are_compared_without_comparing_every_pair() -> None:
-    """A pair takes a microsecond, and there are 800 million."""
-    boxes = [[(row, 1), (column, 1)] for row in range(200) for column in range(200)]
-    assert are_tiles([200, 200], boxes)
-    assert not are_tiles([200, 200], [*boxes[1:], boxes[1]])
-
-
-def test_a_moment_names_its_weight_instead_of_the_same_pieces(tmp_path: Path) -> None:
-    """One of another shape, or with other pieces, lists its own."""
-    halves, thirds = ((PieceRecord(0, 0, 3), PieceRecord(1, 3, 6)), (PieceRecord(0, 0, 2), PieceRecord(1, 2, 6)))
-    tensors = {
-        "weight": TensorRecord((6,), torch.bfloat16, halves),
-        "moment": TensorRecord((6,), torch.float32, halves),
-        "row": TensorRecord((1, 6), torch.float32, halves),
-        "other": TensorRecord((6,), torch.float32, thirds),
-    }
-    files = tuple(FileRecord(f"rank-{number}.safetensors", 9, ["0" * 8]) for number in range(2))
-    text = Manifest(1, 2, VERSIONS, files, tensors, {}).encode()
-    (tmp_path / MANIFEST_NAME).write_bytes(text)
-    told = json.loads(text)["content"]["tensors"]
-    assert told["moment"]["pieces"] == "weight"
-    assert [type(told[name]["pieces"]) for name in ("weight", "row", "other")] == [list] * 3
-    assert read_manifest(tmp_path).tensors == tensors
-
-
-def test_ranks_that_have_a_tensor_in_two_dtypes_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"the same 'w', but .*float32.* and .*float16"):
-        join_records([_record(0, 0, 4), _record(1, 4, 6, dtype=torch.float16)])
 
 
 VERSIONS = dict.fromkeys(("streamshard", "torch", "saved_at"), "0")
@@ -256,25 +228,17 @@ TENSOR_VALUE = {"$": "tensor", "tensor": "extra.values[0]"}
 # What the manifest itself says.
 STRANGE: dict[str, Callable[[Any], object]] = {
     "a file outside": lambda c: _set(c, "files", 0, "name", "../x"),
-    "a device": lambda c: _set(c, "files", 0, "name", "/dev/zero"),
     "a dtype that is none": lambda c: _set(c, *TENSOR, "dtype", "load"),
-    "a range before the tensor": lambda c: _set(c, *TENSOR, "pieces", [[0, -1, 1]]),
     "a range that is not of integers": lambda c: _set(c, *TENSOR, "pieces", [[0, 0.0, 2.0]]),
-    "a piece with more": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 2, 0]]),
-    "negative sizes": lambda c: c["tensors"]["extra.values[0]"].update(shape=[-1, -2]),
     "a range outside of the tensor": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 3]]),
-    "a range that ends before its start": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 3], [0, 3, 2]]),
     "no state": lambda c: c.pop("state"),
     "a file twice": lambda c: c["files"].append(c["files"][0]),
-    "no checksums": lambda c: _set(c, "files", 0, "crc32", []),
     "more checksums than its bytes have": lambda c: _set(c, "files", 0, "crc32", ["00000000"] * 1000),
     "a file without bytes": lambda c: c["files"][0].update(size_bytes=0, crc32=[]),
-    "a size that is no integer": lambda c: _set(c, "files", 0, "size_bytes", 1.0),
-    "a file that is not counted in integers": lambda c: _set(c, *TENSOR, "pieces", [[0.0, 0, 2]]),
     "pieces of a tensor that there is not": lambda c: _set(c, *TENSOR, "pieces", "w"),
     "pieces of a tensor of another shape": lambda c: _set(c, *TENSOR, "pieces", "model/layers.0.linear.weight"),
     "pieces that too many tensors share": lambda c: c["tensors"].update(
-        (str(each), {**c["tensors"]["extra.values[0]"], "pieces": "extra.values[0]"}) for each in range(100_000)
+        (str(each), {**c["tensors"]["extra.values[0]"], "pieces": "extra.values[0]"}) for each in range(30_000)
     ),
     "a key with a command": lambda c: c.update({"\x1b[2K": 1}),
 }
@@ -306,21 +270,22 @@ STRANGE_VALUES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*STRANGE, *STRANGE_FILES])
-def test_a_manifest_of_a_stranger_is_refused_and_passed_over(saved: Path, tmp_path: Path, what: str) -> None:
+def test_a_manifest_of_a_stranger_is_refused_and_passed_over(saved: Path, tmp_path: Path) -> None:
     """Nothing is read or written elsewhere, and there is an older checkpoint."""
-    for number in (1, 2):
-        shutil.copytree(saved, tmp_path / f"checkpoint-{number}")
-        rewrite(tmp_path / f"checkpoint-{number}", lambda content: content.update(number=number))  # noqa: B023
     strange = tmp_path / "checkpoint-2"
-    assert latest(tmp_path) == strange
-    rewrite(strange, (STRANGE | STRANGE_FILES)[what])
-    told = "could not verify" if what in STRANGE_FILES else f"{strange}/checkpoint.json cannot be used"
-    with pytest.raises(CheckpointError, match=told) as caught:
-        open_intact(strange, RankGroup())
-    assert len(str(caught.value)) < 1000
-    assert all(line.isprintable() for line in "".join(traceback.format_exception(caught.value)).splitlines())
-    assert open_intact(tmp_path, RankGroup())[0].root == tmp_path / "checkpoint-1"
+    shutil.copytree(saved, tmp_path / "checkpoint-1")
+    for what, change in (STRANGE | STRANGE_FILES).items():
+        shutil.copytree(saved, strange)
+        rewrite(strange, lambda content: content.update(number=2))
+        assert latest(tmp_path) == strange
+        rewrite(strange, change)
+        told = "could not verify" if what in STRANGE_FILES else f"{strange}/checkpoint.json cannot be used"
+        with case(what), pytest.raises(CheckpointError, match=told) as caught:
+            open_intact(strange, RankGroup())
+        assert len(str(caught.value)) < 1000
+        assert all(line.isprintable() for line in "".join(traceback.format_exception(caught.value)).splitlines())
+        assert open_intact(tmp_path, RankGroup())[0].root == tmp_path / "checkpoint-1"
+        shutil.rmtree(strange)
 
 
 def _load_strange(context: RankContext, directory: Path) -> None:
@@ -340,11 +305,9 @@ def test_values_of_a_stranger_are_refused_before_anything_changes(ranks: RankPoo
     ranks(1).run(_load_strange, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b"7", b"{}", b'{"format":4}', b"\xff", b'{"format":' + b"9" * 5000 + b"}", b"[" * 100_000]
-)
-def test_a_manifest_of_any_other_shape_is_refused(tmp_path: Path, body: bytes) -> None:
+def test_a_manifest_of_any_other_shape_is_refused(tmp_path: Path) -> None:
     """Whatever Python's parser makes of it."""
-    write_body(tmp_path, body)
-    with pytest.raises(CheckpointError, match="checkpoint.json cannot be used: "):
-        read_manifest(tmp_path)
+    for body in (b"", b"[]", b'{"format":4}', b"\xff", b'{"format":' + b"9" * 5000 + b"}", b"[" * 100_000):
+        write_body(tmp_path, body)
+        with case(body[:20]), pytest.raises(CheckpointError, match="checkpoint.json cannot be used: "):
+            read_manifest(tmp_path)

@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +18,6 @@ from unittest import mock
 import fsspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -35,6 +34,7 @@ from streamshard.comm.ranks import RankGroup
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint import exporting
+from tests.checkpoint.crafted import FILE
 from tests.checkpoint.exporting import Plain, filled, sharded
 from tests.checkpoint.objects import Act, Kept, at_operation
 from tests.checkpoint.runs import start, steps, weights_of
@@ -57,13 +57,6 @@ def _loaded(root: Location) -> int:
     files, _ = open_intact(root, RankGroup())
     assert torch.equal(files.read_whole("t"), torch.full((700,), files.manifest.number))
     return files.manifest.number
-
-
-@pytest.fixture(params=["memory", "kept"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Url]:
-    """A directory of each of two stores."""
-    yield Url(f"{request.param}://{tmp_path}/run")
-    fsspec.filesystem("memory").store.clear()
 
 
 @pytest.fixture
@@ -92,32 +85,20 @@ def _fail_late(call: Callable[[], Any]) -> None:
     raise RuntimeError("the connection is lost")  # of a class of its own, as many stores have
 
 
-def _nothing(where: Url) -> None:
-    pass
-
-
-def _leave_a_killed_save(where: Url) -> None:
-    with pytest.raises(Killed), at_operation(5, _kill, lasting=True):
-        _save(where, 7)
-
-
 @pytest.mark.parametrize(
-    ("act", "before", "keep"),
-    [
-        *((_kill, _nothing, None), (_kill, _leave_a_killed_save, 1), (_kill, _nothing, 2)),
-        *((_fail, _leave_a_killed_save, None), (_fail, _nothing, 1)),
-        *((_fail_late, _nothing, 1), (_fail_late, _leave_a_killed_save, 2)),
-    ],
+    ("act", "was_killed", "keep"), [(_kill, False, 2), (_kill, True, 1), (_fail, True, None), (_fail_late, False, 1)]
 )
 def test_a_kill_or_an_error_at_any_operation_loses_no_save_that_has_returned(
-    tmp_path: Path, keep: int | None, before: Callable[[Url], None], act: Act
+    tmp_path: Path, keep: int | None, was_killed: bool, act: Act
 ) -> None:
-    """At each operation in turn. The next save deletes what is left. In all these are 270 kills and errors."""
+    """At each operation in turn. The next save deletes what is left."""
     for number in itertools.count():
         where = Url(f"kept://{tmp_path}/{number}")
         for each in (1, 2):
             _save(where, each)
-        before(where)
+        if was_killed:
+            with pytest.raises(Killed), at_operation(5, _kill, lasting=True):
+                _save(where, 7)
         returned = 2
         try:
             with at_operation(number, act, lasting=act is _kill) as done:
@@ -173,8 +154,7 @@ def test_a_run_that_is_killed_while_another_saves_deletes_no_save_that_has_retur
 
 def test_a_save_that_goes_on_while_another_run_deletes_it_does_not_return(kept: Url) -> None:
     """Whoever publishes comes between any two operations of whoever deletes. One of them gives up."""
-    seen: set[str] = set()
-    outcomes: set[str] = set()
+    seen, outcomes = set[str](), set[str]()
     for at in range(6):
         where = kept / str(at)
         partial = create_partial(where, "checkpoint-5")
@@ -199,34 +179,34 @@ def test_a_save_that_goes_on_while_another_run_deletes_it_does_not_return(kept: 
 # ------------------------------------------------------------------------------------------------ directories
 
 
-def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(root: Url) -> None:
+def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(kept: Url) -> None:
     """By generation, not by number. Directories under other names stay."""
-    assert latest(root) is None and next_number(root) == 1
-    assert survey(root) == []
-    paths = [_save(root, number) for number in (10, 11, 3)]
-    assert latest(str(root)) == paths[2] and paths[2].name.startswith("checkpoint-3.")
-    assert next_number(root) == 12
+    assert latest(kept) is None and next_number(kept) == 1
+    assert survey(kept) == []
+    paths = [_save(kept, number) for number in (10, 11, 3)]
+    assert latest(str(kept)) == paths[2] and paths[2].name.startswith("checkpoint-3.")
+    assert next_number(kept) == 12
     for name in storage_of(paths[2]).names():
         (data,) = storage_of(paths[2]).read((name, 0, storage_of(paths[2]).sizes()(name)))
-        ObjectStore(root / "best").put(name, data)
-    last = _save(root, 3, keep=2)
-    assert {entry.path for entry in survey(root)} == {root / "best", paths[2], last}
-    assert latest(root) == last
+        ObjectStore(kept / "best").put(name, data)
+    last = _save(kept, 3, keep=2)
+    assert {entry.path for entry in survey(kept)} == {kept / "best", paths[2], last}
+    assert latest(kept) == last
 
 
-@pytest.mark.parametrize("name", [MANIFEST_NAME, "rank-00000-of-00001.safetensors"])
-@pytest.mark.parametrize("what", ["gone", "changed"])
-def test_a_damaged_checkpoint_is_passed_over(root: Url, name: str, what: str) -> None:
-    _save(root, 1)
-    path = _save(root, 2)
-    data = storage_of(path).read((name, 0, storage_of(path).sizes()(name)))[0]
-    store = ObjectStore(path)
-    store.unlink(name)
-    if what == "changed":
-        store.put(name, data[:-1] + b"?")
-    assert _loaded(root) == 1
-    assert BEGUN in store.names()
-    assert _loaded(_save(root, 3).parent) == 3
+def test_a_damaged_checkpoint_is_passed_over(kept: Url) -> None:
+    for what, name in (("gone", FILE), ("changed", FILE), ("gone", MANIFEST_NAME), ("changed", MANIFEST_NAME)):
+        root = kept / f"{what} {name}"
+        _save(root, 1)
+        path = _save(root, 2)
+        data = storage_of(path).read((name, 0, storage_of(path).sizes()(name)))[0]
+        store = ObjectStore(path)
+        store.unlink(name)
+        if what == "changed":
+            store.put(name, data[:-1] + b"?")
+        assert _loaded(root) == 1
+        assert BEGUN in store.names()
+        assert _loaded(_save(root, 3).parent) == 3
 
 
 def test_an_upload_has_parts_and_one_that_fails_leaves_nothing(kept: Url, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,35 +256,16 @@ def test_a_missing_package_raises_on_all_ranks(context: RankContext, missing: st
     assert latest("memory://run") is None
 
 
-@on_ranks(2)
-def test_an_error_of_one_rank_names_the_url_on_all(context: RankContext, tmp_path: Path) -> None:
-    """And the save before stays."""
-    run, where = start(0), f"kept://{tmp_path}/run"
-    save_checkpoint(where, run.model, step=1)
-
-    def refuse(kind: str, path: str, action: Callable[[], Any]) -> Any:
-        return _fail(action) if kind == "put" and "rank-00001" in path else action()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "watch", staticmethod(refuse))
-        with pytest.raises(CheckpointError, match=f"rank 1: .*{where}/checkpoint-2.*rank-00001.*Permission denied"):
-            save_checkpoint(where, run.model, step=2)
-    dist.barrier()
-    assert load_checkpoint(where, run.model).path.name.startswith("checkpoint-1.")
-    assert len([*(tmp_path / "run").iterdir()]) == 1
-
-
 # ------------------------------------------------------------------------------------------------ runs
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_run_goes_on_bit_for_bit(context: RankContext, tmp_path: Path, wait: bool) -> None:
-    """Saved at once, or in the background, while training goes on."""
+def test_a_run_goes_on_bit_for_bit(context: RankContext, tmp_path: Path) -> None:
+    """Saved in the background, while training goes on."""
     where = f"kept://{tmp_path}/run"
     run = start(0)
     steps(run, 0, 3)
-    saving = save_checkpoint(where, run.model, run.optimizer, {**run.extra, "step": 3}, wait=wait)
+    saving = save_checkpoint(where, run.model, run.optimizer, {**run.extra, "step": 3}, wait=False)
     wanted = steps(run, 3, 6)
     assert saving.wait() == latest(where)
     other = start(1)
@@ -349,15 +310,11 @@ def _save_wide(context: RankContext, where: str) -> None:
 
 def _load_wide(context: RankContext, where: str) -> None:
     model: Any = StreamShard(_wide(), precision=FP32, min_unit_size=1 << 30)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
     before = Kept.bytes_read
     load_checkpoint(where, model)
     total = sum(param.numel() * 4 for param in _wide().parameters())
-    of_three = -(-3 // context.world_size)  # files, which have one checksum each
-    most = total / context.world_size + total / 3 * of_three + 6 * (1 << 16)  # headers, manifest, random states
-    assert total / context.world_size < Kept.bytes_read - before < most
+    most = total / 2 + total / 3 * 2 + 6 * (1 << 16)  # its files of three, headers, manifest, random states
+    assert total / 2 < Kept.bytes_read - before < most
     assert_same(model.full_state_dict(rank0_only=False), _wide().state_dict(), "loaded")
 
 
@@ -366,18 +323,15 @@ def test_another_number_of_ranks_reads_only_the_ranges_it_needs(ranks: Any, tmp_
     """Each byte is read once by one rank to verify it, and once by its owner."""
     where = f"kept://{tmp_path}/run"
     ranks(3).run(_save_wide, where)
-    for world_size in (1, 2, 4):
-        ranks(world_size).run(_load_wide, where)
+    ranks(2).run(_load_wide, where)
 
 
 @on_ranks(1)
 def test_memory_of_the_process_is_object_storage_too(context: RankContext) -> None:
-    run = start(0)
-    steps(run, 0, 1)
-    save_checkpoint("memory://run", run.model, run.optimizer, keep=1)
-    save_checkpoint("memory://run", run.model, run.optimizer, keep=1)
-    other = start(1)
-    load_checkpoint("memory://run", other.model, other.optimizer)
+    run, other = start(0), start(1)
+    for _ in range(2):
+        save_checkpoint("memory://run", run.model, keep=1)
+    load_checkpoint("memory://run", other.model)
     assert_same(weights_of(other), weights_of(run), "loaded")
     assert len(storage_of(Url("memory://run")).names()) == 1
     fsspec.filesystem("memory").store.clear()
@@ -386,7 +340,7 @@ def test_memory_of_the_process_is_object_storage_too(context: RankContext) -> No
 # ------------------------------------------------------------------------------------------------ exports
 
 
-@on_ranks(1, 3)
+@on_ranks(2)
 @pytest.mark.parametrize("size", ["5GB", 180])
 def test_an_export_has_the_files_of_one_on_a_file_system(context: RankContext, tmp_path: Path, size: Any) -> None:
     """And loads from there. It is not replaced: another directory takes the next one."""
@@ -414,23 +368,22 @@ def test_save_pretrained_writes_what_from_pretrained_reads(context: RankContext,
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("size", ["5GB", 180])
 def test_two_exports_into_one_directory_do_not_mix(
-    context: RankContext, size: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: RankContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one comes between any two operations of the first."""
     monkeypatch.setattr(Kept, "replaces", True)
     models, outcomes = [sharded(filled(Plain)), sharded(Plain())], set()
     wanted = []
     for number, model in enumerate(models):
-        export_safetensors(model, tmp_path / f"of {number}", max_shard_size=size)
+        export_safetensors(model, tmp_path / f"of {number}", max_shard_size=180)
         wanted.append(exporting.stored_bytes(tmp_path / f"of {number}"))
     for number in itertools.count():
         where, written = f"kept://{tmp_path}/{number}", []
 
         def intrude(url: str, written: list[int], call: Callable[[], Any]) -> Any:
             with contextlib.suppress(CheckpointError):  # the first one is there already
-                export_safetensors(models[1], url, max_shard_size=size)
+                export_safetensors(models[1], url, max_shard_size=180)
                 written.append(1)
             return call()
 
@@ -438,7 +391,7 @@ def test_two_exports_into_one_directory_do_not_mix(
             at_operation(number, functools.partial(intrude, where, written)) as done,
             contextlib.suppress(CheckpointError),
         ):
-            export_safetensors(models[0], where, max_shard_size=size)
+            export_safetensors(models[0], where, max_shard_size=180)
             written.append(0)
         if len(done) <= number:
             break
@@ -448,7 +401,7 @@ def test_two_exports_into_one_directory_do_not_mix(
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("act", [_kill, _fail, _fail_late])
+@pytest.mark.parametrize("act", [_kill, _fail_late])
 def test_a_kill_or_an_error_anywhere_leaves_no_export_or_all_of_it(
     context: RankContext, act: Act, tmp_path: Path
 ) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import errno
 import itertools
 import json
 import math
-import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +23,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,16 +40,25 @@ from streamshard import (
 )
 from streamshard.checkpoint import save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
-from streamshard.comm import flight_recorder
-from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError, log
-from tests.checkpoint.changes import CHANGES, at_change
+from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, ShardingError, log
 from tests.checkpoint.exporting import filled, sharded
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.families import llama
 from tests.launched import Launched, run_script
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_same_state, full_weights, piece_of, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    assert_same_state,
+    full_weights,
+    piece_of,
+    stack_step,
+    train_stack,
+)
 
 
 def _save(directory: Path, run: Run, extra: Any = None, **settings: Any) -> Path:
@@ -62,8 +66,7 @@ def _save(directory: Path, run: Run, extra: Any = None, **settings: Any) -> Path
 
 
 def _start_saving(directory: Path, run: Run, extra: Any = None, **settings: Any) -> Saving:
-    extra = {**run.extra, **extra} if isinstance(extra, dict) else extra or run.extra
-    return save_checkpoint(directory, run.model, run.optimizer, extra, **settings)
+    return save_checkpoint(directory, run.model, run.optimizer, extra or run.extra, **settings)
 
 
 def _load(directory: Path, run: Run, **extra: Any) -> Any:
@@ -79,13 +82,13 @@ def _train(context: RankContext, model: Any, optimizer: Any, first: int, last: i
     return losses
 
 
-@on_ranks(1, 3)
+@on_ranks(2)
 def test_a_run_goes_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
     """Weights, moments, schedule, scale, counters and random numbers: another model, started otherwise, takes over."""
     run = start(0)
     random.seed(context.rank)
     steps(run, 0, 3)
-    where = _save(tmp_path, run, {"position": 3, "mean": torch.tensor([0.5])})
+    where = _save(tmp_path, run, {**run.extra, "position": 3, "mean": torch.tensor([0.5])})
     wanted = steps(run, 3, 6)
     other = start(1)
     steps(other, 0, 1)
@@ -102,9 +105,7 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda params: torch.optim.SGD(params, lr=0.01),  # has no state
     lambda params: torch.optim.Adagrad(params, lr=0.01),  # has state before its first step
     lambda params: torch.optim.NAdam(params, lr=0.01),  # has numbers beside moments
-    lambda params: torch.optim.ASGD(params, lr=0.01),
-    lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), amsgrad=True, foreach=False),
-    lambda params: torch.optim.Adam(list(params)[:3], lr=0.01, fused=True),
+    lambda params: torch.optim.AdamW(list(params)[:3], lr=torch.tensor(0.01), amsgrad=True, foreach=False),
 ]
 
 
@@ -117,39 +118,15 @@ def test_optimizers_go_on_to_the_bit(context: RankContext, tmp_path: Path) -> No
         model = StreamShard(NormStack(), precision=FP32)
         return model, OPTIMIZERS[number](model.parameters())
 
-    for number in range(len(OPTIMIZERS)):
-        for before in (0, 3) if number < 2 else (3,):
-            run, other = make(0), make(1)
-            _train(context, *run, 0, before)
-            path = save_checkpoint(tmp_path, *run).path
-            wanted = _train(context, *run, before, before + 3)
-            _train(context, *other, 0, 1 - before // 3)
-            load_checkpoint(path, *other)
-            assert _train(context, *other, before, before + 3) == wanted, number
-            assert_same(full_weights(other[0]), full_weights(run[0]), "weights", EXACT)
-
-
-@on_ranks(2)
-def test_an_optimizer_that_steps_a_parameter_of_no_given_model_is_refused(context: RankContext, tmp_path: Path) -> None:
-    """Its module has to be given too, sharded or plain."""
-    model, other = (StreamShard(Stack(), precision=FP32) for _ in range(2))
-    both = torch.optim.AdamW([*model.parameters(), *other.parameters()])
-    head = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
-    for each, words in (
-        (both, "AdamW steps 'layers.0.linear.weight' of no given model"),
-        (optimizer, r"AdamW steps a parameter of shape \(2, 2\) of no given model"),
-    ):
-        with pytest.raises(CheckpointError, match=words):
-            save_checkpoint(tmp_path, model, each)
-        assert not any(tmp_path.iterdir())
-    with pytest.raises(ShardingError, match="Linear is not sharded"):
-        save_checkpoint(tmp_path, {"model": model, "head": head}, optimizer)
-    path = save_checkpoint(tmp_path, model, optimizer, {"head": head}).path
-    wanted = head.weight.detach().clone()
-    nn.init.zeros_(head.weight)
-    load_checkpoint(path, model, optimizer, {"head": head})
-    assert torch.equal(head.weight, wanted)
+    for number, before in ((0, 1), (1, 0), (2, 2), (3, 1)):
+        run, other = make(0), make(1)
+        _train(context, *run, 0, before)
+        path = save_checkpoint(tmp_path, *run).path
+        wanted = _train(context, *run, before, before + 2)
+        _train(context, *other, 0, 1)
+        load_checkpoint(path, *other)
+        assert _train(context, *other, before, before + 2) == wanted, number
+        assert_same(full_weights(other[0]), full_weights(run[0]), "weights", EXACT)
 
 
 def _boom() -> Any:
@@ -167,85 +144,68 @@ def test_a_value_that_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
     mine = SimpleNamespace(state_dict=_boom if context.rank == 1 else dict, load_state_dict=print)
     extra, group = dict[str, Any](), run.optimizer.param_groups[0]
     state = run.optimizer.state[next(param for param in run.model.parameters() if piece_of(param).numel())]
-    cases: list[tuple[dict[Any, Any], dict[str, Any], str]] = [
-        (extra, {"mine": mine}, "rank 1: ValueError: boom"),
-        (group, {"ema": average}, r"param_groups\[0\]\.ema\[0\] is one rank's piece"),
-        (state, {"history": average[:1]}, r"optimizer/model/.*\.history\[0\] is one rank's piece"),
-        (state, {"history": deque(average)}, r"model/.*\.history is a collections\.deque: a checkpoint holds numbers"),
+    cases: list[tuple[dict[Any, Any], str, Any, str]] = [
+        (extra, "mine", mine, "rank 1: ValueError: boom"),
+        (group, "ema", average, r"param_groups\[0\]\.ema\[0\] is one rank's piece"),
+        (state, "history", average[:1], r"optimizer/model/.*\.history\[0\] is one rank's piece"),
+        (state, "history", deque(average), r"model/.*\.history is a collections\.deque: a checkpoint holds numbers"),
     ]
-    for holder, held, words in cases:
-        holder.update(held)
+    for holder, name, held, words in cases:
+        holder[name] = held
         for wait in (True, False):
             with pytest.raises(CheckpointError, match=words):
                 save_checkpoint(tmp_path, run.model, run.optimizer, extra, wait=wait)
         if holder is state:
             with pytest.raises(ShardingError, match="history"):
                 full_optimizer_state_dict(run.model, run.optimizer)
-        for name in held:
-            holder.pop(name)
+        del holder[name]
     assert not any(tmp_path.iterdir())
-    steps(run, 1, 2)
-    run.model.full_state_dict()
     _load(_save(tmp_path, run), run)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_replicas_that_average_save_one_copy_for_any_mesh(context: RankContext, tmp_path: Path) -> None:
-    """2 x 2 and 4 x 1 load what the other has saved."""
-
-    def make(seed: int, shape: tuple[int, int]) -> Any:
-        torch.manual_seed(seed)
-        model = StreamShard(Stack(), precision=FP32, mesh=init_device_mesh("cpu", shape))
-        return model, adamw(model)
-
-    for saved, loaded in (((2, 2), (4, 1)), ((4, 1), (2, 2))):
-        model, optimizer = make(0, saved)
-        _train(context, model, optimizer, 0, 2)
-        path = save_checkpoint(tmp_path, model, optimizer).path
-        _train(context, model, optimizer, 2, 4)
-        other, its_optimizer = make(1, loaded)
-        load_checkpoint(path, other, its_optimizer)
-        _train(context, other, its_optimizer, 2, 4)
-        assert_same(full_weights(other), full_weights(model), "weights")
-
-
-OTHERS = [{}, {"weight_slots": "all", "grad_slots": "all"}, {"min_unit_size": "1GB"}, {"align_pieces_to": 24}]
+    """Two replicas, and two shards of one, load what the other has saved."""
+    for saved, loaded in (((2, 1), (1, 2)), ((1, 2), (2, 1))):
+        runs = []
+        for shape in (saved, loaded):
+            model = StreamShard(Stack(), precision=FP32, mesh=init_device_mesh("cpu", shape))
+            runs.append((model, adamw(model)))
+        train_stack(*runs[0], context, steps=2)
+        save_checkpoint(tmp_path, *runs[0])
+        load_checkpoint(tmp_path, *runs[1])
+        for run in runs:
+            train_stack(*run, context, first=2, steps=2)
+        assert_same(full_weights(runs[1][0]), full_weights(runs[0][0]), "weights")
 
 
 def _two_more(context: RankContext, path: Path, settings: dict[str, Any], *, saves: bool) -> list[float]:
     """The losses of two steps after two that were saved in `path`, by this run or another."""
     run = start(0 if saves else 1, **settings)
     if saves:
-        steps(run, 0, 2, spread=12)
+        steps(run, 0, 2, spread=6)
     (_save if saves else _load)(path, run)
-    return steps(run, 2, 4, spread=12)
+    return steps(run, 2, 4, spread=6)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("saved_by", "loading"), [(1, [2]), (2, [2, 3]), (3, [4, 1])])
-def test_any_number_of_ranks_loads_what_any_has_saved(
-    ranks: RankPool, tmp_path: Path, saved_by: int, loading: list[int]
-) -> None:
-    """With other units, slots and layouts too: losses to rounding, and to the bit where all is the same."""
-    wanted = ranks(saved_by).run(_two_more, tmp_path, {}, saves=True)[0]
-    for loaded_by in loading:
-        settings = OTHERS[loaded_by % len(OTHERS) if loaded_by != saved_by else 0]
+def test_any_number_of_ranks_loads_what_any_has_saved(ranks: RankPool, tmp_path: Path) -> None:
+    """With other units and layouts too: losses to rounding."""
+    wanted = ranks(2).run(_two_more, tmp_path, {}, saves=True)[0]
+    for loaded_by, settings in ((3, {"align_pieces_to": 24}), (1, {"min_unit_size": "1GB"})):
         found = ranks(loaded_by).run(_two_more, tmp_path, settings, saves=False)[0]
-        if loaded_by == saved_by:
-            assert found == wanted
-        else:
-            assert found == pytest.approx(wanted, rel=1e-5)
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@on_ranks(3)
+@on_ranks(2)
 def test_each_rank_writes_what_it_owns_once_in_files_that_anybody_reads(context: RankContext, tmp_path: Path) -> None:
     """JSON, and safetensors that the library opens; no element twice, and none of a copy."""
     run = start(0)
     steps(run, 0, 1)
     path = _save(tmp_path, run)
     found: dict[str, int] = {}
-    for rank in range(3):
-        with safe_open(path / f"rank-0000{rank}-of-00003.safetensors", "pt") as file:
+    for rank in range(2):
+        with safe_open(path / f"rank-0000{rank}-of-00002.safetensors", "pt") as file:
             for name in file.offset_keys():
                 found[name] = found.get(name, 0) + file.get_slice(name).get_shape()[0]
     written = json.loads((path / "checkpoint.json").read_text())["content"]["tensors"]
@@ -290,58 +250,26 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
 
 
 @on_ranks(2)
-def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
-    context: RankContext, tmp_path: Path
-) -> None:
-    """The others make a group for it, at the store, which does not say that nobody comes any more."""
-    run = start(0)
-
-    def die(*args: Any) -> Any:
-        raise SystemExit
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "MADE_WITHIN", datetime.timedelta(seconds=0.5))
-        patch.setattr(flight_recorder, "_LOGS_WITHIN_S", 0.2)
-        if context.rank == 1:
-            patch.setattr(save, "make_host_group", die)
-        error, words = (SystemExit, None) if context.rank == 1 else (CommunicationError, "making a group .* on rank 0")
-        with pytest.raises(error, match=words):
-            _save(tmp_path, run, wait=False)
-    assert not any(tmp_path.iterdir())
-
-
-@on_ranks(3)
 def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(context: RankContext, tmp_path: Path) -> None:
-    """The others hear of it; the next save works, and so does training."""
+    """The others hear of it; the next save works."""
     run = start(0)
-    _start_saving(tmp_path, run, wait=False).wait()
 
     def interrupt(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:
-        error, words = (CheckpointError, "rank 1: KeyboardInterrupt")
-        if context.rank == 1:
-            patch.setattr(save, "start_copies", interrupt)
-            error, words = KeyboardInterrupt, None
-        with pytest.raises(error, match=words):
+    if context.rank == 1:
+        with patch.object(save, "start_saving", interrupt), pytest.raises(KeyboardInterrupt):
             _save(tmp_path, run, wait=False)
-        if context.rank == 1:
-            patch.undo()
-            patch.setattr(save, "start_saving", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                _save(tmp_path, run, wait=False)
-        else:
-            saving = _start_saving(tmp_path, run, wait=False)
-            with pytest.raises(CheckpointError, match="background failed .* rank 1 has failed: interrupted"):
-                saving.wait()
-    steps(run, 0, 1)
-    assert _start_saving(tmp_path, run, wait=False).wait().name == "checkpoint-2"
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
+    else:
+        saving = _start_saving(tmp_path, run, wait=False)
+        with pytest.raises(CheckpointError, match="background .* rank 1 has failed: interrupted"):
+            saving.wait()
+    assert _start_saving(tmp_path, run, wait=False).wait().name == "checkpoint-1"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 _DIES = """
-    import os, signal, sys, time, torch, torch.distributed as dist
+    import os, signal, torch, torch.distributed as dist
     from streamshard import StreamShard, save_checkpoint
     from streamshard.checkpoint import save
     from streamshard.comm import flight_recorder
@@ -358,30 +286,23 @@ _DIES = """
         return write(*args)
 
     save.write_file = die
-    saving = save_checkpoint(sys.argv[1], model, wait=False)
-    for action in (saving.wait, lambda: save_checkpoint(sys.argv[1], model)):
+    saving = save_checkpoint({where!r}, model, wait=False)
+    for action in (saving.wait, lambda: save_checkpoint({where!r}, model)):
         try:
             action()
         except StreamShardError as error:
-            print(f"{type(error).__name__}: {error}")
-    if rank == 2:
-        open(sys.argv[1] + "-over", "w").close()
-    while not os.path.exists(sys.argv[1] + "-over"):  # rank 0 has the store
-        time.sleep(0.01)
+            print(type(error).__name__, error)
 """
 
 
 @pytest.mark.ranks
-def test_a_rank_that_dies_while_a_save_runs_is_named_on_all_others(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_a_save_runs_is_named(tmp_path: Path) -> None:
     """As soon as its connections close, and by the next call too."""
-    script = _DIES.replace("sys.argv[1]", repr(str(tmp_path / "run")))
-    results = Launched(3, tmp_path, run_script, script).end()
-    for rank in (0, 2):
-        code, output = results[rank]
-        assert code == 0, output
-        told = r"CheckpointError: .* may not be complete \(latest\(\) .*\): saving in the background failed .*rank 1"
-        assert re.search(told, output), output
-        assert re.search("CommunicationError: .*rank( 1)? has died", output), output
+    (code, output), _ = Launched(2, tmp_path, run_script, _DIES.format(where=str(tmp_path / "run"))).end()
+    assert code == 0, output
+    told = r"CheckpointError .* may not be complete \(latest\(\) .*\): saving in the background .*rank 1 has not come"
+    assert re.search(told, output), output
+    assert re.search("CommunicationError .*rank 1 has not come", output), output
     assert latest(tmp_path / "run") is None
 
 
@@ -389,29 +310,26 @@ _FAILS_LAST = """
     import atexit, resource, sys, torch
     atexit.register(print, "an earlier handler has run")
     from streamshard import StreamShard, save_checkpoint
-    atexit.register(print, "a later handler has run")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     model = StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))  # as a full disk
-    saving = save_checkpoint(sys.argv[1], model, wait=False)
-    if sys.argv[2] == "waits":
-        try:
-            saving.wait()
-        except Exception:
-            print("the error was caught")
+    try:
+        save_checkpoint(sys.argv[1], model, wait=False).wait()
+    except Exception:
+        print("the error was caught")
+    save_checkpoint(sys.argv[1], model, step=7, wait=False)
 """
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("what", ["waits", "does not wait"])
-def test_a_process_whose_last_save_fails_says_so_and_ends_with_an_error(tmp_path: Path, what: str) -> None:
-    """Unless its program has the error. All handlers run, and output is complete."""
-    command = [sys.executable, "-c", textwrap.dedent(_FAILS_LAST), str(tmp_path / "run"), what]
+def test_a_process_whose_last_save_fails_says_so_and_ends_with_an_error(tmp_path: Path) -> None:
+    """But for an error that its program has had. All handlers run, and output is complete."""
+    command = [sys.executable, "-c", textwrap.dedent(_FAILS_LAST), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert "an earlier handler has run" in done.stdout and "a later handler has run" in done.stdout
+    assert all(f"{words}\n" in done.stdout for words in ("handler has run", "the error was caught")), done.stdout
     assert "File too large" in done.stderr
-    told = f"this process ends without the checkpoint {tmp_path}/run/checkpoint-1, and with status 120"
-    assert (done.returncode, told in done.stderr) == ((0, False) if what == "waits" else (120, True))
+    told = re.findall("this process ends without the checkpoint (.*), and with status 120", done.stderr)
+    assert (done.returncode, told) == (120, [f"{tmp_path}/run/checkpoint-7"])
     assert not any((tmp_path / "run").iterdir())
 
 
@@ -431,8 +349,7 @@ def test_an_error_that_one_rank_has_seen_is_raised_on_all_by_the_next_call(
 ) -> None:
     """So that they go on together, also if none has; once all have heard of it, it is over. Nothing is left of it."""
     run = start(0)
-    before = _save(tmp_path, run)
-    patch = _break_writing(context, 0)
+    before, patch = _save(tmp_path, run), _break_writing(context, 0)
     for waiting in ([], [0], [0, 1]):
         saving = _start_saving(tmp_path, run, wait=False)
         for _ in range(2):
@@ -445,62 +362,6 @@ def test_an_error_that_one_rank_has_seen_is_raised_on_all_by_the_next_call(
     patch.undo()
     assert list(tmp_path.iterdir()) == [before] and latest(tmp_path) == before
     assert _save(tmp_path, run).name == "checkpoint-2"
-
-
-@on_ranks(1)
-def test_an_error_anywhere_leaves_what_was_there_or_the_new_one(context: RankContext, tmp_path: Path) -> None:
-    """Each change to the file system fails once, whether or not it was carried out; no error once the new one is whole.
-
-    What has to be deleted then, and cannot be, is no checkpoint any more, and the next save sweeps it up.
-    """
-    model = StreamShard(Stack((DIM,) * 3), precision=FP32)
-    for step in (1, 2):
-        save_checkpoint(tmp_path / "before", model, extra={"at": step})
-    before = _files(tmp_path / "before")
-
-    def fail(call: Callable[[], object]) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def fail_done(call: Callable[[], object]) -> None:
-        call()
-        fail(call)
-
-    kinds = ((fail, CHANGES), (fail_done, CHANGES - {"rename"}))
-    outcomes = set()
-    cases: list[tuple[dict[str, Any], set[str]]] = [
-        ({"step": 2}, {"checkpoint-1", "checkpoint-2", "checkpoint-2-2", "checkpoint-9"}),
-        ({"step": 3, "keep": 1}, {"checkpoint-9"}),
-    ]
-    for settings, names in cases:
-        for is_done in (False, True):
-            for call in itertools.count():
-                directory = tmp_path / "directory"
-                shutil.rmtree(directory, ignore_errors=True)
-                shutil.copytree(tmp_path / "before", directory)
-                error = None
-                with at_change(call, *kinds[is_done]) as reached:
-                    try:
-                        save_checkpoint(directory, model, extra={"at": 3}, **settings)
-                    except CheckpointError as raised:
-                        error = raised
-                if not reached():
-                    break
-                outcomes.add(error is None)
-                if error is not None:
-                    assert _files(directory) == before
-                    continue
-                path = latest(directory)
-                assert path is not None
-                assert load_checkpoint(path, model)["at"] == 3
-                save_checkpoint(directory, model, extra={"at": 4}, **{**settings, "step": 9})
-                assert {each.name for each in directory.iterdir()} == names
-    assert outcomes == {True, False}
-
-
-def _files(directory: Path) -> dict[str, bytes | None]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")
-    }
 
 
 @on_ranks(2)
@@ -528,21 +389,17 @@ def test_arguments_that_differ_between_ranks(context: RankContext, tmp_path: Pat
 
 @on_ranks(2)
 def test_gradients_that_wait_for_a_step_are_lost_with_a_word(context: RankContext, tmp_path: Path) -> None:
-    """Weights are right all the same; those that a step has used are not spoken of."""
-    for settings in ({}, {"weight_slots": "all", "grad_slots": "all"}):
-        model: Any = StreamShard(Stack(), precision=FP32, **settings)
-        optimizer = adamw(model)
-        wanted = full_weights(model)
-        with model.no_sync():
-            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-            lost = "model: a checkpoint has no gradients, and some have been accumulated"
-            with contextlib.nullcontext() if context.rank else pytest.warns(UserWarning, match=lost):
-                path = save_checkpoint(tmp_path, model, optimizer).path
-        stack_step(model, Call(1, context.rank, context.world_size, 1.0))
-        optimizer.step()
-        save_checkpoint(tmp_path, model, optimizer)
-        load_checkpoint(path, model, optimizer)
-        assert_same(full_weights(model), wanted, "weights", EXACT)
+    """Those that a step has used are not spoken of."""
+    model: Any = StreamShard(Stack(), precision=FP32, grad_slots="all")
+    optimizer = adamw(model)
+    with model.no_sync():
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        lost = "model: a checkpoint has no gradients, and some have been accumulated"
+        with contextlib.nullcontext() if context.rank else pytest.warns(UserWarning, match=lost):
+            save_checkpoint(tmp_path, model, optimizer)
+    stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+    optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer)
 
 
 @on_ranks(2)
@@ -550,22 +407,16 @@ def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(context: RankC
     """With its name, if it was interrupted too; the next save works."""
     run = start(0)
     for error, told in ((None, "the disk is full"), (KeyboardInterrupt(), "KeyboardInterrupt")):
-        patch = _break_writing(context, 1, error)
         is_interrupted = error is not None and context.rank == 1
-        kind, words = (
-            (KeyboardInterrupt, None) if is_interrupted else (CheckpointError, f"checkpoint-1: rank 1: {told}")
-        )
-        with pytest.raises(kind, match=words):
+        words = None if is_interrupted else f"checkpoint-1: rank 1: {told}"
+        patch = _break_writing(context, 1, error)
+        with pytest.raises(KeyboardInterrupt if is_interrupted else CheckpointError, match=words):
             _save(tmp_path, run)
         patch.undo()
     assert list(tmp_path.iterdir()) == []
     assert latest(tmp_path) is None
-    _save(tmp_path, run)
-    blocked = tmp_path / "file"
-    if context.rank == 0:
-        blocked.write_text("not a directory")
-    dist.barrier()
-    with pytest.raises(CheckpointError, match=r"could not save .*file"):
+    blocked = _save(tmp_path, run) / "checkpoint.json"
+    with pytest.raises(CheckpointError, match=r"could not save .*json"):
         _save(blocked, run)
 
 
@@ -589,20 +440,16 @@ def test_several_models_optimizers_and_objects(context: RankContext, tmp_path: P
 
     def make(seed: int, at: int) -> Any:
         torch.manual_seed(seed)
-        actor, critic, plain = (
-            StreamShard(Stack(), precision=FP32),
-            StreamShard(Stack((DIM,) * 3), precision=FP32),
-            Layer(),
-        )
+        actor, critic = (StreamShard(Stack((DIM,) * depth), precision=FP32) for depth in (5, 3))
+        plain = Layer()
         both = torch.optim.SGD([*actor.parameters(), *critic.parameters(), *plain.parameters()], lr=0.1, momentum=0.9)
+        own = torch.optim.Adam(actor.parameters())
         for model in (actor, critic):
             stack_step(model, Call(0, context.rank, context.world_size, 1.0))
         plain(torch.ones(1, DIM)).sum().backward()
         both.step()
-        own = torch.optim.Adam(actor.parameters())
         own.step()
-        objects = {"loader": Position(at), "plain": plain}
-        return {"actor": actor, "critic": critic}, {"both": both, "own": own}, objects
+        return {"actor": actor, "critic": critic}, {"both": both, "own": own}, {"loader": Position(at), "plain": plain}
 
     models, optimizers, objects = make(0, 3 + context.rank)
     save_checkpoint(tmp_path, models, optimizers, extra={**objects, "best": 0.25, "names": ("a", "b")})
@@ -614,74 +461,22 @@ def test_several_models_optimizers_and_objects(context: RankContext, tmp_path: P
         assert_same(full_weights(others[name]), full_weights(models[name]), name, EXACT)
     assert_same(their_objects["plain"].state_dict(), objects["plain"].state_dict(), "plain", EXACT)
     for name, optimizer in optimizers.items():
-        mine, theirs = (each.param_groups[0]["params"] for each in (optimizer, their_optimizers[name]))
-        for param, their_param in zip(mine, theirs, strict=True):
-            found, wanted = (
-                {key: value.as_subclass(torch.Tensor) for key, value in own.items()}
-                for own in (their_optimizers[name].state[their_param], optimizer.state[param])
-            )
-            assert_same(found, wanted, name, EXACT)
-
-
-@on_ranks(1, 2)
-def test_arrays_of_numpy_in_extra_come_back(context: RankContext, tmp_path: Path) -> None:
-    """A random state, whose numbers are unsigned; ids in 16 bits; different arrays on each rank."""
-    model = StreamShard(Stack(), precision=FP32)
-    generator = np.random.RandomState(context.rank)
-    ids = {"own": np.arange(3, dtype=np.uint16) + context.rank, "largest": np.array(2**64 - 1, np.uint64)}
-    save_checkpoint(tmp_path, model, extra={"random": generator.get_state(), "ids": ids})
-    loaded = load_checkpoint(tmp_path, model)
-    other = np.random.RandomState(7)
-    other.set_state(loaded["random"])
-    assert other.randint(1000) == generator.randint(1000)
-    for name, array in ids.items():
-        assert type(loaded["ids"][name]) is np.ndarray and loaded["ids"][name].dtype == array.dtype
-        assert np.array_equal(loaded["ids"][name], array)
-
-
-@on_ranks(2)
-def test_a_name_never_leads_to_the_tensor_of_another_name(context: RankContext, tmp_path: Path) -> None:
-    """Not even a name with a rank or a replica in it, or a dot where another has a key."""
-
-    def make() -> Any:
-        model = Stack()
-        for place, name in enumerate(("w", "w@replica0", "rank0/w", "replica0/w")):
-            model.register_parameter(name, nn.Parameter(torch.full((3,), float(place))))
-        return StreamShard(model, precision=FP32)
-
-    mine = torch.full((2,), float(context.rank))
-    extra = {"t": mine, "t@rank0": mine + 2, "rank0/extra.t": mine + 4, "a": {"b": mine}, "a.b": torch.full((2,), 9.0)}
-    model, other = make(), make()
-    save_checkpoint(tmp_path, model, extra=extra)
-    with torch.no_grad():
-        for param in other.parameters():
-            param.fill_(-1.0)
-    loaded = load_checkpoint(tmp_path, other)
-    assert_same(full_weights(other), full_weights(model), "weights", EXACT)
-    assert {name: str(value) for name, value in loaded.items()} == {name: str(value) for name, value in extra.items()}
-    with pytest.raises(CheckpointError, match=r"several tensors are named 'extra\.a\.b': give other keys in extra="):
-        save_checkpoint(tmp_path, model, extra={"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)})
+        for param, its in zip(*(each.state.values() for each in (optimizer, their_optimizers[name])), strict=True):
+            assert_same(its, param, name, EXACT)
 
 
 @on_ranks(2)
 def test_names_that_files_cannot_hold_are_refused(context: RankContext, tmp_path: Path) -> None:
     """An export has the parameters' own names; in a checkpoint more stands before them."""
-    for name, fits_in_checkpoints in (("__metadata__", True), ("w\udcff", False)):
+    for name in ("__metadata__", "w\udcff"):
         plain = Stack()
         plain.register_parameter(name, nn.Parameter(torch.ones(3)))
         model = StreamShard(plain, precision=FP32)
-        words = re.escape(f"a tensor is named {name!r}: safetensors files take names in UTF-8")
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=re.escape(f"a tensor is named {name!r}: safetensors files take")):
             export_safetensors(model, tmp_path / "export")
-        if fits_in_checkpoints:
-            wanted = full_weights(model)
-            save_checkpoint(tmp_path / "run", model)
-            load_checkpoint(tmp_path / "run", model)
-            assert_same(full_weights(model), wanted, "weights", EXACT)
-        else:
-            with pytest.raises(CheckpointError, match=re.escape(f"a tensor is named {'model/' + name!r}: ")):
-                save_checkpoint(tmp_path / "other", model)
-    assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
+    with pytest.raises(CheckpointError, match=re.escape(f"a tensor is named {'model/' + name!r}: ")):
+        save_checkpoint(tmp_path, model)
+    assert not any(tmp_path.glob("check*"))
 
 
 def _save_what_differs(context: RankContext, path: Path) -> Any:
@@ -728,9 +523,8 @@ def test_a_mismatch_is_named_and_nothing_changes(context: RankContext, tmp_path:
     _save(tmp_path, run)
     other = StreamShard(Stack(), precision=FP32)
     before = full_weights(other)
-    with pytest.raises(
-        CheckpointError, match=r"Counted and does not fit Stack: missing 'head.bias', .*unexpected"
-    ) as why:
+    told = r"Counted and does not fit Stack: missing 'head.bias', .*unexpected"
+    with pytest.raises(CheckpointError, match=told) as why:
         load_checkpoint(tmp_path, other)
     assert all(repr(name) in str(why.value) for name, _ in run.model.named_parameters() if "blocks" in name)
     assert_same(full_weights(other), before, "weights", EXACT)
@@ -757,31 +551,21 @@ def test_a_mismatch_is_named_and_nothing_changes(context: RankContext, tmp_path:
 
 @on_ranks(2)
 def test_a_weight_that_was_tied_is_loaded_wherever_it_is_now(context: RankContext, tmp_path: Path) -> None:
-    """Into both of those that it has become."""
-    tied: Any = StreamShard(Counted(), precision=FP32)
-    save_checkpoint(tmp_path, tied)
-    apart: Any = Counted()
+    """Into both of those that it has become. A buffer that is not contiguous comes back in its own memory."""
+    tied, apart = Counted(), Counted()
+    for each in (tied, apart):
+        each.register_buffer("table", torch.arange(6.0).view(2, 3).t())
     apart.head.weight = nn.Parameter(torch.zeros(apart.embedding.weight.shape))
-    model = StreamShard(apart, precision=FP32)
+    saved: Any = StreamShard(tied, precision=FP32)
+    save_checkpoint(tmp_path, saved)
+    model: Any = StreamShard(apart, precision=FP32)
+    table = model.table
+    table.zero_()
     load_checkpoint(tmp_path, model)
-    wanted = tied.full_state_dict(rank0_only=False)["embedding.weight"]
-    found: Any = model.full_state_dict(rank0_only=False)
-    for name in ("embedding.weight", "head.weight"):
-        assert torch.equal(found[name], wanted), name
-
-
-@on_ranks(1)
-def test_buffers_that_are_not_contiguous_come_back(context: RankContext, tmp_path: Path) -> None:
-    """In their own memory."""
-    plain = Stack()
-    plain.register_buffer("table", torch.arange(6.0).view(2, 3).t())
-    model: Any = StreamShard(plain, precision=FP32)
-    wanted, table = model.table.clone(), model.table
-    save_checkpoint(tmp_path, model)
-    model.table.zero_()
-    load_checkpoint(tmp_path, model)
+    wanted, found = saved.full_state_dict(rank0_only=False), model.full_state_dict(rank0_only=False)
+    for name in ("embedding.weight", "head.weight", "table"):
+        assert torch.equal(found[name], wanted[name]), name
     assert model.table is table
-    assert torch.equal(table, wanted)
 
 
 @on_ranks(2)
@@ -809,6 +593,16 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
             call(directory)
     with pytest.raises(ConfigError, match="out=None: wanted a path"):
         to_dcp(tmp_path, None)  # type: ignore[arg-type]
+    other = StreamShard(Stack(), precision=FP32)
+    for stray, words in (
+        (other, "AdamW steps 'layers.0.linear.weight' of no given model"),
+        (nn.Linear(2, 2), r"AdamW steps a parameter of shape \(2, 2\) of no given model"),
+    ):
+        both = torch.optim.AdamW([*run.model.parameters(), *stray.parameters()])
+        with pytest.raises(CheckpointError, match=words):
+            save_checkpoint(tmp_path, run.model, both)
+    with pytest.raises(ShardingError, match="Linear is not sharded"):
+        save_checkpoint(tmp_path, {"model": run.model, "head": stray}, both)
     with pytest.raises(ConfigError, match="optimizer is a OneCycleLR"):
         save_checkpoint(tmp_path, run.model, run.scheduler)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="model is a AdamW"):
@@ -825,27 +619,24 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
         _save(tmp_path, run)
     with pytest.raises(CheckpointError, match="no whole checkpoint: wanted a directory that save_checkpoint"):
         _load(tmp_path, run)
+    with pytest.raises(CheckpointError, match=r"several tensors are named 'extra\.a\.b': give other keys in extra="):
+        _save(tmp_path, run, {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)})
     assert list(tmp_path.iterdir()) == []
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_replicas_that_train_on_their_own_are_all_saved(context: RankContext, tmp_path: Path) -> None:
     """Between averages of local SGD each replica goes on with its own weights, and with the step of the average."""
-    mesh = init_device_mesh("cpu", (2, 2))
-
-    def make(seed: int) -> Any:
-        torch.manual_seed(seed)
+    mesh, runs = init_device_mesh("cpu", (2, 1)), []
+    for _ in range(2):
         model = StreamShard(Stack(), precision=FP32, mesh=mesh)
-        return model, LocalSGD(adamw(model), model, period=3, warmup_steps=1)
-
-    model, optimizer = make(0)
-    _train(context, model, optimizer, 0, 3)
-    save_checkpoint(tmp_path, model, optimizer)
-    wanted = _train(context, model, optimizer, 3, 8)
-    other, its_optimizer = make(1)
-    load_checkpoint(tmp_path, other, its_optimizer)
-    assert its_optimizer.step_count == 3
-    assert _train(context, other, its_optimizer, 3, 8) == wanted
+        runs.append((model, LocalSGD(adamw(model), model, period=3, warmup_steps=1)))
+    _train(context, *runs[0], 0, 3)
+    save_checkpoint(tmp_path, *runs[0])
+    wanted = _train(context, *runs[0], 3, 7)
+    load_checkpoint(tmp_path, *runs[1])
+    assert runs[1][1].step_count == 3
+    assert _train(context, *runs[1], 3, 7) == wanted
 
 
 @on_ranks(2)

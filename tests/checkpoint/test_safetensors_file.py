@@ -65,6 +65,13 @@ def write_empty(directory: Path, files: Sequence[FileLayout], index: bytes | Non
         (directory / "model.safetensors.index.json").write_bytes(index)
 
 
+def write_two(directory: Path) -> Sequence[FileLayout]:
+    """Tensors "a" and "b", each in a file, and the index."""
+    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4, NAMES)
+    write_empty(directory, files, encode_index(files, 2))
+    return files
+
+
 @given(tensors)
 def test_file_equals_the_librarys(described: dict[str, Any]) -> None:
     """Header, order and padding are the library's own, for every dtype, shape and name; so is alignment."""
@@ -85,15 +92,11 @@ def test_split_equals_huggingface_hubs(described: dict[str, Any], max_bytes: int
     assert index["weight_map"] == theirs.tensor_to_filename
 
 
-@pytest.mark.parametrize("size", [0, -1, "0GB", "5", "GB", "5Gi", "-1MB", "infGB", "nanKB", None, 1.5, ""])
-def test_invalid_sizes_raise(size: Any) -> None:
-    """The message repeats what was given and shows an example."""
-    with pytest.raises(ConfigError, match="max_shard_size=.*wanted a positive number of bytes"):
-        parse_bytes("max_shard_size", size)
-
-
-def test_sizes_need_no_b() -> None:
-    """As in 80G, the same as 80GB."""
+def test_sizes() -> None:
+    """As in 80G, the same as 80GB. The message about others repeats what was given."""
+    for size in (0, -1, "0GB", "5", "GB", "5Gi", "-1MB", "infGB", "nanKB", None, 1.5, ""):
+        with pytest.raises(ConfigError, match=f"max_shard_size={size!r}.*wanted a positive number of bytes"):
+            parse_bytes("max_shard_size", size)  # type: ignore[arg-type]
     assert parse_bytes("budget", "80G") == parse_bytes("budget", " 80 gb ") == 80 * 10**9
     assert parse_bytes("budget", "1.5k") == 1500
 
@@ -146,23 +149,21 @@ def test_damaged_files_raise(old: bytes, new: bytes, tmp_path: Path, read: Calla
         read(tmp_path)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
-@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_a_pipe_or_directory_in_place_of_a_file_raises_at_once(name: str, tmp_path: Path) -> None:
+def test_a_pipe_or_directory_in_place_of_a_file_raises_at_once(tmp_path: Path) -> None:
     """Opening a pipe waits for somebody to write to it; directories and links to nothing are no files either."""
-    path = tmp_path / name
-    for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (partial(os.symlink, "nothing"), os.unlink)):
-        make(path)
-        with pytest.raises(CheckpointError, match="has neither"):
-            StoredDirectory(tmp_path, NAMES)
-        remove(path)
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        path = tmp_path / name
+        for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (partial(os.symlink, "nothing"), os.unlink)):
+            make(path)
+            with pytest.raises(CheckpointError, match="has neither"):
+                StoredDirectory(tmp_path, NAMES)
+            remove(path)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_an_index_that_leads_to_no_regular_file_raises_at_once(tmp_path: Path, make: Callable[[Path], object]) -> None:
     """The library would wait for a pipe's writer."""
-    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4, NAMES)
-    write_empty(tmp_path, files, encode_index(files, 2))
+    files = write_two(tmp_path)
     path = tmp_path / files[0].name
     path.unlink()
     make(path)
@@ -178,18 +179,15 @@ def test_an_index_that_leads_to_no_regular_file_raises_at_once(tmp_path: Path, m
         (b'"model-00001', b'"../model-00001', "not a file of its own directory"),
         (b'"a": "model-00001', b'"a": "model-00002', "cannot read 'a' of .*model-00002-of-00002.safetensors"),
         (b'"a": "model-00001-of-00002.safetensors"', b'"a": 3', "names 3"),
-        (b'"a": "model-00001', b'"a": "model-00003', "cannot read"),
         (b"{", b"", "is not an index"),
         (b'"a": "model-00001', b'"a": "\\ud800model-00001', "cannot read"),
-        (b'"a": "model-00001', b'"a": "\\u0000model-00001', "cannot read"),
     ],
 )
 def test_damaged_index_raises(
     old: bytes, new: bytes, message: str, tmp_path: Path, read: Callable[[Path], StoredDirectory]
 ) -> None:
     """An index that leads out of its directory, or to a file that has no such tensor, is not followed."""
-    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4, NAMES)
-    write_empty(tmp_path, files, encode_index(files, 2))
+    write_two(tmp_path)
     _damage(tmp_path, "model.safetensors.index.json", old, new)
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path)
@@ -198,7 +196,7 @@ def test_damaged_index_raises(
 @each_reader
 def test_directory_without_weights_raises(tmp_path: Path, read: Callable[[Path], StoredDirectory]) -> None:
     """Numbered files alone are no export: the index comes last."""
-    files = plan_files(_metas(dict.fromkeys("ab", ((1,), torch.float32))), 4, NAMES)
-    write_empty(tmp_path, files)
+    write_two(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="has neither model.safetensors nor model.safetensors.index.json"):
         read(tmp_path)

@@ -125,8 +125,7 @@ def _trained(context: RankContext, **settings: Any) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("world_size", "precision", "slots"),
     [
-        *((1, "bf16", {}), (2, "fp32", {}), (2, "bf16", {"weight_slots": "all", "grad_slots": "all"})),
-        *((1, "fp32", {"offload": "state"}), (2, "bf16", {"offload": "state"})),
+        *((1, "bf16", {}), (2, "fp32", {}), (2, "bf16", {"offload": "state"})),
     ],
 )
 def test_without_guards_all_numbers_are_the_same(context: RankContext, precision: str, slots: dict[str, Any]) -> None:

@@ -41,13 +41,6 @@ def test_no_rank_has_more_than_four_thirds_of_the_least_possible(costs: list[int
     assert max(loads) <= 4 / 3 * least + 1e-9
 
 
-def test_parameters_that_come_later_go_to_the_idlest_rank() -> None:
-    """As `add_param_group` wants it: owners of what is there stay."""
-    loads = [4.0, 9.0, 0.0]
-    assert assign_owners([5.0, 1.0], loads) == [2, 0]
-    assert loads == [5.0, 9.0, 5.0]
-
-
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=40), st.integers(1, 5), st.integers(1, 80))
 def test_no_rank_owns_more_in_a_round_than_fits(sizes: list[tuple[int, int]], ranks: int, limit: int) -> None:
     """Or a single parameter that is larger; each parameter is in one round."""

@@ -84,15 +84,14 @@ def run(model: Any, way: str, context: RankContext, after: Callable[[], None] = 
     return full_weights(model)
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "sockets"), [(1, False), (2, True), (3, False)])
-def test_steps_in_backward_change_no_bit(context: RankContext, sockets: bool) -> None:
-    """However late collectives are, without races. Each way on one rank, and on two or three."""
+@on_ranks(1, 2)
+def test_steps_in_backward_change_no_bit(context: RankContext) -> None:
+    """However late collectives are, without races; over sockets, or through shared memory. Few ways on one rank."""
     for number, way in enumerate(WAYS):
-        if context.world_size not in (1, 2 + number % 2):
+        if context.world_size == 1 and number % 4:
             continue
         precision = (FP32, BF16)[number // 2 % 2]
-        with case(way), over_sockets() if sockets else contextlib.nullcontext():
+        with case(way), over_sockets() if number % 2 else contextlib.nullcontext():
             behind = sharded(way, precision)
             wanted = run(behind, way, context, step_behind(behind))
             model = sharded(way, precision)
@@ -122,7 +121,7 @@ def test_steps_in_backward_wait_for_reductions_on_a_device(context: RankContext)
                 run(model, "plain", context)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_two_units_have_main_grads_at_once(context: RankContext) -> None:
     """The unit that is being reduced, and the one before."""
     model: Any = sharded_model(stack_of(Layer, 6), precision=BF16, weight_slots=2)
@@ -181,20 +180,19 @@ def test_gradients_in_two_parts_raise_behind_a_hook(context: RankContext) -> Non
 
 @on_ranks(4)
 def test_hooks_with_replicas_get_averages(context: RankContext) -> None:
-    """At the end of backward, as with a slot for each unit."""
+    """At the end of backward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for settings in ({"mesh": mesh}, {"weight_slots": "all", "grad_slots": "all"}):
-        behind, model = (sharded("plain", FP32, **settings) for _ in range(2))
-        step_in_hooks(model)
-        wanted = run(behind, "plain", context, step_behind(behind))
-        assert_same(run(model, "plain", context), wanted, "weights", EXACT)
+    behind, model = (sharded("two layers", FP32, mesh=mesh) for _ in range(2))
+    step_in_hooks(model)
+    wanted = run(behind, "two layers", context, step_behind(behind))
+    assert_same(run(model, "two layers", context), wanted, "weights", EXACT)
 
 
 @on_ranks(2)
 def test_a_backward_that_fails_behind_steps_calls_no_hook_afterwards(context: RankContext) -> None:
     """Ranks stay in step: the rest of the program is issued without hooks."""
     model: Any = sharded("a backward that fails", FP32)
-    calls: list[nn.Parameter] = []
+    call, calls = Call(0, context.rank, context.world_size, 1.0), list[nn.Parameter]()
     step_in_hooks(model)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(calls.append)
@@ -204,17 +202,14 @@ def test_a_backward_that_fails_behind_steps_calls_no_hook_afterwards(context: Ra
 
     hook = model.layers[1].register_forward_hook(lambda module, args, out: out.register_hook(stop) and None)
     with pytest.raises(ZeroDivisionError):
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        stack_step(model, call)
     called = len(calls)
     with mock.patch.object(log, "warning") as warning:
-        before = full_weights(model)
+        full_weights(model)
     assert "Hooks have stepped some parameters: load" in warning.call_args.args[1]
-    assert 0 < called < len(list(model.parameters()))
+    assert 0 < called == len(calls) < len(list(model.parameters()))
     hook.remove()
-    model.eval()(vector_batch(0, context.rank))
-    assert len(calls) == called
-    assert_same(full_weights(model), before, "weights", EXACT)
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, call)
     assert len(calls) == called + len(list(model.parameters()))
 
 
@@ -243,7 +238,7 @@ def test_collectives_inside_hooks_raise(context: RankContext) -> None:
         whole[found].step()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_steps_with_the_gradient_of_a_penalty_alone_raise(context: RankContext) -> None:
     """Autograd adds it by itself, before the gradient of the layer is there. Weight decay works."""
     for name in ("layers.1.linear.weight", "head.weight"):

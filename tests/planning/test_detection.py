@@ -44,11 +44,7 @@ def _layers(count: int, width: int = 16) -> nn.ModuleList:
 MODELS: dict[str, tuple[dict[str, int], float]] = {
     "Qwen3ForCausalLM": ({"Qwen3DecoderLayer": 32}, 0.01),
     "MarianMTModel": ({"MarianEncoderLayer": 12, "MarianDecoderLayer": 12}, 0.01),
-    "Idefics3ForConditionalGeneration": ({"Idefics3EncoderLayer*": 12, "LlamaDecoderLayer": 32}, 0.01),
-    "BlipForConditionalGeneration": ({"BlipEncoderLayer": 12, "BlipTextLayer": 12}, 0.02),
     "LlavaForConditionalGeneration": ({"CLIPEncoderLayer*": 24, "LlamaDecoderLayer": 32}, 0.01),
-    "LongformerModel": ({"LongformerLayer": 12}, 0.02),
-    "Blip2QFormerModel": ({"Blip2QFormerLayer": 12}, 0.01),
     "ConvNextV2Model": ({"ConvNextV2Layer": 18}, 0.1),
 }
 
@@ -107,10 +103,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: Parts(layers=nn.ModuleList(nn.ModuleList([Layer(), nn.Linear(16, 16)]) for _ in range(3))),
         [f"layers.{layer}.{part}" for layer in range(3) for part in range(2)],
     ),
-    "a dict of layers": (
-        lambda: Parts(layers=nn.ModuleDict({str(number): Layer() for number in range(3)})),
-        _in("layers", 3),
-    ),
     "a dict of towers": (
         lambda: Parts(towers=nn.ModuleDict({key: nn.Sequential(*_layers(3)) for key in "ab"})),
         _in("towers.a", 3) + _in("towers.b", 3),
@@ -128,10 +120,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: Parts(first=_layers(32, 4096), second=_layers(2, 1024), third=_layers(2, 1023)),
         _in("first", 32) + _in("second", 2),
     ),
-    "a list of tables": (
-        lambda: Parts(tables=nn.ModuleList(nn.Embedding(200, 16) for _ in range(10)), layers=_layers(2)),
-        _in("tables", 10) + _in("layers", 2),
-    ),
     "beside a large embedding": (
         lambda: Parts(embedding=nn.Embedding(9999, 16), encoder=_layers(2), decoder=_layers(3)),
         ["embedding", *_in("encoder", 2), *_in("decoder", 3)],
@@ -139,12 +127,11 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", FOUND)
-def test_lists_that_are_worth_streaming_are_found(case: str) -> None:
+def test_lists_that_are_worth_streaming_are_found() -> None:
     """A twentieth of the weights, or a million parameters a layer; embeddings are not weights."""
-    build, names = FOUND[case]
-    with torch.device("meta"):
-        assert _units(build()) == names
+    for what, (build, names) in FOUND.items():
+        with torch.device("meta"):
+            assert _units(build()) == names, what
 
 
 def test_classes_can_be_named() -> None:

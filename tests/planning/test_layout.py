@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.planning.layout import ALIGNMENT, FlatParamLayout, LocalRange, ParamLayout, plan_flat_param
+from tests.models import TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import adamw, assert_trains_like_plain, engine_inside, lm_step
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 sizes = st.lists(shapes, max_size=8).map(lambda all: [ParamLayout(f"p{k}", shape) for k, shape in enumerate(all)])
@@ -50,24 +53,6 @@ def test_parameters_lie_in_order_aligned_and_are_cut_between_blocks(
 
 
 @given(sizes, world_sizes, alignments)
-def test_cutting_between_blocks_costs_less_than_a_block_for_each_parameter_and_rank(
-    params: list[ParamLayout], world_size: int, pieces: int
-) -> None:
-    """Small parameters share a block. Only one that would be cut inside of a block leaves the block's rest unused."""
-    layout = _plan(params, world_size, pieces)
-    grain = math.lcm(ALIGNMENT, pieces) if world_size > 1 else ALIGNMENT
-    end = 0
-    for param in layout.params:
-        gap = param.offset - end
-        assert gap < grain
-        assert (
-            gap < ALIGNMENT or -(-end // ALIGNMENT) * ALIGNMENT % grain + param.numel > grain
-        )  # else it fits into the block
-        end = param.offset + param.numel
-    assert layout.padded_numel - end < world_size * grain
-
-
-@given(sizes, world_sizes, alignments)
 def test_the_ranks_ranges_tile_every_parameter(params: list[ParamLayout], world_size: int, pieces: int) -> None:
     """In rank order, each element once, at the place in the shard that the flat buffer gives it."""
     layout = _plan(params, world_size, pieces=pieces)
@@ -82,3 +67,12 @@ def test_the_ranks_ranges_tile_every_parameter(params: list[ParamLayout], world_
             else:
                 assert local == LocalRange(0, 0, 0)
         assert owned == list(range(param.numel))
+
+
+@on_ranks(3)
+def test_a_transformer_with_aligned_pieces_trains_like_plain_pytorch(context: RankContext) -> None:
+    """Gradients are collected, and lie where their weights do."""
+    model: Any = assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, align_pieces_to=24)
+    report = model.memory_report()
+    layouts = [flat_param.layout for unit in engine_inside(model).units for flat_param in unit.flat_params]
+    assert report.padded_numel == sum(layout.padded_numel for layout in layouts) >= report.numel

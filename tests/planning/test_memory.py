@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +19,7 @@ from streamshard.tools.memory import MemoryReport
 from tests.models import DIM, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, engine_inside, lm_step, stack_step
-from tests.scenarios import BF16, PRECISIONS, SCENARIOS, RoutedStack, over_sockets, sharded, train
+from tests.scenarios import BF16, PRECISIONS, RoutedStack, over_sockets, sharded, train
 from tests.simulated import simulated_device
 
 
@@ -87,19 +83,13 @@ def _numels(module: nn.Module, inside: str) -> list[int]:
 MODELS = {
     "a language model": lambda: TinyLM(TinyConfig(depth=3)),
     "layers of different sizes": lambda: Stack((16, 3, 40, 1, 24)),
-    "two layers": lambda: Stack((DIM, DIM, DIM)),
 }
 
 
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "way", "precision"),
-    [
-        *((1, "shared memory", precision) for precision in ("fp32", "16-bit")),
-        *((2, "shared memory", precision) for precision in ("bf16", "16-bit wire")),
-        (2, "sockets", "fp32"),
-        (3, "sockets", "16-bit wire"),
-    ],
+    [(1, "shared memory", "16-bit"), (2, "shared memory", "bf16"), (2, "sockets", "16-bit wire")],
 )
 def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, way: str, precision: str) -> None:
     """Category by category, before the first step and after two; in all, also where main grads have no memory."""
@@ -126,19 +116,6 @@ def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, wa
         assert _report(model).start_bytes == sum(_reachable_storages(model).values()), name
         assert report.numel == sum(edge) + sum(map(sum, blocks))
         assert report.world_size == context.world_size
-
-
-@on_ranks()
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_replicas_in_rank_order_hold_main_grads_beside_the_slots_of_gradients(context: RankContext) -> None:
-    """Whatever the number of slots."""
-    mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("replicate", "shard"))
-    for slots in ({}, {"weight_slots": "all"}, {"weight_slots": "all", "grad_slots": "all"}):
-        model: Any = StreamShard(TinyLM(), precision=replace(FP32, sums_in_rank_order=True), mesh=mesh, **slots)
-        _train(model, context, steps=2)
-        report = _report(model)
-        assert report.held_bytes["main grads"] == 4 * report.padded_numel // report.world_size
-        assert report.total_bytes == sum(_reachable_storages(model).values())
 
 
 def _train(model: nn.Module, context: RankContext, steps: int) -> None:
@@ -201,9 +178,8 @@ def _tensors_behind(start: object) -> Iterator[torch.Tensor]:
 
 # Units, slots and main grads of each kind, and passes that leave or repeat them.
 ALLOCATING = (
-    *("large embedding and head", "a unit of another kind", "no_sync", "reentrant checkpointing", "a kept graph"),
-    *("layers unused on some ranks", "layers used twice", "evaluation between steps", "adapters in micro-batches"),
-    *("norms in fp32", "clipping", "summoning", "a backward that fails", "weights read elsewhere"),
+    *("large embedding and head", "no_sync", "reentrant checkpointing", "layers used twice"),
+    *("adapters in micro-batches", "norms in fp32", "summoning", "a backward that fails", "weights read elsewhere"),
 )
 
 
@@ -223,59 +199,17 @@ def test_the_engine_allocates_nothing_after_the_first_step(context: RankContext,
     assert storages.items() <= at_start.items()
 
 
-class _Made:
-    """Memory that operations have made. Looks at storages: autograd keeps those and not the tensors.
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that operations have made."""
 
-    Attributes:
-        refs: to each storage, and the shape it was made for.
-        largest_numel: elements of the largest.
-    """
+    numel = 0
 
-    def __init__(self) -> None:
-        self.refs: list[tuple[StorageWeakRef, tuple[int, ...]]] = []
-        self.largest_numel = 0
-
-    def alive(self) -> list[tuple[int, ...]]:
-        """Shapes of what still exists."""
-        gc.collect()
-        return [shape for ref, shape in self.refs if not ref.expired()]
-
-
-@contextmanager
-def _watched() -> Iterator[_Made]:
-    made = _Made()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
-            for tensor in tensors_in(result):
-                if tensor.numel() and tensor.untyped_storage().data_ptr() not in given:
-                    made.refs.append((StorageWeakRef(tensor.untyped_storage()), tuple(tensor.shape)))
-                    made.largest_numel = max(made.largest_numel, tensor.numel())
-            return result
-
-    with Watch():
-        yield made
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "16-bit wire")])
-def test_no_tensor_made_in_a_step_outlives_it(context: RankContext, precision: str) -> None:
-    """Neither activations nor anything of the engine's; the optimizer's state is older."""
-    for scenario in ("plain", "no_sync", "reentrant checkpointing", "layers unused on some ranks"):
-        model = sharded(scenario, PRECISIONS[precision], keep_main_grads=True)
-        optimizer = adamw(model)
-        for number in range(2):
-            SCENARIOS[scenario].step(model, Call(number, context.rank, context.world_size, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-        with _watched() as made:
-            SCENARIOS[scenario].step(model, Call(2, context.rank, context.world_size, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert len(made.refs) > 20
-        assert made.alive() == [], scenario
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        made = [t.numel() for t in tensors_in(result) if t.untyped_storage().data_ptr() not in given]
+        self.numel = max([self.numel, *made])
+        return result
 
 
 @on_ranks(2)
@@ -285,9 +219,9 @@ def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> No
     call = Call(0, context.rank, 2, 1.0)
     stack_step(model, call)
     unit_numel = engine_inside(model).units[1].layout.padded_numel
-    with _watched() as made:
+    with _Largest() as largest:
         stack_step(model, call)
-    assert made.largest_numel == DIM * DIM < unit_numel  # autograd's gradient of one weight
+    assert largest.numel == DIM * DIM < unit_numel  # autograd's gradient of one weight
 
 
 # -- while a model is built -------------------------------------------------------------------------------------------
@@ -308,11 +242,11 @@ def _walk(events: Sequence[Any]) -> Iterator[Any]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "slots"), [(1, {}), (2, {}), (2, {"weight_slots": "all", "grad_slots": "all"})])
-def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext, slots: dict[str, Any]) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext) -> None:
     """The model's own memory goes unit by unit, before there is any for gradients: 48 MiB that are not there twice."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, simulated_device():
-        model = StreamShard(Wide(), precision=BF16, **slots)
+        model = StreamShard(Wide(), precision=BF16)
     assert len(list(model.parameters())) == 24
     kind = torch._C._profiler._EventType.Allocation
     events = [e for e in _walk(profiled.profiler.kineto_results.experimental_event_tree()) if e.tag == kind]
@@ -325,4 +259,4 @@ def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext,
             live[event.extra_fields.ptr] = size
         peak = max(peak, used)
     model_and_slots = 12 * 2**22 + 2 * 2**21
-    assert peak < max(used, model_and_slots) + 5 * 2**20
+    assert peak < max(used, model_and_slots) + 5 * 2**20, (peak, used, model_and_slots)

@@ -14,7 +14,6 @@ UNITS = 7
 visits_lists = st.lists(st.integers(0, UNITS - 1), max_size=12)
 slots_lists = st.lists(st.integers(0, 3), min_size=UNITS, max_size=UNITS)
 streamed_lists = st.lists(st.booleans(), min_size=UNITS, max_size=UNITS)
-ALL_TURN = [True] * UNITS
 
 
 # -- the plan -----------------------------------------------------------------------------------------------------
@@ -57,37 +56,6 @@ def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
     assert schedule.finish() == []
 
 
-@given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
-def test_a_unit_is_closed_before_another_is_used(visits: list[int], slots: list[int], used: list[int]) -> None:
-    """Also for one outside of the program: backward must see them in the order in which they ran."""
-    schedule = Schedule(visits, slots, ALL_TURN, reduce=False)
-    for unit in used:
-        schedule.reach(unit)
-    schedule.finish()
-    places = iter(schedule.log)
-    stays = [unit for place, unit in enumerate(used) if used[place - 1 : place] != [unit]]
-    assert all(unit in places for unit in stays)
-
-
-@given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
-def test_a_resident_unit_is_out_of_order_only_if_the_program_does_not_have_it(
-    visits: list[int], slots: list[int], used: list[int]
-) -> None:
-    """What was gathered for it is in place, whenever it is used again; the others' turns go on."""
-    schedule = Schedule(visits, slots, [False] * UNITS, reduce=False)
-    for unit in used:
-        position = schedule.position
-        if schedule.find(unit) is None and unit in visits:
-            assert schedule.reach(unit) == []
-            assert schedule.position == position
-        else:
-            schedule.reach(unit)
-    schedule.finish()
-    outside = [unit for unit in schedule.log if unit not in visits]
-    assert set(outside) == set(used) - set(visits)
-    assert len(schedule.log) == len(visits) + len(outside)
-
-
 READS: dict[str, tuple[list[int], int, bool, list[int]]] = {  # units that ran, what is read, by a layer; the log
     "before its turn": ([0], 4, False, [4, 0, 1, 2, 3, 4]),
     "in its turn": ([0, 1, 2, 3], 4, False, [0, 1, 2, 3, 4]),
@@ -125,25 +93,6 @@ def test_a_unit_that_a_rank_requests_is_visited_once_more() -> None:
 
 
 # -- learning the order -------------------------------------------------------------------------------------------
-
-
-@given(streamed_lists)
-def test_before_an_order_is_known_resident_units_come_first(is_streamed: list[bool]) -> None:
-    """Then ranks may use it in whatever order; the rest as registered. The root unit is resident."""
-    is_streamed[0] = False
-    order = merge_order((0,), is_streamed)
-    assert sorted(order) == list(range(UNITS))
-    stays, rest = order[: is_streamed.count(False)], order[is_streamed.count(False) :]
-    assert [is_streamed[unit] for unit in stays] == [False] * len(stays)
-    assert (list(stays), list(rest)) == (sorted(stays), sorted(rest))
-
-
-@given(st.lists(st.integers(0, UNITS - 1), max_size=12), streamed_lists)
-def test_merging_keeps_what_was_used_and_adds_each_of_the_rest_once(used: list[int], is_streamed: list[bool]) -> None:
-    """So if a rank uses a skipped unit later, the other ranks take part in its collectives."""
-    merged = merge_order(used, is_streamed)
-    assert [unit for unit in merged if unit in used] == used
-    assert sorted(unit for unit in merged if unit not in used) == [u for u in range(UNITS) if u not in used]
 
 
 def test_an_unused_unit_is_placed_early_enough_in_the_program() -> None:
