@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.guards.weights import explain_version
-from tests.models import Layer, vector_batch
+from tests.models import DIM, Layer, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_trains_like_plain, case, stack_step
 
@@ -223,3 +223,21 @@ def test_layers_may_carry_outputs_of_earlier_layers(context: RankContext, way: s
         return stack_step(model, call)
 
     assert_trains_like_plain(context, Chain, step, checked=(0, 2))
+
+
+class Attending(nn.MultiheadAttention):
+    """Keeps its attention maps."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y, self.maps = super().forward(x, x, x)
+        return x + y
+
+
+@on_ranks(2)
+def test_a_loss_of_attention_maps_alone_raises(context: RankContext) -> None:
+    """Torch names no version where a layer computes with chunks of a weight."""
+    model: Any = StreamShard(Calling(lambda: Attending(DIM, 2), lambda layer, x: layer(x)), precision=FP32)
+    model(vector_batch(0, context.rank))
+    with pytest.raises(RuntimeError, match="another view of its base has been modified inplace") as raised:
+        model.layers[1].maps.square().mean().backward()
+    assert "attention maps" in str(explain_version(raised.value))

@@ -37,7 +37,7 @@ def _small_chunks(scenario: str) -> Any:
 # What copies and late steps do otherwise in; all else is the engine's own, or a program of test_random_models.
 _SCENARIOS = (
     *("plain", "tied", "no_sync", "layers unused on some ranks", "layers used twice", "two backwards", "freezing"),
-    *("adapters in micro-batches", "norms in fp32", "clipping", "summoning", "a backward that fails"),
+    *("adapters in micro-batches", "summoning", "clipping", "norms in fp32", "a backward that fails"),
     *("weights read elsewhere", "a head that a loss reads"),
 )
 

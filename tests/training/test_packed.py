@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,10 @@ def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
     stack_step(model, Call(0, context.rank, 2, 1.0))
     optimizer.step()
     save_checkpoint(tmp_path, model, optimizer)
+    weight = model.layers[0].base.weight  # classes of bitsandbytes copy in a way of their own
+    with pytest.raises(ShardingError, match=r"copy\(\) of parameter 'layers.0.base.weight' .*copy.deepcopy\(\)"):
+        copy.copy(weight)
+    assert torch.equal(copy.deepcopy(weight), weight)
     again = StreamShard(built(FORMS[form]), precision=FP32)
     load_checkpoint(tmp_path, again, adamw(again))
     assert_same(full_weights(again), full_weights(model), "state", EXACT)
