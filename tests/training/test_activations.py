@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.guards.weights import explain_version
-from tests.models import DIM, Layer, vector_batch
+from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_trains_like_plain, case, stack_step
 
@@ -125,6 +125,27 @@ def test_activations_may_be_packed_modified_hooked_and_moved(context: RankContex
 
         with case(name):
             assert_trains_like_plain(context, build, stack_step)
+
+
+@on_ranks(2)
+def test_hooks_around_the_model_may_know_saved_tensors_by_their_addresses(context: RankContext) -> None:
+    """As activation offload does, which copies each once. Layers that take turns have weights at one address."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        copies: dict[Any, Tensor] = {}
+        alive = []
+
+        def pack(tensor: Tensor) -> Any:
+            alive.append(tensor)
+            key = tensor.data_ptr(), tensor.shape, tensor.stride()
+            copies.setdefault(key, tensor.detach().clone())
+            return key
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, copies.__getitem__):
+            loss = model(vector_batch(call.step, call.rank)).square().mean()
+        return call.backward(loss)
+
+    assert_trains_like_plain(context, Stack, step)
 
 
 def _stashing() -> nn.Module:
