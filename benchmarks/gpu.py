@@ -35,7 +35,7 @@ TESTS = (  # what needs a device to show; parity and speed have jobs of their ow
     "steady or overflow or checkpoint or meta_device or out_of_memory or pinned or follows or trace_has or "
     "collectives_run or another_one or offload"
 )
-TEST_FILES = ("tests/test_gpu.py", "tests/training/test_offload.py", "tests/training/test_offload_recipes.py")
+TEST_FILES = ("tests/test_gpu.py", "tests/training/test_offload_events.py", "tests/training/test_offload_device.py")
 BUILD = """
 import sys, torch
 from tests.played_cuda import build

@@ -132,7 +132,7 @@ _PUT_THEN_LOOK = "inside.put(MANIFEST_NAME, manifest)\n            if not inside
 _LOOK_THEN_PUT = (
     "begun = inside.is_file(BEGUN)\n            inside.put(MANIFEST_NAME, manifest)\n            if not begun:"
 )
-_OPTIONS = "offload_events:options_in_place"
+_OPTIONS = "offload_events:loop"
 _VISITS = "in enumerate(self._visits)}"
 _LAYER_MAJOR = "accumulate:gradients_are"
 _STREAMS = "simulated_device:precision or averages or stream"
@@ -273,7 +273,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         (
             "Streams.device_stream",
             Swap("stream = self.module.current_stream(self.device)", "stream = self.module.current_stream()"),
-            "simulated_device:weights_may or small_gradients",
+            "simulated_device:weights_may",
         ),
         ("Streams.device_stream", Swap("current != address", "address is None"), _STREAMS),
         ("Streams.device_stream", Swap("self._own[name]", "self._own.get(name)"), "simulated_device:not_there"),
@@ -306,8 +306,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_keep_lookup", Swap("not param.unsharded.requires_grad", "False"), "lookups:frozen"),
         ("_keep_lookup", Swap("grad.numel() >= param.layout.numel or ", ""), "lookups:smaller"),
         ("watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "activations"),
-        ("_on_gradient", Swap(" or torch.is_grad_enabled()", ""), "asked_grads"),
-        ("need_weights", Swap(" or unit.grads.slot.weights is not None", ""), "asked_grads"),
+        ("_on_gradient", Swap(" or torch.is_grad_enabled()", ""), "graphs"),
+        ("need_weights", Swap(" or unit.grads.slot.weights is not None", ""), "graphs"),
     ],
     "core/engine": [
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops graphs dial"),
@@ -329,7 +329,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("(engine.ranks.failure is not None or not isinstance(error, Exception))", "True"),
             "invariants",
         ),
-        ("Forward.finish", Swap("engine.issue(self._schedule.finish())", "self._schedule.finish()"), "execution"),
+        ("Forward.finish", Swap("engine.issue(self._schedule.finish())", "self._schedule.finish()"), "matrix"),
     ],
     "core/params": [
         ("FlatParam.allocate_grads", Swap("keeps_slot and dtype", "dtype"), "matrix dial"),
@@ -475,7 +475,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads._renew", Drop("is_alone = is_alone and {*map(getrefcount"), "pieces"),
         ("UnitGrads._renew", Swap("{*map(len, map(vars, given))} == {_ATTRIBUTES}", "True"), "pieces:serve_again"),
         ("UnitGrads.give", Swap("is_new or param.is_kept", "is_new"), "loops"),
-        ("UnitGrads.give", Swap("param.is_used = param.is_kept", "param.is_kept"), "execution loops"),
+        ("UnitGrads.give", Swap("param.is_used = param.is_kept", "param.is_kept"), "matrix"),
         ("UnitGrads.give", Drop("self.has_unreduced = False"), "invariants"),
         ("UnitGrads.leave", Swap(" or (trains and not in_slot)", ""), "replicas"),
         ("UnitGrads.leave", Drop("self.has_unreduced = self.has_unreduced or"), "dial"),
@@ -577,9 +577,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.launch", Drop("self._is_busy = True"), "offload:changes_no_bit"),
     ],
     "core/host_grads": [
-        ("HostGrads.multiply", Swap("factor.clone()", "factor"), "offload_events:number_that"),
-        ("HostGrads.norm_of", Swap(".clone()", ""), "offload_events:norms_kept"),
-        ("HostGrads.norm_of", Swap(" or param in self._factors", ""), "offload_events:clipped_twice"),
+        ("HostGrads.multiply", Swap("factor.clone()", "factor"), "offload_events:gradients"),
+        ("HostGrads.norm_of", Swap(".clone()", ""), "offload_events:gradients"),
+        ("HostGrads.norm_of", Swap(" or param in self._factors", ""), "offload_events:gradients"),
         ("HostGrads.norm_of", Swap("param is None or", "True or"), "offload:never_waits"),
     ],
     "core/late_step": [
@@ -594,7 +594,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_inside", Swap(") == wanted", ") or True"), "late_step:settings"),
     ],
     "core/ranges": [
-        ("joined", Swap("and distance == to_first.distance(to)", ""), "offload_events:frozen"),
+        ("joined", Swap("and distance == to_first.distance(to)", ""), "offload_events:loop"),
         ("Range.distance", Swap("mine._base is None or ", ""), "late_step:joined"),
     ],
 }
@@ -677,6 +677,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants_") as directory:
         for name in ("streamshard", "tests"):
             shutil.copytree(ROOT / name, Path(directory, name), ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "docs" / "examples", Path(directory, "docs", "examples"))  # which tests run
         shutil.copy(ROOT / "pyproject.toml", directory)
         for number, mutant in enumerate(mutants):
             began = time.monotonic()

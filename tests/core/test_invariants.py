@@ -1,4 +1,4 @@
-"""What the engine keeps to where numbers alone do not show it: bound units, collectives under way, state left behind.
+"""What the engine keeps to where numbers alone do not show it: collectives under way, state left behind.
 
 See `tests.mutants`: each of these notices a change to the engine that all other tests let live.
 """
@@ -6,21 +6,21 @@ See `tests.mutants`: each of these notices a change to the engine that all other
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard.comm.streams import Collective, Fence, Observer, StepEvent, StreamName
+from streamshard import StreamShard
+from streamshard.comm.streams import Collective, Observer, StepEvent
 from streamshard.core.engine import Engine
-from streamshard.core.slots import WeightSlot
-from streamshard.core.unit_grads import GradState
-from tests.adversary import make_adversarial
-from tests.models import Layer, stack_of, vector_batch
-from tests.races import detect_races
+from streamshard.core.slots import WEIGHT_TRANSITIONS, WeightState
+from streamshard.core.unit_grads import GRAD_TRANSITIONS, GradState
+from streamshard.errors import StateError
+from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -34,7 +34,7 @@ from tests.reference import (
     sharded_model,
     stack_step,
 )
-from tests.scenarios import BF16, PRECISIONS, SCENARIOS, RoutedStack, over_sockets, sharded
+from tests.scenarios import BF16, PRECISIONS, SCENARIOS, over_sockets, sharded
 
 SLOT_EACH: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 
@@ -62,39 +62,6 @@ class _Stopping(Observer):
             raise Stop
 
 
-class _Checks(Observer):
-    """At every event a bound unit has its weights in its slot, and backward is in one block at a time."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._recomputed: WeightSlot | None = None  # of the layer whose backward follows
-
-    def on_record(self, fence: Fence) -> None:
-        """What was recomputed is in its slot until backward has been there."""
-        if self._recomputed is not None:
-            assert fence is not self._recomputed.released, f"{fence.what} is released before the backward"
-        self._check(f"a point for rule {fence.rule} of {fence.what}")
-
-    def on_wait(self, fence: Fence, target: StreamName) -> None:
-        self._check(f"a wait for rule {fence.rule} of {fence.what}")
-
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        """Some of these begin or end what is checked."""
-        if moment is StepEvent.RECOMPUTATION_ENDS and unit is not None:
-            self._recomputed = self._engine.units[unit].weight_slot
-        elif moment in (StepEvent.BACKWARD_BEGINS, StepEvent.BACKWARD_ENDS):
-            self._recomputed = None
-        self._check(moment.name)
-        if moment is StepEvent.GRAD_WRITTEN:
-            bound = [other.name for other in self._engine.units[1:] if other.is_bound and other.is_streamed]
-            assert len(bound) <= 1, f"{bound} are bound where unit {unit} has a gradient"
-
-    def _check(self, when: str) -> None:
-        for unit in self._engine.units:
-            if unit.is_bound:
-                assert unit.weight_slot.content == unit.index, f"{unit.name} is bound at {when}, but not in its slot"
-
-
 def _assert_at_rest(engine: Engine) -> None:
     """Assert that no state of a pass or backward is left."""
     assert engine.phase is None
@@ -107,19 +74,6 @@ def _assert_units_at_rest(engine: Engine) -> None:
         assert not unit.is_bound, unit.name
         assert unit.grads.state is GradState.GIVEN and unit.grads.slot.content is None, unit.name
         assert not any(param.is_used or param.is_left for param in unit.params), unit.name
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_bound_units_are_in_their_slots_and_nothing_is_left_behind(context: RankContext, scenario: str) -> None:
-    """At each event of each way of training, and after it."""
-    model: Any = sharded(scenario, FP32)
-    engine = engine_inside(model)
-    for number in range(2):
-        with engine.streams.observed_by(_Checks(engine)):
-            SCENARIOS[scenario].step(model, _call(context, number))
-        _assert_at_rest(engine)
-        model.zero_grad()
 
 
 @on_ranks(2)
@@ -146,12 +100,9 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_rank_whose_forward_fails_issues_the_same_collectives_as_the_others(
-    context: RankContext, precision: str
-) -> None:
+def test_a_rank_whose_forward_fails_issues_the_same_collectives_as_the_others(context: RankContext) -> None:
     """Afterwards the ranks are in step."""
-    model = sharded_model(precision=PRECISIONS[precision])
+    model = sharded_model(precision=BF16)
     stack_step(model, _call(context, 0))
     with torch.no_grad():
         model(vector_batch(0, context.rank))  # what a model writes to its weights is agreed on in the first ones
@@ -217,28 +168,27 @@ def test_a_layer_frozen_after_its_gradient_waited_is_not_reduced(context: RankCo
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("is_inside", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("settings", [{}, SLOT_EACH, {"weight_slots": 2}], ids=["default", "a slot each", "two slots"])
+@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
 def test_weights_written_through_data_after_a_forward_inside_no_sync_are_used(
-    context: RankContext, settings: dict[str, Any], precision: str, is_inside: bool
+    context: RankContext, settings: dict[str, Any], is_inside: bool
 ) -> None:
     """By the next forward. Contents of slots are reused inside only; an edit through ``.data`` leaves no version."""
-    model = sharded_model(precision=PRECISIONS[precision], **settings)
-    batch = vector_batch(0, context.rank)
-    with torch.no_grad():
-        with model.no_sync():
-            before = model(batch)
-            if is_inside:
-                _zero(model)
-                assert torch.equal(model(batch), torch.zeros_like(before))
-        if not is_inside:
-            _zero(model)  # once: at the end of the next pass contents are forgotten anyway
-            assert torch.equal(model(batch), torch.zeros_like(before))
+    for name in ("fp32", "bf16"):
+        model = sharded_model(precision=PRECISIONS[name], **settings)
+        batch = vector_batch(0, context.rank)
+        with torch.no_grad():
+            with model.no_sync():
+                model(batch)
+                if is_inside:
+                    _assert_zeros_are_used(model, batch)
+            if not is_inside:  # once: at the end of the next pass contents are forgotten anyway
+                _assert_zeros_are_used(model, batch)
 
 
-def _zero(model: Any) -> None:
+def _assert_zeros_are_used(model: Any, batch: Tensor) -> None:
     for param in model.parameters():
         param.data.zero_()
+    assert not model(batch).any()
 
 
 @on_ranks(2)
@@ -275,13 +225,10 @@ def _grads_of(context: RankContext, *steps: int, **settings: Any) -> dict[str, A
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
 @pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
-def test_a_cleared_gradient_beside_kept_ones_begins_at_zero(
-    context: RankContext, settings: dict[str, Any], precision: str
-) -> None:
+def test_a_cleared_gradient_beside_kept_ones_begins_at_zero(context: RankContext, settings: dict[str, Any]) -> None:
     """One of a unit's parameters loses its gradient between two micro-batches."""
-    settings = {**settings, "precision": PRECISIONS[precision]}
+    settings = {**settings, "precision": PRECISIONS["16-bit wire"]}
     model = sharded_model(**settings)
     stack_step(model, _call(context, 0))
     cleared = "layers.1.linear.weight"
@@ -293,25 +240,10 @@ def test_a_cleared_gradient_beside_kept_ones_begins_at_zero(
     assert_same({**found, cleared: None}, {**both, cleared: None}, "kept", EXACT)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
-def test_a_gradient_frozen_between_micro_batches_stays_as_it_is(context: RankContext, settings: dict[str, Any]) -> None:
-    """Its range of the grad slot has leftovers of other layers."""
-    model = sharded_model(**settings)
-    stack_step(model, _call(context, 0))
-    wanted = {name: grad for name, grad in full_grads(model).items() if "bias" in name}
-    for name, param in model.named_parameters():
-        param.requires_grad_("bias" not in name)
-    stack_step(model, _call(context, 1))
-    found = full_grads(model)
-    assert_same({name: found[name] for name in wanted}, wanted, "frozen")
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
-def test_gradients_that_wait_are_not_added_to_those_of_a_step_before(context: RankContext, precision: str) -> None:
+def test_gradients_that_wait_are_not_added_to_those_of_a_step_before(context: RankContext) -> None:
     """The earlier step's gradients were used and cleared, and lie in the same memory."""
-    settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
+    settings = {**SLOT_EACH, "precision": PRECISIONS["16-bit wire"]}
     found = []
     for steps in ((0,), ()):
         model = sharded_model(**settings)
@@ -334,10 +266,9 @@ class _WithoutBias(Layer):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
-def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, precision: str) -> None:
+def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext) -> None:
     """A reduced gradient, one that waits, and then both are cleared. What waits may lack some of its layer's."""
-    settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
+    settings = {**SLOT_EACH, "precision": PRECISIONS["16-bit wire"]}
     for waits_with_bias in (True, False):
         model = sharded_model(stack_of(_WithoutBias), **settings)
         stack_step(model, _call(context, 0))
@@ -352,46 +283,6 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, 
         fresh = sharded_model(stack_of(_WithoutBias), **settings)
         stack_step(fresh, _call(context, 2))
         assert_same(full_grads(model), full_grads(fresh), "gradients", EXACT)
-
-
-@on_ranks(2)
-def test_a_cleared_gradient_that_is_not_used_again_is_none(context: RankContext) -> None:
-    """The layer ran only in a micro-batch whose gradients were cleared."""
-    model = sharded_model(RoutedStack, **SLOT_EACH)
-    with model.no_sync():
-        stack_step(model, _call(context, 0))
-        model.zero_grad()
-    model.route = [0, 1, 3, 4]
-    stack_step(model, _call(context, 1))
-    assert {name for name, grad in full_grads(model).items() if grad is None} == {
-        "layers.2.linear.weight",
-        "layers.2.linear.bias",
-    }
-
-
-@on_ranks(2)
-def test_a_layer_that_no_rank_ran_has_no_gradient_even_if_flags_arrive_late(context: RankContext) -> None:
-    """The flags are read only after they have arrived."""
-    model = sharded_model(RoutedStack)
-    model.route = [0, 1, 3]
-    with make_adversarial(model):
-        stack_step(model, _call(context, 0))
-        missing = {name.split(".")[1] for name, param in model.named_parameters() if param.grad is None}
-    assert missing == {"2", "4"}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("route", [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]], ids=["once", "twice"])
-def test_gradients_in_parts_are_not_added_during_their_average(context: RankContext, route: list[int]) -> None:
-    """Reentrant checkpoints, in two forwards, of layers that run twice: each recomputation delivers a part."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = sharded_model(lambda: RoutedStack(reentrant=True), mesh=mesh)
-    model.route = route
-    with detect_races(model), make_adversarial(model):
-        for number in range(3):
-            outputs = [model(vector_batch(2 * number + k, context.rank).requires_grad_()) for k in range(2)]
-            torch.cat(outputs).square().mean().backward()
-            adamw(model).step()
 
 
 @on_ranks(2)
@@ -416,3 +307,28 @@ def test_a_reduction_does_not_begin_in_scratch_that_another_still_uses(context: 
         for step in range(2):
             stack_step(model, _call(context, step))
     assert begun > 2 * len({place for place, _ in under_way})
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_each_pair_of_states_is_a_transition_or_raises(context: RankContext) -> None:
+    """Of a unit's gradients and of a weight slot."""
+    unit = engine_inside(StreamShard(Stack(), precision=FP32)).units[1]
+    weights, grads = unit.weight_slot, unit.grads
+    machines: list[tuple[Any, Any, Any, Any]] = [
+        (GradState, GRAD_TRANSITIONS, grads, grads.move),
+        (WeightState, WEIGHT_TRANSITIONS, weights, lambda state: weights.move(state, 1)),
+    ]
+    for states, table, owner, move in machines:
+        assert set(table) == set(states)
+        for before, after in itertools.product(states, states):
+            owner.state = before
+            if after in table[before]:
+                move(after)
+                assert owner.state is after
+            else:
+                with pytest.raises(StateError, match=before.name):
+                    move(after)
+                assert owner.state is before

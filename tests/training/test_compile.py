@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,15 +11,13 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.convert_frame import input_codes
 from torch._inductor.utils import count_tangents
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
-from tests import families
-from tests.models import DIM, Stack, stack_of, vector_batch
+from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
@@ -33,7 +30,6 @@ from tests.reference import (
     only_sharded,
     stack_step,
 )
-from tests.simulated import simulated_device
 
 # Three layers, which take turns in two slots; each is compiled by itself.
 SMALL = (DIM,) * 4
@@ -52,13 +48,11 @@ class Recomputed(Stack):
         super().__init__(SMALL)
 
     def order(self) -> Any:
-        """Checkpointed calls."""
         for layer in self.layers:
             yield functools.partial(checkpoint, layer, use_reentrant=False)
 
 
 WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
-    "layers": (lambda: Stack(SMALL), _compile_layers),
     "checkpointed layers": (Recomputed, _compile_layers),
 }
 
@@ -81,7 +75,7 @@ def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContex
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2), (2, "all")])
+@pytest.mark.parametrize(("world_size", "slots"), [(2, 2), (2, "all")])
 def test_weights_of_compiled_units_are_always_at_the_same_addresses(context: RankContext, slots: Any) -> None:
     """Where layers are captured in device graphs, weights are not copied then, and no graph is captured twice.
 
@@ -143,63 +137,6 @@ def test_compiled_autograd_is_refused_when_a_forward_begins(context: RankContext
             loss.backward()
         assert "compiled autograd" in str(explain_version(raised.value))
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-@on_ranks(2)
-def test_dynamo_takes_no_module_for_one_of_fsdp(context: RankContext) -> None:
-    """It would not compile it. torch 2.15 looks without asking the module."""
-    generating: Any = StreamShard(families.llama(num_hidden_layers=2), precision=FP32)
-    assert generating._is_fsdp_managed_module  # transformers asks so
-    model: Any = StreamShard(Stack(), precision=FP32)
-    for module in (*generating.modules(), *model.modules()):
-        assert not inspect.getattr_static(module, "_is_fsdp_managed_module", False)
-    explained = torch._dynamo.explain(model.layers[1])(vector_batch(0, 0))
-    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained
-
-
-class Placed(nn.Linear):
-    """Asks its weight where it is, by a property as models of libraries have it."""
-
-    @property
-    def device(self) -> torch.device:
-        """Of the weight."""
-        return self.weight.device
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, DIM]"""
-        return super().forward(x + torch.ones(DIM, device=self.device))
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("settings", [{}, {"offload": "state"}], ids=str)
-def test_a_compiled_layer_that_asks_for_its_device_is_one_graph(context: RankContext, settings: dict[str, Any]) -> None:
-    """With and without state in host memory."""
-    let_dynamo_look()
-    with simulated_device():
-        model: Any = StreamShard(stack_of(lambda: Placed(DIM, DIM))(), precision=FP32, **settings)
-        wanted = model(vector_batch(0, 0))
-        for layer in model.layers:
-            layer.compile(backend="eager", fullgraph=True)
-        assert torch.equal(model(vector_batch(0, 0)), wanted)
-
-
-@on_ranks(1)
-def test_dynamo_compiles_no_code_that_looks_for_a_layers_losses(context: RankContext) -> None:
-    """It would compile this code for each layer anew."""
-    let_dynamo_look()
-    torch._dynamo.reset()
-    model: Any = StreamShard(Stack(SMALL), precision=FP32)
-    for layer in model.layers:
-        layer.register_forward_hook(lambda layer, _, output: setattr(layer, "loss", output.mean()))
-    torch.compile(model, backend="eager")(vector_batch(0, 0))
-    compiled = [code for each in input_codes.seen if (code := each()) is not None]
-    assert any(code.co_filename.endswith("tests/models.py") for code in compiled)
-    names = {
-        code.co_name
-        for code in compiled
-        if code.co_filename.endswith(("core/edge.py", "core/graph_hooks.py", "planning/structure.py"))
-    }
-    assert names <= {"__getattr__"}
 
 
 @on_ranks(2)

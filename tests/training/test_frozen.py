@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from streamshard import StreamShard
 from streamshard.comm.streams import Collective
 from streamshard.errors import ShardingError
 from tests.adversary import make_adversarial
-from tests.models import DIM, Adapter, Stack, TinyLM, vector_batch
+from tests.models import DIM, Adapter, Stack, TinyLM
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -49,8 +48,8 @@ def trainable_adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
 
 
-def adapted(dtype: torch.dtype = HALF) -> nn.Module:
-    """Layers of which only adapters train, the rest of them, and the head, in `dtype`."""
+def adapted() -> nn.Module:
+    """Layers of which only adapters train, the rest of them, and the head, in half precision."""
     model = Stack()
     layers: Any = model.layers
     for layer in layers:
@@ -58,7 +57,7 @@ def adapted(dtype: torch.dtype = HALF) -> nn.Module:
     model.head.requires_grad_(False)
     for param in model.parameters():
         if not param.requires_grad:
-            param.data = param.to(dtype)
+            param.data = param.to(HALF)
     return model
 
 
@@ -69,10 +68,9 @@ SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_parameters_can_be_frozen_and_unfrozen_after_sharding(context: RankContext, settings: str) -> None:
+def test_parameters_can_be_frozen_and_unfrozen_after_sharding(context: RankContext) -> None:
     """`requires_grad_` takes effect at the next forward: gradual unfreezing freezes after `StreamShard(model)`."""
-    for name, schedule in SCHEDULES.items():
+    for (name, schedule), settings in zip(SCHEDULES.items(), SETTINGS.values(), strict=True):
 
         def prepare(model: nn.Module, number: int, schedule: Any = schedule) -> None:
             if number in schedule:
@@ -80,13 +78,11 @@ def test_parameters_can_be_frozen_and_unfrozen_after_sharding(context: RankConte
                 freeze(model, *schedule[number] or ("nothing",))
 
         with case(name):
-            assert_trains_like_plain(
-                context, TinyLM, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4), **SETTINGS[settings]
-            )
+            assert_trains_like_plain(context, TinyLM, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4), **settings)
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "16-bit wire"), (2, "16-bit")])
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "16-bit wire")])
 def test_frozen_weights_are_computed_with_as_if_they_were_kept_in_fp32(context: RankContext, precision: str) -> None:
     """To the bit, against the same model whose base is frozen after it was sharded, and in fp32 main weights."""
     for settings in SETTINGS.values():
@@ -126,11 +122,10 @@ def test_frozen_parameters_take_two_bytes_over_n_and_are_not_reduced(context: Ra
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("dtype", [HALF, torch.float32])
-def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext, dtype: torch.dtype) -> None:
+def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext) -> None:
     """Wherever they are seen: named, summoned, written back, loaded. Layers compute with them in half precision."""
     torch.manual_seed(3)
-    model: Any = adapted(dtype)
+    model: Any = adapted()
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
@@ -153,36 +148,6 @@ def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext, dty
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all"}], ids=["ZeRO-3", "ZeRO-2"])
-def test_a_frozen_weight_that_is_changed_between_steps_is_computed_with(
-    context: RankContext, slots: dict[str, Any]
-) -> None:
-    """The gather reads the parameter's own memory, also that of a rank that is ahead; no races."""
-    torch.manual_seed(3)
-    model: Any = StreamShard(adapted(), precision=BF16, **slots)
-    inputs = vector_batch(0, context.rank).to(HALF)
-    plain: Any = adapted()
-    bases = [param for name, param in model.named_parameters() if name.endswith("base.weight")]
-    if context.rank:
-        model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    with make_adversarial(model), detect_races(model):
-        for number in range(4):
-            with torch.no_grad():
-                for param in bases:
-                    param.mul_(0.5)
-            plain.load_state_dict(full_weights(model))
-            with torch.set_grad_enabled(number % 2 == 0):
-                found = model(inputs)
-                with torch.no_grad():
-                    for param in bases:
-                        param.mul_(2.0)  # the other rank still computes
-                        param.mul_(0.5) if found.requires_grad else None
-            with torch.no_grad():
-                wanted = plain.to(HALF)(inputs)
-            assert_same({"outputs": found.detach()}, {"outputs": wanted}, f"step {number}", EXACT)
-
-
-@on_ranks(1, 2)
 def test_training_a_parameter_that_was_frozen_at_sharding_time_raises(context: RankContext) -> None:
     """Before a forward, or in one; frozen again, the model trains on."""
     model: Any = StreamShard(adapted(), precision=BF16)

@@ -11,32 +11,28 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.core.ranges import Range, joined
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.nested import map_tensors
 from streamshard.optim import WholeParameterOptimizer, elementwise
-from tests.models import Stack, TinyConfig, TinyLM, vector_batch
+from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
     Call,
-    Operators,
     adamw,
     assert_same,
     built,
     engine_inside,
     full_weights,
-    lm_step,
     stack_step,
 )
 from tests.scenarios import BF16, sharded
-from tests.simulated import late, simulated_device
+from tests.simulated import simulated_device
 from tests.training.test_offload_events import OFFLOAD, RESIDENT, Run
 
 
@@ -55,54 +51,6 @@ def test_loaded_moments_lie_in_pinned_memory_from_the_next_step_on(context: Rank
             optimizer.load_state_dict(map_tensors(state, torch.clone))
 
 
-class _TwoPaths(Stack):
-    """Each of two outputs needs its own layers."""
-
-    def forward(self, x: Any) -> Any:
-        """[rows, DIM] -> twice [rows, DIM]"""
-        first, second, third, fourth = self.layers
-        return fourth(third(x)), second(first(x))
-
-
-@on_ranks(1, 2)
-def test_a_backward_after_a_step_leaves_it_the_gradients_of_other_layers(context: RankContext) -> None:
-    """Every backward reduces all layers, and writes zeros to the main grads of those that it does not need."""
-    found = []
-    with simulated_device():
-        for settings in ({"weight_slots": 2}, OFFLOAD):
-            model: Any = StreamShard(built(_TwoPaths), precision=FP32, **settings)
-            optimizer = adamw(model)
-            for step in range(3):
-                for loss in [output.square().mean() for output in model(vector_batch(step, context.rank))]:
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-            found.append(full_weights(model))
-    assert_same(found[1], found[0], "weights", EXACT)
-
-
-def _operators(depth: int, settings: dict[str, Any]) -> int:
-    """Of one step of a model with so many layers."""
-    model: Any = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=BF16, **settings)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    for step in range(3):  # the first one makes the state, the second one carries it out
-        with Operators() as operators:
-            lm_step(model, Call(step, 0, 1, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-    return operators.counts.total()
-
-
-@on_ranks(1)
-def test_offload_adds_few_operators_for_each_layer(context: RankContext) -> None:
-    """Copies are of whole flat parameters: the 12 parameters of a layer, one by one, would need 150 of them."""
-    with simulated_device():
-        resident, offloaded = (
-            (_operators(7, settings) - _operators(5, settings)) // 2 for settings in ({"weight_slots": 2}, OFFLOAD)
-        )
-    assert offloaded - resident < 110
-
-
 def _torch_settings() -> tuple[Any, ...]:
     is_autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return is_autocast, torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.get_default_device()
@@ -115,7 +63,6 @@ class _Noting(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """See `torch.optim.AdamW`."""
         self.seen += [_torch_settings() for group in self.param_groups if group["params"]]
         return super().step(closure)
 
@@ -129,24 +76,22 @@ def _in_double_precision() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-_CONTEXTS: dict[str, Callable[[], Any]] = {
-    "autocast": lambda: torch.autocast("cpu", torch.float16),
-    "inference mode": torch.inference_mode,
-    "default dtype": _in_double_precision,
-    "default device": lambda: torch.device("cpu", 0),
-}
+_CONTEXTS: tuple[Callable[[], Any], ...] = (
+    *(lambda: torch.autocast("cpu", torch.float16), torch.inference_mode),
+    *(_in_double_precision, lambda: torch.device("cpu", 0)),
+)
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("name", _CONTEXTS)
-def test_a_late_step_runs_in_the_settings_of_its_call(context: RankContext, name: str) -> None:
+def test_a_late_step_runs_in_the_settings_of_its_call(context: RankContext) -> None:
     """Neither in those of the next forward nor in those of a reader."""
     elementwise(_Noting)
     nothing = contextlib.nullcontext
+    pairs = [pair for each in _CONTEXTS for pair in ((nothing, each), (each, nothing))]
     with simulated_device():
         model: Any = StreamShard(built(), precision=FP32, **OFFLOAD)
         optimizer = _Noting(model.parameters(), lr=0.01)
-        for at_call, afterwards in ((nothing, nothing), (nothing, _CONTEXTS[name]), (_CONTEXTS[name], nothing)):
+        for at_call, afterwards in ((nothing, nothing), *pairs):
             for read in (lambda: model(vector_batch(0, 0)), lambda: next(model.parameters()).norm()):
                 optimizer.zero_grad()
                 stack_step(model, Call(0, 0, 1, 1.0))
@@ -161,34 +106,6 @@ def test_a_late_step_runs_in_the_settings_of_its_call(context: RankContext, name
             state["step"].add_(1)  # no inference tensor
 
 
-class _Extended(torch.optim.AdamW):
-    """Calls the step of a class that torch has put hooks around."""
-
-    def step(self, closure: Any = None) -> Any:
-        """See `torch.optim.AdamW`."""
-        return super().step(closure)
-
-
-@on_ranks(1)
-def test_hooks_run_as_often_as_without_offload(context: RankContext) -> None:
-    """An optimizer's own hooks and those of all optimizers, around the step of a class and of the class it extends."""
-    adamw(built())
-    elementwise(_Extended)
-    counts = []
-    with simulated_device():
-        for settings in ({"weight_slots": 2}, OFFLOAD):
-            model: Any = StreamShard(built(), precision=FP32, **settings)
-            optimizer, seen = _Extended(model.parameters()), []
-            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("own"))
-            handle = register_optimizer_step_post_hook(lambda *_, seen=seen: seen.append("all"))
-            stack_step(model, Call(0, 0, 1, 1.0))
-            optimizer.step()
-            stack_step(model, Call(1, 0, 1, 1.0))
-            handle.remove()
-            counts.append(seen)
-    assert counts[0] == counts[1] == ["own", "all"] * 2
-
-
 # -- late steps that fail ---------------------------------------------------------------------------------------------
 
 
@@ -199,7 +116,6 @@ class Breaking(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """See torch's."""
         if self.is_breaking and any(group["params"] for group in self.param_groups):
             raise ValueError("out of luck")
         super().step(closure)
@@ -274,89 +190,39 @@ def test_weights_of_a_model_that_is_gone_raise_if_their_step_was_late(context: R
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2)
-def test_after_its_first_step_an_optimizer_has_all_of_its_state(context: RankContext) -> None:
-    """Code that reads it directly finds each entry; later ones may be those before a late step."""
-    with simulated_device():
-        states = []
-        for settings in (RESIDENT, OFFLOAD):
-            run = Run(context, settings)
-            run.step()
-            states.append([{key: value.clone() for key, value in own.items()} for own in run.optimizer.state.values()])
-        for resident, offloaded in zip(*states, strict=True):
-            assert_same(offloaded, resident, "state", EXACT)
-
-
-def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-
-def _step_with_closure(run: Run) -> Any:
-    def closure() -> torch.Tensor:
-        run.optimizer.zero_grad()
-        run.number = 0
-        loss = run.loss()
-        loss.backward()
-        return loss
-
-    return [run.optimizer.step(closure).detach() for _ in range(3)] + list(full_weights(run.model).values())
-
-
-@on_ranks(1)
-def test_on_one_rank_an_optimizer_of_whole_parameters_steps_at_once(context: RankContext) -> None:
-    """It takes several forwards in one step, each with the last one's weights."""
-    with simulated_device():
-        found = []
-        for settings in (RESIDENT, OFFLOAD):
-            run = Run(context, settings, make=_lbfgs)
-            with late(run.model):
-                found.append(dict(enumerate(_step_with_closure(run))))
-        assert_same(found[1], found[0], "losses and weights", EXACT)
-
-
 _IN_BLOCKS: Any = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "torchao.optim.adam"})  # by this name
-_REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "of whole parameters": (
-        functools.partial(WholeParameterOptimizer, optimizer_class=torch.optim.SGD),
-        "steps whole parameters",
-    ),
-    "8-bit": (_IN_BLOCKS, "AdamW8bit keeps state in blocks of elements"),
-}
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", _REFUSED)
-def test_optimizers_without_a_state_for_each_element_are_refused(context: RankContext, name: str) -> None:
-    make, message = _REFUSED[name]
-    with simulated_device():
-        run = Run(context, OFFLOAD, make=lambda model: make(model.parameters()))
-        run.loss().backward()
-        with pytest.raises(ShardingError, match=f"{message}.*'layers.0.*take an elementwise optimizer such as"):
-            run.optimizer.step()
+@on_ranks(2)
+def test_optimizers_without_a_state_for_each_element_are_refused(context: RankContext) -> None:
+    whole = functools.partial(WholeParameterOptimizer, optimizer_class=torch.optim.SGD)
+    for make, said in ((whole, "steps whole parameters"), (_IN_BLOCKS, "AdamW8bit keeps state in blocks of elements")):
+        with simulated_device():
+            run = Run(context, OFFLOAD, make=lambda model, make=make: make(model.parameters()))
+            run.loss().backward()
+            with pytest.raises(ShardingError, match=f"{said}.*'layers.0.*take an elementwise optimizer such as"):
+                run.optimizer.step()
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
-_PENALTIES: dict[str, Callable[[list[Any]], Any]] = {
-    "squares": lambda params: sum(param.square().sum() for param in params),
-    "norms": lambda params: sum(param.norm() for param in params),
-    "of copies": lambda params: sum((param.clone() - 1.0).abs().mean() for param in params),
-    "of lists": lambda params: sum(norm.sum() for norm in torch._foreach_mul(params, 2.0)),
-}
-
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("name", _PENALTIES)
-def test_a_backward_through_weights_in_host_memory_raises(context: RankContext, name: str) -> None:
+def test_a_backward_through_weights_in_host_memory_raises(context: RankContext) -> None:
     """Autograd would run it in a thread of its own. The values are there, and training goes on."""
     with simulated_device():
         run, other = Run(context, OFFLOAD), Run(context, RESIDENT)
         run.step(2)
         other.step(2)
-        penalties = [_PENALTIES[name](list(each.model.parameters())) for each in (run, other)]
-        assert torch.equal(*(each.detach() for each in penalties))
-        with pytest.raises(ShardingError, match=r"a loss contains parameter '.*'.*host memory.*param.grad.add_\("):
-            (run.loss() + penalties[0]).backward()
+        for penalise in (
+            lambda params: sum(param.square().sum() + param.norm() for param in params),
+            lambda params: sum(norm.sum() for norm in torch._foreach_mul(params, 2.0)),
+        ):
+            penalties = [penalise(list(each.model.parameters())) for each in (run, other)]
+            assert torch.equal(*(each.detach() for each in penalties))
+            said = r"a loss contains parameter '.*'.*host memory.*param.grad.add_\("
+            with pytest.raises(ShardingError, match=said):
+                (run.loss() + penalties[0]).backward()
         other.number = run.number
         run.step()
         other.step()

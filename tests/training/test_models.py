@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from streamshard import StreamShard
-from tests.models import Block, Layer, Stack, TinyLM
+from streamshard import Precision, StreamShard
+from streamshard.errors import ConfigError, RankMismatchError
+from tests.models import DIM, Block, Layer, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, assert_trains_like_plain, case, engine_inside, lm_step, stack_step
+from tests.reference import (
+    FP32,
+    Call,
+    assert_trains_like_plain,
+    case,
+    counted_collectives,
+    engine_inside,
+    lm_step,
+    stack_step,
+)
+from tests.scenarios import BF16, RoutedStack
 
 
 def _units(model: nn.Module) -> list[str]:
@@ -42,28 +52,6 @@ def test_units_can_be_given_in_every_form(context: RankContext) -> None:
     assert sorted(_units(model)) == sorted(mixed)
 
 
-@on_ranks(1, 2)
-def test_a_model_without_repeated_layers_is_one_unit_and_warns(context: RankContext) -> None:
-    """It trains right, and the user hears why it saves less memory than it could."""
-
-    class NoLayers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 8), nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.second(torch.tanh(self.first(x)))
-            return out
-
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        assert_trains_like_plain(context, NoLayers, stack_step)
-    assert len(heard) == (context.rank == 0)
-    for warning in heard:
-        assert "NoLayers" in str(warning.message)
-        assert "units" in str(warning.message)
-
-
 def _smaller_than_ranks() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 1), *(Layer(1, 1, bias=False) for _ in range(3)), nn.LayerNorm(1))
 
@@ -78,51 +66,13 @@ class WeightShared(Stack):
         layers[2].linear = layers[1].linear
 
 
-class RootUsesParts(nn.Module):
-    """The root's forward reads parameters of its own and of modules that it never calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.full((16,), 1.2))
-        self.table = nn.Embedding(4, 16)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.extras = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(0.7))})
-        self.list = nn.ParameterList([nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))])
-        self.out = nn.Linear(16, 1)
-        self.register_buffer("angles", torch.linspace(0.0, 1.0, 16), persistent=False)
-        self.angles: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> [rows, 1]"""
-        x = x * self.gain * self.angles.cos() + self.table.weight[1]
-        for layer in self.layers:
-            x = layer(x) * self.extras["scale"]
-        x = x + self.list[0] * self.list[1]
-        return F.linear(x, self.out.weight, self.out.bias)
-
-
-class Detaching(Stack):
-    """Every layer's input is detached; outputs are summed. Autograd chooses the order of layers itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> [rows, 1]"""
-        total = torch.zeros_like(x)
-        for layer in self.layers:
-            x = layer(x.detach())
-            total = total + x
-        out: Tensor = self.head(total)
-        return out
-
-
 SHAPES: dict[str, Callable[[], nn.Module]] = {
     "layers smaller than the number of ranks": _smaller_than_ranks,
     "a weight of two layers": WeightShared,
-    "parameters that the root reads": RootUsesParts,
-    "detached inputs": Detaching,
 }
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_models_of_every_shape_train_like_plain_pytorch(context: RankContext) -> None:
     """Slots fit the largest layer; what lies outside of the layers belongs to the root unit."""
     for name, build in SHAPES.items():
@@ -134,7 +84,6 @@ class Flat(nn.LSTM):
     """Does on the CPU what flatten_parameters() does with cuDNN: its weights become views of a buffer of their own."""
 
     def flatten_parameters(self) -> None:
-        """See torch.nn.RNNBase."""
         weights: list[Any] = self._flat_weights
         if any(not isinstance(weight, Tensor) for weight in weights) or len(weights) != len(self._flat_weights_names):
             return
@@ -150,34 +99,13 @@ class Recurrent(nn.Module):
     def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
         self.rnn = layer
-        self.out = nn.Linear(16 if layer.bidirectional else 8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, 8] -> the same"""
         self.rnn.flatten_parameters()
-        out, _ = self.rnn(x)
-        return torch.tanh(x + self.out(out))
-
-
-class Tagger(nn.Module):
-    """Recurrent layers, one of them outside of the units."""
-
-    def __init__(self, build: Callable[[], nn.RNNBase]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Recurrent(build()) for _ in range(3))
-        self.last = Flat(8, 8, batch_first=True)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, 8] -> [batch, time, 1]"""
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.head(self.last(x)[0])
-        return out
+        return torch.tanh(x + self.rnn(x)[0])
 
 
 RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
-    "GRU of two directions": lambda: nn.GRU(8, 8, 2, batch_first=True, bidirectional=True),
     "flat weights": lambda: Flat(8, 8, batch_first=True),
     "a weight made of others": lambda: weight_norm(nn.LSTM(8, 8, batch_first=True), "weight_hh_l0"),
 }
@@ -191,14 +119,93 @@ def test_recurrent_layers_compute_with_the_weights_of_the_step(context: RankCont
         torch.manual_seed(100 * call.step + call.rank)
         return call.backward(model(torch.randn(3, 5, 8)).square().mean())
 
-    for name, build in RECURRENT.items():
+    for name, layer in RECURRENT.items():
+
+        def build(layer: Callable[[], nn.RNNBase] = layer) -> nn.Module:
+            last = Flat(8, 8, batch_first=True)  # outside of the units
+            return nn.Sequential(*(Recurrent(layer()) for _ in range(3)), Recurrent(last), nn.Linear(8, 1))
+
         with case(name):
-            model: Any = assert_trains_like_plain(
-                context,
-                lambda build=build: Tagger(build),
-                step,
-                weight_slots=2,  # type: ignore[misc]
-            )
+            units = ["0", "1", "2"]
+            model: Any = assert_trains_like_plain(context, build, step, units=units, weight_slots=2)
             if name != "a weight made of others":  # which would be made outside of a forward
                 model.to("cpu")  # resets what recurrent layers know of their weights
             step(model, Call(9, context.rank, context.world_size, 1.0))
+
+
+# -- large modules beside the layers, small layers put together -------------------------------------------------------
+
+VOCABULARY = 160  # rows of the embedding: 2560 elements, of which a block has 2224
+
+
+class LargeLM(TinyLM):
+    """Embedding and head are larger than a block."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__(TinyConfig(vocabulary=VOCABULARY, tied=tied))
+
+
+def _never_called() -> nn.Module:
+    model = LargeLM()
+    model.add_module("head", nn.ParameterDict({"w": torch.randn(VOCABULARY, DIM)}))
+    return model
+
+
+FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "large": (LargeLM, ["embedding", *BLOCKS, "head"]),
+    "small": (TinyLM, BLOCKS),
+    "tied": (lambda: LargeLM(tied=True), BLOCKS),
+    "never called": (_never_called, ["embedding", *BLOCKS]),
+}
+
+
+@on_ranks(2)
+def test_large_modules_beside_the_layers_are_units(context: RankContext) -> None:
+    """If nothing else holds their parameters. Each begins with an own slot. Units that are given are all there are."""
+    for name, (build, wanted) in FOUND.items():
+        with case(name):
+            engine = engine_inside(StreamShard(build(), precision=FP32))
+            assert [unit.name for unit in engine.units[1:]] == wanted
+            shared = [name in BLOCKS for name in wanted]
+            assert list(engine.plan.is_streamed) == [False, *shared]
+    assert _units(StreamShard(LargeLM(), units=Block, precision=FP32)) == BLOCKS
+
+
+# -- small layers put together into one unit ---------------------------------------------------------------------------
+
+LAYER_BYTES = 4 * (16 * 16 + 16)  # of a `Layer` in fp32
+PAIRS = 2 * LAYER_BYTES
+
+
+def _layers(size: int | str, precision: Precision = FP32) -> list[str]:
+    return _units(StreamShard(Stack((16,) * 8), precision=precision, min_unit_size=size))
+
+
+@on_ranks(2)
+def test_the_size_is_in_bytes_of_param_dtype(context: RankContext) -> None:
+    """A number or text, the same on all ranks. A unit is called by its first layer and its last."""
+    pairs = ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.5", "layers.6"]
+    assert _layers(0) == _layers(LAYER_BYTES) == _layers("1KiB") == [f"layers.{k}" for k in range(7)]
+    assert _layers(LAYER_BYTES + 1) == _layers(PAIRS) == _layers("2KB") == _layers(LAYER_BYTES, BF16) == pairs
+    assert _layers("1GiB") == ["layers.0 .. layers.6"]
+    for size in (-1, "small", 1.5, True, None):
+        with pytest.raises(ConfigError, match=f"min_unit_size={size!r}: wanted 0 or more bytes, or text"):
+            _layers(size)  # type: ignore[arg-type]
+    with pytest.raises(RankMismatchError, match="different settings: rank 0 has min_unit_size="):
+        _layers(context.rank)
+
+
+ORDERS = [[1, 0, 3, 2, 5, 4, 7, 6], [0, 1, 0, 1, 2, 3, 4, 4, 6]]
+
+
+@on_ranks(2)
+def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
+    """A unit is gathered twice, but for the two that stay at the turn, and reduced once, in whatever order it runs."""
+    for order in ORDERS:
+        model: Any = StreamShard(RoutedStack(8), precision=FP32, min_unit_size=PAIRS)
+        for number in range(3):
+            model.route = order if number == 2 else range(8)
+            with counted_collectives(model) as counts:
+                stack_step(model, Call(number, context.rank, 2, 1.0))
+        assert counts["all_gather"] == 2 * 4 - 2 + 1 + 1, order  # the root unit, the flags
+        assert counts["reduce_scatter"] == 4 + 1, order

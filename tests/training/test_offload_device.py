@@ -6,22 +6,34 @@ no tensor of the one meets a tensor of the other.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from streamshard import StreamShard
+from streamshard import (
+    StreamShard,
+    full_optimizer_state_dict,
+    load_checkpoint,
+    load_optimizer_state_dict,
+    save_checkpoint,
+)
 from streamshard.optim import update_parameters
 from tests.integrations.models import make_model
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, adamw, assert_same, built, case, engine_inside, full_grads, full_weights
+from tests.reference import EXACT, FP32, adamw, assert_same, built, case, engine_inside, full_grads, full_weights, seed
+from tests.scenarios import BF16
+from tests.simulated import late, simulated_device
 from tests.training.test_offload_events import OFFLOAD, RESIDENT, device_of
 
 META = torch.device("meta")
@@ -32,38 +44,22 @@ class Placed(Stack):
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter."""
         return next(self.parameters()).device
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, width] -> [rows, 1]"""
         return super().forward(x + torch.ones(DIM, device=self.device))
-
-
-class Around(nn.Module):
-    """A model around another one, which has a device of its own choice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Placed()
-        self.device = "mine"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, width] -> [rows, 1]"""
-        out: Tensor = self.inner(x)
-        return out
 
 
 @on_ranks(1)
 def test_the_device_of_a_model_is_where_it_computes(context: RankContext) -> None:
-    """Its class has a property `device`. So has the class of the model inside; an attribute stays as it is."""
+    """Its class has a property `device`; so may that of a model inside."""
     with device_of(context):
-        model: Any = StreamShard(built(Around), precision=FP32, **OFFLOAD)
+        model: Any = StreamShard(built(lambda: nn.Sequential(Placed())), precision=FP32, **OFFLOAD)
         alone: Any = StreamShard(built(Placed), precision=FP32, **RESIDENT)
         host = engine_inside(model).host
         assert host is not None
         host.device = META  # a device that no parameter is on
-        assert (model.inner.device, model.device, alone.device) == (META, "mine", context.device)
+        assert (model[0].device, alone.device) == (META, context.device)
         assert next(model.parameters()).device.type == "cpu"
 
 
@@ -78,7 +74,6 @@ def _generated(context: RankContext, **settings: Any) -> dict[str, Tensor]:
     greedy: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     found = {
         "greedy": model.generate(tokens.to(model.device), **greedy),
-        "beams": model.generate(tokens.to(model.device), num_beams=2, **greedy),
         "from nothing": model.generate(**greedy),
     }
     if context.world_size == 1:  # else NCCL would get the tokens, with or without offload
@@ -96,26 +91,6 @@ def test_generate_and_evaluation_work_as_without_offload(context: RankContext) -
     with device_of(context):
         resident = _generated(context, **RESIDENT)
         assert_same(_generated(context, **OFFLOAD), resident, "tokens and logits", EXACT)
-
-
-class Lengths(Stack):
-    """Takes lengths, which torch wants in host memory."""
-
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """[rows, length, DIM], [rows] -> [tokens, 1]"""
-        packed: Any = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return super().forward(packed.data)
-
-
-@on_ranks(1, backend="of accelerator")
-def test_inputs_in_host_memory_stay_there_beside_others(context: RankContext) -> None:
-    x, lengths = vector_batch(0, 0, rows=4).view(2, 2, DIM).to(context.device), torch.tensor([1, 2])
-    with device_of(context):
-        outputs = [
-            StreamShard(built(Lengths).to(context.device), precision=FP32, **settings)(x, lengths=lengths).detach()
-            for settings in (RESIDENT, OFFLOAD)
-        ]
-    assert torch.equal(*outputs)
 
 
 class _Stop(Exception):
@@ -169,14 +144,17 @@ def _averaged(context: RankContext, ours: dict[str, Any], theirs: dict[str, Any]
 @on_ranks(1, 2, backend="of accelerator")
 def test_an_average_may_be_in_other_memory_than_its_model(context: RankContext) -> None:
     """All of it, or, by their budgets, other layers than in the model."""
-    functions: list[dict[str, Any]] = [{}, {"avg_fn": get_ema_avg_fn(0.9)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}]
-    places = (RESIDENT, OFFLOAD, OFFLOAD | {"device_budget": "9KB"})
+    partly = OFFLOAD | {"device_budget": "9KB"}
+    runs: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+        (RESIDENT, OFFLOAD, {}),
+        (OFFLOAD, RESIDENT, {"avg_fn": get_ema_avg_fn(0.9)}),
+        (partly, OFFLOAD, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
+    ]
     with device_of(context):
-        wanted = [_averaged(context, RESIDENT, RESIDENT, **function) for function in functions]
-        for (number, ours), (other, theirs) in itertools.product(enumerate(places), enumerate(places)):
-            kind = (number + other) % 3
-            with case((ours, theirs, functions[kind])):
-                assert_same(_averaged(context, ours, theirs, **functions[kind]), wanted[kind], "the average", EXACT)
+        for ours, theirs, function in runs:
+            with case((ours, theirs, function)):
+                wanted = _averaged(context, RESIDENT, RESIDENT, **function)
+                assert_same(_averaged(context, ours, theirs, **function), wanted, "the average", EXACT)
 
 
 _LISTS: dict[str, Any] = {
@@ -199,12 +177,128 @@ def _from_lists(context: RankContext, *, is_reversed: bool, **settings: Any) -> 
     return found | {"clipped": model.clip_grad_norm_(0.1).cpu()} | full_grads(model)
 
 
-@on_ranks(1, 2, backend="of accelerator")
-@pytest.mark.parametrize("is_reversed", [False, True])
-def test_lists_of_gradients_may_lie_on_both_sides(context: RankContext, is_reversed: bool) -> None:
+@on_ranks(2, backend="of accelerator")
+def test_lists_of_gradients_may_lie_on_both_sides(context: RankContext) -> None:
     """The first one on the device, or in host memory."""
     with device_of(context):
-        wanted = _from_lists(context, is_reversed=is_reversed, **RESIDENT)
-        for budget in (0, "9KB"):
+        for is_reversed, budget in ((False, "9KB"), (True, "9KB"), (False, 0)):
+            wanted = _from_lists(context, is_reversed=is_reversed, **RESIDENT)
             found = _from_lists(context, is_reversed=is_reversed, **OFFLOAD, device_budget=budget)
             assert_same(found, wanted, f"norms and gradients, budget {budget}", EXACT)
+
+
+# -- recipes of docs/guide/host_memory.md: activations in host memory, checkpoints in both directions -----------------
+
+TWO_SLOTS: dict[str, Any] = {"weight_slots": 2}  # their number changes the order of sums
+STEPS = 3
+
+
+class LongContext(Stack):
+    """Between its layers, activations lie in host memory, and nothing else is saved."""
+
+    def order(self) -> Iterable[Callable[[Tensor], Tensor]]:
+        return [functools.partial(_checkpointed, layer) for layer in self.layers]
+
+
+def _checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        out: Tensor = checkpoint(layer, x, use_reentrant=False)
+    return out
+
+
+class _Counted(torch.autograd.graph.save_on_cpu):
+    """Notes the shapes that it copies."""
+
+    shapes: list[tuple[int, ...]]
+
+    def __init__(self, pin_memory: bool = False) -> None:
+        super().__init__(pin_memory=pin_memory)
+        self._pack = self.pack_hook
+        self.pack_hook = self._note
+
+    def _note(self, tensor: Tensor) -> Any:
+        self.shapes.append(tuple(tensor.shape))
+        return self._pack(tensor)
+
+
+def _sharded(build: Callable[[], nn.Module], settings: dict[str, Any], context: RankContext) -> Any:
+    seed(0)
+    return StreamShard(build().to(context.device), precision=BF16, **settings)
+
+
+def _train(model: Any, optimizer: Any, context: RankContext, steps: Iterable[int] = range(STEPS)) -> None:
+    for step in steps:
+        model(vector_batch(step, context.rank).to(context.device)).square().mean().backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _compare_activations(context: RankContext, while_training: Callable[[Any], Any]) -> None:
+    """Of each layer its input is copied, and no weight."""
+    _Counted.shapes = []
+    with mock.patch.object(torch.autograd.graph, "save_on_cpu", _Counted):
+        resident = _sharded(Stack, TWO_SLOTS, context)
+        _train(resident, adamw(resident), context)
+        assert _Counted.shapes == []
+        model = _sharded(LongContext, OFFLOAD, context)
+        with while_training(model):
+            _train(model, adamw(model), context)
+    assert _Counted.shapes == [(4, DIM)] * len(model.layers) * STEPS
+    assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
+
+
+@on_ranks(1, 2)
+def test_activations_in_host_memory_change_no_bit(context: RankContext) -> None:
+    with simulated_device():
+        _compare_activations(context, late)
+
+
+@pytest.mark.gpu
+@on_ranks(1, 2, backend="nccl")
+def test_activations_in_host_memory_change_no_bit_on_a_gpu(context: RankContext) -> None:
+    """The memory is pinned here."""
+    _compare_activations(context, lambda _: contextlib.nullcontext())
+
+
+@on_ranks(2)
+def test_a_run_goes_on_with_its_state_in_the_other_memory(context: RankContext, tmp_path: Path) -> None:
+    """To the bit. A late step is due when the checkpoint is saved. The next test loads in the other direction."""
+    with simulated_device():
+        model = _sharded(Stack, OFFLOAD, context)
+        optimizer = adamw(model)
+        _train(model, optimizer, context)
+        save_checkpoint(tmp_path, model, optimizer)
+        _train(model, optimizer, context, range(STEPS, 2 * STEPS))
+        other = _sharded(Stack, TWO_SLOTS, context)
+        optimizer = adamw(other)
+        _train(other, optimizer, context, [17])  # which the checkpoint replaces
+        load_checkpoint(tmp_path, other, optimizer)
+        _train(other, optimizer, context, range(STEPS, 2 * STEPS))
+        assert_same(full_weights(other), full_weights(model), "weights", EXACT)
+
+
+@on_ranks(1, 2, backend="of accelerator")
+@pytest.mark.parametrize("way", ["checkpoint", "full state"])
+def test_moments_never_lie_on_the_device_when_they_are_loaded(context: RankContext, tmp_path: Path, way: str) -> None:
+    """A run without offload has saved them from the device, where they might not fit."""
+    given: list[torch.device] = []
+
+    def note(_: Any, state: dict[str, Any]) -> None:
+        given.extend(each.device for own in state["state"].values() for each in own.values() if each.ndim)
+
+    with device_of(context):
+        model, other = (_sharded(Stack, settings, context) for settings in (TWO_SLOTS, OFFLOAD))
+        optimizer, others = adamw(model), adamw(other)
+        others.register_load_state_dict_pre_hook(note)
+        _train(model, optimizer, context)
+        _train(other, others, context, [17])  # which is replaced
+        if way == "checkpoint":
+            load_checkpoint(save_checkpoint(tmp_path, model, optimizer).wait(), other, others)
+        else:
+            other.load_state_dict(full_weights(model))
+            load_optimizer_state_dict(other, others, full_optimizer_state_dict(model, optimizer))
+        assert {device.type for device in given} == {"cpu"}
+        for each, its in ((model, optimizer), (other, others)):
+            _train(each, its, context, [STEPS])
+        assert_same(full_weights(other), full_weights(model), "weights", EXACT)

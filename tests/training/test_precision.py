@@ -15,14 +15,27 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from streamshard import ConfigError, Precision, ShardingError, StreamShard
 from streamshard.comm.transport import sum_in_rank_order
 from streamshard.nested import tensors_in
-from tests.models import Stack, TinyConfig, TinyLM, vector_batch
+from tests import families
+from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, Tolerance, adamw, assert_same, engine_inside, full_grads, full_weights, lm_step
+from tests.reference import (
+    ROUNDING,
+    Call,
+    Tolerance,
+    adamw,
+    assert_same,
+    built,
+    engine_inside,
+    full_grads,
+    full_weights,
+    lm_step,
+    sharded_model,
+    stack_step,
+)
 from tests.scenarios import PRECISIONS
 
 BF16, FP16, SINGLE = torch.bfloat16, torch.float16, torch.float32
-REDUCTIONS = {name: precision for name, precision in PRECISIONS.items() if name != "fp32"}
 # One rounding to bf16 is 2^-8 of the element; sums of rounded terms, and rounded sums, differ by a few of them.
 NEAR = Tolerance(relative=3e-2, absolute=1e-5)
 
@@ -38,7 +51,6 @@ class Mixed:
         self.optimizer = torch.optim.AdamW(self.main.values(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
     def step(self, number: int, world_size: int) -> list[Tensor]:
-        """One step on all ranks' batches; returns their losses."""
         losses = []
         with torch.no_grad():
             for name, p in self.compute.named_parameters():
@@ -59,77 +71,57 @@ class Mixed:
         self.optimizer.zero_grad()
 
 
-def _pair(precision: Precision, slots: Any = (), **config: Any) -> tuple[Mixed, nn.Module]:
+def _pair(precision: Precision, **config: Any) -> tuple[Mixed, nn.Module]:
     torch.manual_seed(7)
     mixed = Mixed(TinyLM(TinyConfig(**config)), precision)
     mixed.compute.scale = mixed.compute.scale.float()  # type: ignore[assignment]  # buffers keep their dtype
     torch.manual_seed(7)
-    return mixed, StreamShard(TinyLM(TinyConfig(**config)), precision=precision, **dict(slots))
+    return mixed, StreamShard(TinyLM(TinyConfig(**config)), precision=precision)
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "reduction"), [(1, "bf16"), *((2, name) for name in REDUCTIONS), (3, "16-bit")])
-def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(context: RankContext, reduction: str) -> None:
-    """Losses, gradients and main weights over five steps, against the same arithmetic written out."""
-    mixed, model = _pair(REDUCTIONS[reduction], tied=reduction == "16-bit wire")
+def train_beside(context: RankContext, mixed: Mixed, model: nn.Module, tolerance: Tolerance, *, steps: int = 3) -> None:
+    """Train both; compare losses and gradients."""
     optimizer = adamw(model)
-    for number in range(5):
+    for number in range(steps):
         wanted = mixed.step(number, context.world_size)
         found = lm_step(model, Call(number, context.rank, context.world_size, 1.0))
-        assert_same({"loss": found}, {"loss": wanted[context.rank]}, f"loss of step {number}", NEAR)
-        if number in (0, 3):
-            wanted_grads = {name: p.grad for name, p in mixed.main.items()}
-            grads = {name: grad for name, grad in full_grads(model).items() if name in wanted_grads}
-            assert_same(grads, wanted_grads, f"gradients of step {number}", NEAR)
+        assert_same({"loss": found}, {"loss": wanted[context.rank]}, f"loss of step {number}", tolerance)
+        grads = {name: grad for name, grad in full_grads(model).items() if name in mixed.main}
+        assert_same(grads, {name: p.grad for name, p in mixed.main.items()}, "gradients", tolerance)
         mixed.update()
         optimizer.step()
         optimizer.zero_grad()
-    weights = full_weights(model)
-    wanted_weights = {name: p.detach() for name, p in mixed.main.items()}
-    assert {weights[name].dtype for name in wanted_weights} == {SINGLE}
-    near = Tolerance(2e-3, 1e-3)
-    assert_same({name: weights[name] for name in wanted_weights}, wanted_weights, "main weights", near)
+
+
+def assert_same_main_weights(model: nn.Module, mixed: Mixed, tolerance: Tolerance) -> None:
+    """fp32, within tolerance."""
+    weights = {name: weight for name, weight in full_weights(model).items() if name in mixed.main}
+    assert {weight.dtype for weight in weights.values()} == {SINGLE}
+    assert_same(weights, mixed.main, "main weights", tolerance)
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "reduction"), [(1, "bf16"), (2, "16-bit wire"), (3, "16-bit")])
+def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(context: RankContext, reduction: str) -> None:
+    """Losses, gradients and main weights over five steps, against the same arithmetic written out."""
+    mixed, model = _pair(PRECISIONS[reduction], tied=reduction == "16-bit wire")
+    train_beside(context, mixed, model, NEAR, steps=5)
+    assert_same_main_weights(model, mixed, Tolerance(2e-3, 1e-3))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}], ids=str)
-def test_a_bf16_wire_rounds_the_weights_with_which_layers_compute_in_fp32(
-    context: RankContext, slots: dict[str, Any]
-) -> None:
+def test_a_bf16_wire_rounds_the_weights_with_which_layers_compute_in_fp32(context: RankContext) -> None:
     """Half the bytes of an all-gather. Main weights keep fp32. The race detector knows the wire buffers."""
-    precision = Precision(param_dtype=SINGLE, wire_dtype=BF16)
-    mixed, model = _pair(precision, slots)
-    optimizer = adamw(model)
+    mixed, model = _pair(Precision(param_dtype=SINGLE, wire_dtype=BF16))
     with detect_races(model):
-        for number in range(3):
-            wanted = mixed.step(number, 2)
-            found = lm_step(model, Call(number, context.rank, 2, 1.0))
-            assert_same({"loss": found}, {"loss": wanted[context.rank]}, f"loss of step {number}")
-            assert_same(full_grads(model), {name: p.grad for name, p in mixed.main.items()}, "gradients")
-            mixed.update()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(full_weights(model), {**full_weights(model), **mixed.main}, "main weights")
+        train_beside(context, mixed, model, ROUNDING)
+    assert_same_main_weights(model, mixed, ROUNDING)
     units = engine_inside(model).units
     assert {flat.gathered.dtype for unit in units for flat in unit.flat_params} == {BF16}
     with pytest.raises(ConfigError, match="sums_in_rank_order=True, reduce_dtype=torch.bfloat16: .*leave reduce_dtype"):
         Precision(sums_in_rank_order=True, reduce_dtype=BF16)
     with pytest.raises(ConfigError, match="wire_dtype=torch.float32: wanted"):
         Precision(wire_dtype=torch.float32)
-
-
-@on_ranks(2)
-def test_gradients_are_cast_to_fp32_before_they_are_summed_over_micro_batches(context: RankContext) -> None:
-    """256 + 1 is 257 in the main grads; in bf16 it would be 256."""
-    model = StreamShard(nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2))), precision=REDUCTIONS["bf16"])
-    with model.summon_full_params(), torch.no_grad():
-        for p in model.parameters():
-            p.fill_(1.0)
-    for value in (256.0, 1.0):
-        model(torch.full((1, 1), value)).sum().backward()
-    for grad in full_grads(model).values():
-        assert grad is not None
-        assert float(grad) == 257.0
 
 
 @on_ranks(1, 2)
@@ -162,20 +154,16 @@ def test_layers_compute_in_param_dtype(context: RankContext) -> None:
             assert p.dtype == p.grad.dtype == SINGLE, name
 
 
-class _Collecting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+class _Collecting(nn.Linear):
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
         losses.append(x.float().square().mean())
-        return self.linear(x)  # type: ignore[no-any-return]
+        return super().forward(x)
 
 
-class _Collected(nn.Module):
+class _Collected(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Collecting() for _ in range(3))
+        self.layers = nn.ModuleList(_Collecting(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         losses: list[Tensor] = []
@@ -192,24 +180,6 @@ def test_a_loss_that_a_layer_puts_into_the_copy_of_an_argument_raises(context: R
         StreamShard(_Collected())(x)
     for precision in (Precision(cast_inputs=False, param_dtype=None), "fp32"):
         StreamShard(_Collected(), precision=precision)(x).backward()
-
-
-@on_ranks(2)
-def test_without_param_dtype_each_parameter_computes_in_its_own(context: RankContext) -> None:
-    """Main weights and main grads are in fp32. "bf16" is short for Precision(param_dtype=torch.bfloat16)."""
-    model: Any = Stack()
-    model.layers[1].to(BF16)
-    seen: dict[torch.nn.Module, torch.dtype] = {}
-    StreamShard(model, precision=Precision(param_dtype=None))
-    for layer in model.layers:
-        layer.register_forward_pre_hook(lambda module, args: args[0].to(module.linear.weight.dtype))
-        layer.linear.register_forward_hook(lambda module, args, out: seen.update({module: module.weight.dtype}))
-        layer.register_forward_hook(lambda module, args, out: out.float())
-    model(vector_batch(0, context.rank)).square().mean().backward()
-    assert [seen[layer.linear] for layer in model.layers] == [SINGLE, BF16, SINGLE, SINGLE]
-    assert all(param.dtype is param.grad.dtype is SINGLE for param in model.parameters())
-    for name, dtype in (("bf16", BF16), ("fp16", FP16), ("fp32", SINGLE)):
-        assert engine_inside(StreamShard(Stack(), precision=name)).precision == Precision(param_dtype=dtype)
 
 
 @on_ranks(1, 2)
@@ -271,7 +241,6 @@ def test_an_output_with_a_loss_keeps_its_logits_and_a_cache_stays_as_it_is(conte
 
 class _Loss(Stack):
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, width] -> []"""
         return super().forward(x).square().mean()
 
 
@@ -288,12 +257,122 @@ def test_a_loss_that_the_model_rounds_is_warned_about_once(context: RankContext)
     assert all("computes its loss in torch.bfloat16" in str(each.message) for each in caught)
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), [(2, False), (3, True), (5, False)])
-def test_a_mean_of_16_bit_gradients_is_taken_in_fp32(ranks: int, accumulate: bool) -> None:
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_mean_of_16_bit_gradients_is_taken_in_fp32(accumulate: bool) -> None:
     """Also where 1/N is no power of two; more elements than are summed at a time."""
+    ranks = 3
     chunks = [torch.randn(300_000).to(BF16) for _ in range(ranks)]
     start = torch.randn(300_000)
     out = start.clone()
     sum_in_rank_order(chunks, out, accumulate=accumulate, divisor=ranks)
     wanted = torch.stack(chunks).double().mean(0) + (start if accumulate else 0.0)
     assert_same({"mean": out}, {"mean": wanted.float()}, "mean", Tolerance(1e-6, 1e-6))
+
+
+# -- modules in fp32: listed ones, a class's own, norms with statistics -----------------------------------------------
+
+NEAR_IN_BF16 = Tolerance(5e-2, 5e-3)  # in most layers
+
+
+class Normed(nn.Module):
+    """A residual layer with a norm, and a gate of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.linear = nn.Linear(DIM, DIM)
+        self.gate = nn.Linear(DIM, DIM, bias=False)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        self.seen = [x.dtype, y.dtype, self.norm.weight.dtype, self.linear.weight.dtype, self.gate.weight.dtype]
+        return x + torch.tanh(self.linear(y)) * torch.sigmoid(self.gate(y))
+
+
+class Gated(Stack):
+    """Of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__((DIM,) * 5)
+        self.layers = nn.ModuleList(Normed() for _ in range(4))
+
+
+def in_fp32(model: nn.Module) -> set[str]:
+    """Parameters that the layers see in fp32."""
+    units = engine_inside(model).units
+    pairs = [(param, param.unsharded) for unit in units for param in unit.params]
+    return {param.name for param, view in pairs if view.dtype is torch.float32}
+
+
+LISTED: list[tuple[Any, list[str]]] = [
+    (["norm"], ["norm"]),
+    (("gate", nn.LayerNorm), ["gate", "norm"]),
+    (["layers.1.gate"], ["layers.1.gate"]),
+    (["head"], ["head"]),
+]
+
+
+@on_ranks(2)
+def test_listed_modules_compute_in_fp32(context: RankContext) -> None:
+    """By whole words of names, of modules and parameters, and by class. They train."""
+    for entries, parts in LISTED:
+        model = StreamShard(Gated(), precision=Precision(fp32_modules=entries))
+        assert in_fp32(model) == {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+    for entry, said in (("nor", "'nor'"), ("layers.9", "'layers.9'"), (nn.BatchNorm1d, "of class BatchNorm1d")):
+        with pytest.raises(ConfigError, match=f"Gated has no module or parameter {said}"):
+            StreamShard(Gated(), precision=Precision(fp32_modules=[entry]))
+    for wrong in ("norm", [3], [""], nn.LayerNorm):
+        with pytest.raises(ConfigError, match="fp32_modules=.*: wanted a list or tuple of names and of module classes"):
+            Precision(fp32_modules=wrong)  # type: ignore[arg-type]
+
+
+@on_ranks(1, 2)
+def test_a_listed_module_takes_fp32_and_returns_the_dtype_of_its_input(context: RankContext) -> None:
+    """Inside a layer nothing else notices. Gradients are near those of fp32."""
+    precision = Precision(fp32_modules=[nn.LayerNorm, "gate"])
+    plain: Any = built(Gated)
+    model: Any = sharded_model(Gated, precision=precision)
+    single = sharded_model(Gated)
+    inputs = vector_batch(0, context.rank)
+    found = model(inputs)
+    with torch.no_grad():
+        x = inputs.to(BF16)
+        plain.to(BF16)
+        for layer in plain.layers:
+            y = layer.norm.float()(x.float()).to(BF16)
+            x = x + torch.tanh(layer.linear(y)) * torch.sigmoid(layer.gate.float()(y.float()).to(BF16))
+        wanted = plain.head(x)
+    assert_same({"outputs": found}, {"outputs": wanted}, "forward", Tolerance(1e-2, 1e-2))
+    assert all(layer.seen == [BF16, BF16, torch.float32, BF16, torch.float32] for layer in model.layers)
+    found.square().mean().backward()
+    single(inputs).square().mean().backward()
+    assert_same(full_grads(model), full_grads(single), "gradients", NEAR_IN_BF16)
+
+
+@on_ranks(1, 2)
+def test_batch_norm_trains_in_a_half_precision_model(context: RankContext) -> None:
+    """Its weights and statistics are fp32 without being listed."""
+    plain: Any = built(NormStack)
+    model: Any = sharded_model(NormStack, precision="bf16")
+    assert in_fp32(model) == {name for name, _ in model.named_parameters() if name.startswith("norms")}
+    call = Call(0, context.rank, context.world_size, 1.0)
+    stack_step(model, call)
+    stack_step(plain, call)
+    means = {name: buffer for name, buffer in model.named_buffers() if "running_mean" in name}
+    assert {buffer.dtype for buffer in means.values()} == {torch.float32}
+    assert_same(means, {name: dict(plain.named_buffers())[name] for name in means}, "statistics", NEAR_IN_BF16)
+
+
+@on_ranks(2)
+def test_modules_that_a_transformers_class_keeps_in_fp32_are_kept(context: RankContext) -> None:
+    """T5's output projections in fp16, not in bf16; its code casts."""
+    for dtype in (torch.float16, BF16):
+        model: Any = StreamShard(families.t5(), precision=Precision(param_dtype=dtype))
+        kept = {name for name, _ in model.named_parameters() if ".wo." in name}
+        assert len(kept) == 4
+        assert in_fp32(model) == (kept if dtype is torch.float16 else set())
+        tokens = token_batch(0, context.rank)
+        model(input_ids=tokens, decoder_input_ids=tokens).logits.float().square().mean().backward()
+        assert all(param.grad is not None for param in model.parameters())

@@ -33,21 +33,13 @@ from tests.simulated import late, simulated_device
 
 
 class Part(NamedTuple):
-    """A micro-batch.
+    """A micro-batch."""
 
-    Attributes:
-        route: layers that run, counted round; None: all in turn.
-        left_out: by rank, a layer that this rank does not run; -1: none. Only where all run in turn.
-        reentrant: checkpointing of each layer, and of which kind; None: none.
-        is_twice: two backwards go through its graph.
-        is_quiet: in `no_sync`.
-    """
-
-    route: tuple[int, ...] | None
-    left_out: tuple[int, int, int]
-    reentrant: bool | None
-    is_twice: bool
-    is_quiet: bool
+    route: tuple[int, ...] | None  # layers that run, counted round; None: all in turn
+    left_out: tuple[int, int, int]  # by rank, a layer that this rank does not run; -1: none. Only where all run in turn
+    reentrant: bool | None  # checkpointing of each layer, and of which kind; None: none
+    is_twice: bool  # two backwards go through its graph
+    is_quiet: bool  # in `no_sync`
 
     def places(self, depth: int, rank: int) -> list[int]:
         """The numbers of the layers that `rank` runs, in order."""
@@ -66,22 +58,15 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What is trained, and how. The first step has all layers run in turn.
-
-    Attributes:
-        is_tied: the first and the last layer share their weight.
-        sockets: between ranks, not shared memory.
-        device_budget: of state, where the rest of it lies in host memory.
-        settings: of the model.
-    """
+    """What is trained, and how. The first step has all layers run in turn."""
 
     steps: list[Step]
     ranks: int
     depth: int
-    is_tied: bool
+    is_tied: bool  # the first and the last layer share their weight
     make: Any
     sockets: bool
-    device_budget: str | int
+    device_budget: str | int  # of state, where the rest of it lies in host memory
     settings: dict[str, Any]
 
 
@@ -160,25 +145,16 @@ def _train_step(program: Program, model: Any, call: Call) -> Tensor:
 def _run_beside_plain(context: RankContext, program: Program) -> None:
     steps = functools.partial(_train_step, program)
     with over_sockets() if program.sockets else contextlib.nullcontext():
-        assert_trains_like_plain(
-            context,
-            functools.partial(_build, program),
-            steps,
-            steps=len(program.steps),
-            checked=range(1, len(program.steps), 2),
-            optimizer=program.make,
-            prepare=functools.partial(_prepare, program),
-            tolerance=Tolerance(relative=1e-4, absolute=2e-6),
-            **program.settings,
-        )
+        options: Any = {"steps": len(program.steps), "checked": range(1, len(program.steps), 2)}
+        options |= {"optimizer": program.make, "prepare": functools.partial(_prepare, program)}
+        tolerance = Tolerance(relative=1e-4, absolute=2e-6)
+        build = functools.partial(_build, program)
+        assert_trains_like_plain(context, build, steps, tolerance=tolerance, **options, **program.settings)
 
 
 def _run_in_host_memory(context: RankContext, program: Program) -> None:
     found = []
-    options = program.settings | {
-        "weight_slots": 2,
-        "grad_slots": None,
-    }  # the number of slots changes the order of sums
+    options = program.settings | {"weight_slots": 2, "grad_slots": None}  # their number changes the order of sums
     with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
         for place in ({}, {"offload": "state", "device_budget": program.device_budget}):
             model: Any = StreamShard(built(functools.partial(_build, program)), precision=FP32, **options, **place)

@@ -38,7 +38,6 @@ from streamshard import (
     StreamShard,
     export_safetensors,
     full_optimizer_state_dict,
-    init_weights,
     load_checkpoint,
     load_optimizer_state_dict,
     load_safetensors,
@@ -51,9 +50,11 @@ from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     assert_same_state,
     assert_script_trained_like_plain,
+    case,
     difference,
     full_weights,
     let_dynamo_look,
+    piece_of,
 )
 from tests.simulated import simulated_device
 
@@ -140,16 +141,6 @@ def _clip(model: Any, step: int) -> Tensor:
     return total
 
 
-def _clip_one_by_one(model: nn.Module, step: int) -> Tensor:
-    """For FSDP2: torch's function fails on gradients of several meshes (pytorch/pytorch#180346)."""
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
-    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in full]))
-    for grad in grads:
-        grad.mul_(min(1.0, CLIP / (float(total) + 1e-6)))
-    return total
-
-
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     """With a large `eps`, which does not blow up the rounding of small gradients."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
@@ -182,11 +173,8 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return losses, norms, full_weights(model) if not _has_dtensors(model) else {}
-
-
-def _has_dtensors(model: nn.Module) -> bool:
-    return any(isinstance(param, DTensor) for param in model.parameters())
+    is_plain = not any(isinstance(param, DTensor) for param in model.parameters())
+    return losses, norms, full_weights(model) if is_plain else {}
 
 
 @functools.cache
@@ -200,12 +188,44 @@ def _assert_equal(found: Course, wanted: Course) -> None:
     assert difference(found[2], wanted[2]) < 1e-5
 
 
+def _freeze(model: Any) -> Any:
+    for name, param in model.named_parameters():
+        param.requires_grad_("attention" not in name)
+    return model
+
+
 @on_ranks(4)
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor parallel", "sequence parallel"])
-def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext, sequence: bool) -> None:
-    """2 x 2 ranks, an uneven vocabulary, AdamW with clipping by either function."""
-    world = _mesh(2, 2)
-    _assert_equal(_train(_sharded(_made(), world, sequence=sequence), world), _alone())
+def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext) -> None:
+    """An uneven vocabulary, AdamW with clipping by either function, and what changes when DTensors are made and read.
+
+    The output of a compiled first layer waits for a collective: FSDP2 drops its gradient, plain PyTorch raises.
+    """
+    let_dynamo_look()
+    world, whole = _mesh(2, 2), _mesh(1, 4)
+    with case("tensor parallelism, micro-batches, checkpoints"):
+        model = _sharded(_made(checkpoints=True), world, sequence=False)
+        _assert_equal(_train(model, world, micro_batches=2), _alone())
+    with case("sequence parallelism, compiled"):
+        model = _sharded(_made(), world)
+        model.layers[0].compile(backend="eager")
+        _assert_equal(_train(model, world), _alone())
+    with case("four parts, all slots, micro-batches"):
+        model = _sharded(_made(), whole, weight_slots="all", grad_slots="all")
+        _assert_equal(_train(model, whole, micro_batches=2), _alone())
+    with case("without a mesh: over ranks with the same parts"):
+        model = _made()
+        _parallelize(model, world.tp, sequence=True)
+        model = StreamShard(model, precision="fp32")
+        weight = model.layers[0].up.weight
+        assert sum(everywhere(piece_of(weight).numel())) == weight.numel() == 128 * 32
+        _assert_equal(_train(model, world), _alone())
+    with case("some frozen before sharding, some after"):
+        models = [_sharded(_freeze(_made()), world), _freeze(_made())]
+        for model in models:
+            model.layers[0].up.weight.requires_grad_(False)
+        _assert_equal(_train(models[0], world), _train(models[1]))
+    with case("state in host memory, on a simulated device"), simulated_device():
+        _assert_equal(_train(_sharded(_made(), world, offload="state"), world, steps=3), _alone(3))
 
 
 @on_ranks(4)
@@ -219,16 +239,6 @@ def test_different_batches_along_the_axis_raise_before_a_layer_runs(context: Ran
     sampler = DistributedSampler(range(8), world.dp.size(), world.dp.get_local_rank(), shuffle=False)
     model(torch.tensor([[*sampler]])).square().mean().backward()
     optimizer.step()
-
-
-@on_ranks(4)
-def test_a_compiled_first_layer_trains_the_embedding_too(context: RankContext) -> None:
-    """Its output waits for a collective. FSDP2 drops its gradient, plain PyTorch raises."""
-    let_dynamo_look()
-    world = _mesh(2, 2)
-    model = _sharded(_made(), world)
-    model.layers[0].compile(backend="eager")
-    _assert_equal(_train(model, world), _alone())
 
 
 @on_ranks(4)
@@ -246,82 +256,16 @@ def test_copies_that_have_drifted_apart_are_named_by_a_save(context: RankContext
     assert bool((model.full_state_dict(rank0_only=False)["norm.weight"] == 1.0).all())
 
 
-@on_ranks(4)
+@on_ranks(2, 4)
 def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
-    """As a user starts it, on two replicas of two parts."""
-    model, norms = _example()["main"](STEPS, 2, 2)
+    """As a user starts it, on two replicas of two parts, or of one."""
+    model, norms = _example()["main"](STEPS, 2, context.world_size // 2)
     assert_script_trained_like_plain(_example(), model, norms)
 
 
 @on_ranks(4)
-def test_a_mesh_of_four_parts_and_one_data_rank_trains_the_same(context: RankContext) -> None:
-    world = _mesh(1, 4)
-    _assert_equal(_train(_sharded(_made(), world), world), _alone())
-
-
-@on_ranks(4)
-def test_without_a_mesh_the_model_is_sharded_over_ranks_with_the_same_parts(context: RankContext) -> None:
-    """Each rank has half of its half of a matrix, and all of them have the norm."""
-    world, model = _mesh(2, 2), _made()
-    _parallelize(model, world.tp, sequence=True)
-    sharded: Any = StreamShard(model, precision="fp32")
-    weight = sharded.layers[0].up.weight
-    assert weight.shape == (128, 32)
-    told = everywhere(weight.detach().as_subclass(Tensor).numel())
-    assert sum(told) == weight.numel()
-    _assert_equal(_train(sharded, world), _alone())
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
-def test_accumulation_and_checkpointed_layers_train_the_same(context: RankContext, slots: dict[str, Any]) -> None:
-    """Two micro-batches in `no_sync()`. Where slots are few, backward runs each layer's forward again."""
-    world = _mesh(2, 2)
-    found = _train(_sharded(_made(checkpoints=not slots), world, **slots), world, micro_batches=2)
-    _assert_equal(found, _alone())
-
-
-@on_ranks(4)
-def test_bf16_computes_with_bf16_dtensors(context: RankContext) -> None:
-    """Ranks of one mesh get the same loss, close to fp32."""
-    world = _mesh(2, 2)
-    sharded = _sharded(_made(), world, precision="bf16")
-    losses, norms, weights = _train(sharded, world)
-    assert norms == pytest.approx(_alone()[1], rel=2e-2)
-    told = everywhere((losses, {name: float(each.sum()) for name, each in weights.items()}))
-    assert told[0] == told[1] and told[2] == told[3] and told[0][1] == told[2][1]
-
-
-@on_ranks(4)
-def test_state_in_host_memory_trains_the_same(context: RankContext) -> None:
-    """On a simulated device, clipped by either function before a late step."""
-    world = _mesh(2, 2)
-    with simulated_device():
-        found = _train(_sharded(_made(), world, offload="state"), world, steps=3)
-    _assert_equal(found, _alone(3))
-
-
-@on_ranks(4)
-def test_frozen_parts_keep_their_values_and_get_no_gradient(context: RankContext) -> None:
-    """Some are frozen before sharding, some after it."""
-    world = _mesh(2, 2)
-
-    def freeze(model: Any) -> Any:
-        for name, param in model.named_parameters():
-            if "attention" in name:
-                param.requires_grad_(False)
-        return model
-
-    sharded = _sharded(freeze(_made()), world)
-    sharded.layers[0].up.weight.requires_grad_(False)
-    wanted = freeze(_made())
-    wanted.layers[0].up.weight.requires_grad_(False)
-    _assert_equal(_train(sharded, world), _train(wanted))
-
-
-@on_ranks(4)
 def test_norms_sums_and_shapes_are_the_full_tensors(context: RankContext) -> None:
-    """Of matrices in parts, and of norms that every rank of the mesh has."""
+    """Of matrices in parts, and of norms that every rank of the mesh has. Summoned, both can be changed."""
     world, whole = _mesh(2, 2), _made()
     sharded = _sharded(_made(), world)
     count = sum(param.numel() for param in whole.parameters())
@@ -332,6 +276,10 @@ def test_norms_sums_and_shapes_are_the_full_tensors(context: RankContext) -> Non
         for function in (torch.norm, torch.sum, torch.mean):
             assert float(function(param.detach())) == pytest.approx(float(function(full.detach())), rel=1e-5), name
         assert float(param.detach().max()) == float(full.detach().max()), name
+    with sharded.summon_full_params():
+        for param in sharded.parameters():
+            param.data.mul_(2)
+    assert difference(full_weights(sharded), {name: 2 * each for name, each in whole.state_dict().items()}) == 0.0
 
 
 @on_ranks(4)
@@ -351,62 +299,22 @@ def test_absent_dtensors_raise_when_another_layer_reads_them(context: RankContex
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext, trains: bool) -> None:
+def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext) -> None:
     """Through the DTensor, or, where it is frozen, through its local part."""
-    world, model = _mesh(2, 2), _made()
-    model.layers[1].up.weight.requires_grad_(trains)
-    sharded = _sharded(model, world)
 
     def edit(layer: Any, args: Any) -> None:
+        weight = layer.up.weight
         with torch.no_grad():
-            (layer.up.weight if trains else layer.up.weight.to_local()).mul_(0.5)
+            (weight if weight.requires_grad else weight.to_local()).mul_(0.5)
 
-    sharded.layers[1].register_forward_pre_hook(edit)
-    with pytest.raises(ShardingError, match=r"'layers.1.up.weight' was changed in place"):
-        sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
-
-
-@on_ranks(4)
-def test_penalties_on_parts_and_copies_have_the_gradients_of_one_process(context: RankContext) -> None:
-    """And copies of a norm stay equal on all ranks."""
-    world, whole = _mesh(2, 2), _made()
-    sharded = _sharded(_made(), world)
-    tokens = torch.arange(4 * TOKENS).view(4, TOKENS) % WORDS
-
-    def total(model: nn.Module) -> Any:
-        return sum(each.square().sum() + each.norm() for each in model.parameters())
-
-    (sharded(tokens.chunk(2)[world.dp.get_local_rank()]).square().mean() + 0.1 * total(sharded)).backward()
-    (whole(tokens).square().mean() + 0.1 * total(whole)).backward()
-    for (name, param), full in zip(sharded.named_parameters(), whole.parameters(), strict=True):
-        wanted = param.piece.cut(full.grad)
-        torch.testing.assert_close(param.grad.as_subclass(Tensor), wanted, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@on_ranks(4)
-def test_gradients_that_leave_their_slot_come_back(context: RankContext) -> None:
-    """A layer runs before and after another one in its slot."""
-    world, whole = _mesh(2, 2), _made()
-    sharded = _sharded(_made(), world, resident=())
-    tokens = torch.arange(4 * TOKENS).view(4, TOKENS) % WORDS
-    for model in (sharded, whole):
-        layers = list(model.layers)
-        model.forward = lambda rows, model=model, layers=layers: model.head(
-            model.norm(layers[0](layers[2](layers[1](layers[0](model.embedding(rows))))))
-        )
-    for _ in range(2):
-        sharded(tokens.chunk(2)[world.dp.get_local_rank()]).square().mean().backward()
-        whole(tokens).square().mean().backward()
-    for (name, param), full in zip(sharded.named_parameters(), whole.parameters(), strict=True):
-        assert float(param.grad.norm()) == pytest.approx(float(full.grad.norm()), rel=1e-4, abs=1e-9), name
-
-
-@on_ranks(2)
-def test_an_axis_of_one_rank_is_tensor_parallelism_of_one_part(context: RankContext) -> None:
-    """The same script runs with `--tp 1`."""
-    model, norms = _example()["main"](2, 1)
-    assert "over 2 ranks;" in repr(model) and len(norms) == 2
+    world = _mesh(2, 2)
+    for trains in (True, False):
+        model = _made()
+        model.layers[1].up.weight.requires_grad_(trains)
+        sharded = _sharded(model, world)
+        sharded.layers[1].register_forward_pre_hook(edit)
+        with pytest.raises(ShardingError, match=r"'layers.1.up.weight' was changed in place"):
+            sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
 
 
 @on_ranks(2)
@@ -456,17 +364,10 @@ def _loaded(context: RankContext, path: Path, tp: int, weights: dict[str, Tensor
     assert torch.equal(other(rows), model(rows))
 
 
-@pytest.mark.parametrize(
-    ("saving", "loading"),
-    [((4, 2), [(4, 4), (1, 1)]), ((2, 1), [(4, 2)])],
-    ids=["in parts", "without DTensors"],
-)
-def test_checkpoints_exports_and_full_state_load_on_meshes_of_any_shape(
-    ranks: Any, tmp_path: Path, saving: tuple[int, int], loading: list[tuple[int, int]]
-) -> None:
-    """More and fewer ranks and parts; to the bit."""
-    weights, state = ranks(saving[0]).run(_saved, tmp_path, saving[1])[0]
-    for size, tp in loading:
+def test_checkpoints_exports_and_full_state_load_on_meshes_of_any_shape(ranks: Any, tmp_path: Path) -> None:
+    """More parts, and one rank without DTensors; to the bit."""
+    weights, state = ranks(4).run(_saved, tmp_path, 2)[0]
+    for size, tp in ((4, 4), (1, 1)):
         ranks(size).run(_loaded, tmp_path, tp, weights, state)
 
 
@@ -491,7 +392,7 @@ def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankC
     theirs = _adam(peer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP2's, of views; DCP's
-        _train(peer, world, _clip_one_by_one, optimizer=theirs, steps=1)
+        _train(peer, world, lambda *_: torch.zeros(()), optimizer=theirs, steps=1)
         weights, moments = get_state_dict(peer, theirs)
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "dcp")
     if context.rank == 0:
@@ -521,67 +422,8 @@ def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankC
 
 
 @on_ranks(4)
-def test_initial_weights_do_not_depend_on_the_mesh(context: RankContext) -> None:
-    """Models from the meta device, whose DTensors have no values."""
-    found = []
-    for sizes in ((2, 2), (4, 1)):
-        with torch.device("meta"):
-            model = _example()["GPT"]()
-        sharded = _sharded(model, _mesh(*sizes))
-        init_weights(sharded, seed=5)
-        found.append(full_weights(sharded))
-    assert difference(*found) == 0.0
-    assert float(found[0]["layers.0.up.weight"].std()) > 0.05
-
-
-class _Rotary(nn.Module):
-    """A table beside a weight, as in torchtitan: the class initialises both, and keeps the table a DTensor."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        table = torch.empty(4, 8, dtype=torch.complex64)
-        self.mesh, self.linear = mesh, nn.Linear(8, 8)
-        self.register_buffer("table", distribute_tensor(table, mesh, [Replicate()]), persistent=False)
-        parallelize_module(self, mesh, {"linear": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)})
-
-    def init_weights(self) -> None:
-        for each in self.parameters():
-            nn.init.constant_(each, 0.1)
-        was, self.table = self.table, torch.polar(torch.ones(4, 8), torch.arange(32.0).view(4, 8))
-        if isinstance(was, DTensor):
-            self.table = distribute_tensor(self.table, self.mesh, was.placements)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Any = (self.linear(x) * self.table).real
-        out: Tensor = made.to_local()
-        return out
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_buffers_that_are_dtensors_keep_their_values(context: RankContext, device: str) -> None:
-    """Rank 0's count. On the meta device the class computes them."""
-    world = _mesh(2, 2)
-    with torch.device(device):
-        model = _Rotary(world.tp)
-    if device == "cpu":
-        with torch.no_grad():
-            model.init_weights()
-            model.table.to_local().add_(context.rank)  # type: ignore[operator]
-    sharded: Any = StreamShard(model, ["linear"], mesh=world.dp, precision="fp32")
-    if device == "meta":
-        init_weights(sharded, seed=5)
-    assert isinstance(sharded.table, DTensor)
-    assert torch.equal(sharded.table.to_local(), torch.polar(torch.ones(4, 8), torch.arange(32.0).view(4, 8)))
-    weights, x = full_weights(sharded), torch.ones(4, 8)
-    wanted = (F.linear(x, weights["linear.weight"], weights["linear.bias"]) * sharded.table.to_local()).real
-    assert torch.allclose(sharded(x), wanted, atol=1e-5)
-    sharded(x).mean().backward()
-
-
-@on_ranks(4)
 def test_buffers_that_are_dtensors_are_saved_whole(context: RankContext, tmp_path: Path) -> None:
-    """As torchtitan's routers have them: in checkpoints, exports and state dicts they are plain tensors."""
+    """As torchtitan's routers have them: in checkpoints and state dicts they are plain tensors."""
     world = _mesh(2, 2)
 
     def made(value: float, *, cut: bool = True) -> Any:
@@ -593,95 +435,46 @@ def test_buffers_that_are_dtensors_are_saved_whole(context: RankContext, tmp_pat
         return StreamShard(model, mesh=world.dp if cut else None, precision="fp32")
 
     first, second, whole = made(1.0), made(2.0), made(3.0, cut=False)
-    save_checkpoint(tmp_path / "run", first)
-    export_safetensors(first, tmp_path / "export")
+    save_checkpoint(tmp_path, first)
     state = first.full_state_dict(rank0_only=False)
     assert type(state["bias"]) is Tensor and torch.equal(state["bias"], torch.ones(4))
-    for load in (
-        lambda model: load_checkpoint(tmp_path / "run", model),
-        lambda model: load_safetensors(model, tmp_path / "export"),
-        lambda model: model.load_state_dict(state),
-    ):
-        for model in (second, whole):
-            load(model)
-            bias = model.bias.to_local() if isinstance(model.bias, DTensor) else model.bias
-            assert torch.equal(bias, torch.ones(4))
-            bias.zero_()
-
-
-@on_ranks(4)
-def test_summoned_parameters_are_full_tensors(context: RankContext) -> None:
-    """Changes inside are cut into parts and pieces again."""
-    sharded = _sharded(_made(), _mesh(2, 2))
-    before = full_weights(sharded)
-    with sharded.summon_full_params():
-        for param in sharded.parameters():
-            param.data.mul_(2)
-    after = full_weights(sharded)
-    assert difference(after, {name: 2 * each for name, each in before.items()}) == 0.0
+    for model in (second, whole):
+        load_checkpoint(tmp_path, model)
+        bias = model.bias.to_local() if isinstance(model.bias, DTensor) else model.bias
+        assert torch.equal(bias, torch.ones(4))
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
-def test_an_optimizer_from_before_sharding_raises(context: RankContext) -> None:
-    """It has DTensors that the model no longer has, and would train nothing. Clipping these would do nothing either."""
+def test_what_steps_other_tensors_than_the_model_has_raises(context: RankContext) -> None:
+    """An optimizer from before sharding and clipping of its DTensors; one that would take a part for the matrix."""
     world, model = _mesh(2, 2), _made()
     _parallelize(model, world.tp, sequence=True)
-    optimizer = torch.optim.AdamW(model.parameters())
+    before = torch.optim.AdamW(model.parameters())
     sharded: Any = StreamShard(model, mesh=world.dp)
+    matrices = [param for param in sharded.parameters() if param.ndim == 2]
+    whole = WholeParameterOptimizer(matrices, torch.optim.Muon, lr=1e-2)
     sharded(torch.zeros(2, TOKENS, dtype=torch.int64)).mean().backward()
-    old = optimizer.param_groups[0]["params"]
+    old = before.param_groups[0]["params"]
     assert "DTensor" in type(old[0]).__name__ and old[0].shape == (WORDS, 32)
-    for use in (optimizer.step, optimizer.zero_grad, lambda: nn.utils.clip_grad_norm_(old, CLIP)):
-        with pytest.raises(
-            ShardingError, match=r"of the DTensor '.*': .* after StreamShard\(model\), for optimizers too"
-        ):
+    gone = r"of the DTensor '.*': .* after StreamShard\(model\), for optimizers too"
+    for use in (before.step, before.zero_grad, lambda: nn.utils.clip_grad_norm_(old, CLIP)):
+        with pytest.raises(ShardingError, match=gone):
             use()
+    with pytest.raises(ShardingError, match=r"'embedding.weight' is a DTensor, .*: take an elementwise optimizer"):
+        whole.step()
 
 
 @on_ranks(4)
-def test_dtensors_on_some_ranks_only_are_refused_on_all(context: RankContext) -> None:
-    """One data rank has forgotten to parallelize its model."""
-    world, model = _mesh(2, 2), _made()
-    if world.dp.get_local_rank() == 0:
-        _parallelize(model, world.tp, sequence=True)
-    for mesh in (world.dp, None):
-        with pytest.raises(
-            RankMismatchError, match=r"rank \d has DTensors, and rank \d has none: parallelize the model"
-        ):
-            StreamShard(model, mesh=mesh)
-
-
-@on_ranks(4)
-def test_fully_shard_after_tensor_parallelism_is_refused(context: RankContext) -> None:
-    """Its parameters are DTensors on both axes."""
-    world, model = _mesh(2, 2), _made()
-    _parallelize(model, world.tp, sequence=True)
-    with pytest.raises(ShardingError, match=r"was given to fully_shard, .* leave fully_shard out"):
-        StreamShard(fully_shard(model, mesh=world.dp), mesh=world.dp)
-
-
-@on_ranks(4)
-def test_tensor_parallelism_inside_the_shard_group_is_refused(context: RankContext) -> None:
-    """As if the mesh were one of experts: each rank would take the others for ranks with other tokens."""
-    world, model = _mesh(2, 2), _made()
-    _parallelize(model, world.tp, sequence=False)
-    columns = _made()
-    parallelize_module(columns, world.tp, {"layers.*.up": ColwiseParallel()})
-    for each in (model, columns):
-        with pytest.raises(ShardingError, match=r"'.*' is cut along dim 0 on .*: wanted experts .* mesh=world..dp"):
-            StreamShard(each, mesh=init_device_mesh("cpu", (4,)))
-
-
-@on_ranks(4)
-def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> None:
-    """On several meshes, on a mesh across and inside the shard mesh, on a mesh of two axes, or as a buffer.
-
-    A strided placement is fine if each of its parts has the same size.
-    """
+def test_models_with_dtensors_that_cannot_be_sharded_are_refused_by_name(context: RankContext) -> None:
+    """On some ranks only, of another mesh, of several, with uneven strides, of two axes, or as a buffer."""
     world = _mesh(2, 2)
+
+    def refused(model: Any, mesh: Any, said: str, kind: type[Exception] = ShardingError) -> None:
+        with pytest.raises(kind, match=said):
+            StreamShard(model, mesh=mesh)
 
     def with_weights(*placed: tuple[DeviceMesh, Any]) -> nn.Module:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in placed))
@@ -689,27 +482,35 @@ def test_dtensors_of_other_kinds_are_refused_by_name(context: RankContext) -> No
             layer.weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, placements))
         return model
 
+    some, fsdp, rows, columns = (_made() for _ in range(4))
+    if world.dp.get_local_rank() == 0:
+        _parallelize(some, world.tp, sequence=True)
+    _parallelize(fsdp, world.tp, sequence=True)
+    _parallelize(rows, world.tp, sequence=False)
+    parallelize_module(columns, world.tp, {"layers.*.up": ColwiseParallel()})
+    for mesh in (world.dp, None):
+        refused(some, mesh, r"rank \d has DTensors, and rank \d has none: parallelize the model", RankMismatchError)
+    refused(fully_shard(fsdp, mesh=world.dp), world.dp, r"was given to fully_shard, .* leave fully_shard out")
+    for each in (rows, columns):  # as if the mesh were one of experts
+        said = r"'.*' is cut along dim 0 on .*: wanted experts .* mesh=world..dp"
+        refused(each, init_device_mesh("cpu", (4,)), said)
     both, cut = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), [Shard(0)]
-    with pytest.raises(ShardingError, match=r"'0.weight' and '1.weight' are DTensors on different meshes"):
-        StreamShard(with_weights((world.tp, cut), (world.dp, cut)), mesh=_mesh(4, 1).tp)
-    packed = with_weights((world.tp, cut))
-    uneven = DTensor.from_local(
-        torch.ones(4, 8), world.tp, [_StridedShard(0, split_factor=3)], shape=(8, 8), stride=(8, 1)
-    )
+    several = with_weights((world.tp, cut), (world.dp, cut))
+    refused(several, _mesh(4, 1).tp, r"'0.weight' and '1.weight' are DTensors on different meshes")
+    packed: Any = with_weights((world.tp, cut))
+    strided = [_StridedShard(0, split_factor=3)]
+    uneven = DTensor.from_local(torch.ones(4, 8), world.tp, strided, shape=(8, 8), stride=(8, 1))
     packed[0].weight = nn.Parameter(uneven)
-    with pytest.raises(ShardingError, match=r"'0.weight' is a DTensor with .*: wanted Shard, a strided Shard of equal"):
-        StreamShard(packed, mesh=world.dp)
-    rows = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-    with pytest.raises(
-        ConfigError, match=r"has DTensors on ranks \[.*, and is sharded over ranks .*: wanted other axes"
-    ):
-        StreamShard(with_weights((rows, cut)), mesh=world.dp)
-    with pytest.raises(ShardingError, match=r"'0.weight' is a DTensor on a mesh of axes \('dp', 'tp'\): wanted one"):
-        StreamShard(with_weights((both, [Replicate(), Shard(0)])), mesh=world.dp)
+    refused(packed, world.dp, r"'0.weight' is a DTensor with .*: wanted Shard, a strided Shard of equal")
+    over_all = with_weights((init_device_mesh("cpu", (4,), mesh_dim_names=("all",)), cut))
+    refused(
+        over_all, world.dp, r"has DTensors on ranks \[.*, and is sharded over ranks .*: wanted other axes", ConfigError
+    )
+    of_both = with_weights((both, [Replicate(), Shard(0)]))
+    refused(of_both, world.dp, r"'0.weight' is a DTensor on a mesh of axes \('dp', 'tp'\): wanted one")
     model = with_weights((world.tp, cut))
     model.register_buffer("table", distribute_tensor(torch.ones(4), world.tp, cut), persistent=False)
-    with pytest.raises(ShardingError, match=r"buffer 'table' is not dense \(DTensor"):
-        StreamShard(model, mesh=world.dp)
+    refused(model, world.dp, r"buffer 'table' is not dense \(DTensor")
 
 
 def test_parameters_with_types_of_spmd_types_are_refused() -> None:
@@ -769,14 +570,3 @@ def test_code_for_dtensors_gets_advice(context: RankContext) -> None:
         _parallelize(StreamShard(_made()), world.tp, sequence=False)
     with pytest.raises(ShardingError, match="No rank can step whole DTensors: take another optimizer"):
         torch.optim.Adafactor(sharded.parameters()).step()
-
-
-@on_ranks(4)
-def test_optimizers_of_whole_parameters_refuse_parts(context: RankContext) -> None:
-    """A rank of the shard group would step its part of a matrix as if it were the matrix."""
-    sharded = _sharded(_made(), _mesh(2, 2))
-    matrices = [param for param in sharded.parameters() if param.ndim == 2]
-    optimizer = WholeParameterOptimizer(matrices, torch.optim.Muon, lr=1e-2)
-    sharded(torch.zeros(2, TOKENS, dtype=torch.int64)).mean().backward()
-    with pytest.raises(ShardingError, match=r"'embedding.weight' is a DTensor, .*: take an elementwise optimizer"):
-        optimizer.step()
