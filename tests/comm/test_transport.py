@@ -285,7 +285,7 @@ def test_the_nccl_transport_gathers_reduces_and_exchanges(context: RankContext, 
     _check_talk(ranks)
 
 
-@on_ranks(3, 4)
+@on_ranks(3)
 @pytest.mark.parametrize("through", ["a device", "sockets"])
 def test_sums_are_divided_afterwards(context: RankContext, through: str) -> None:
     """The mean of equal numbers is that number, where N-ths rounded before give another one; fp16 does not overflow."""
