@@ -25,12 +25,10 @@ from tests.reference import assert_same
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "clip", "accumulated"), [(1, "norm", 1), (2, "norm", 2), (2, "value", 1), (3, "value", 2)]
-)
+@on_ranks(2)
+@pytest.mark.parametrize(("clip", "accumulated"), [("norm", 2), ("value", 1)])
 def test_a_prepared_model_trains_as_under_ddp(context: RankContext, clip: str, accumulated: int) -> None:
-    settings = {"steps": 9, "clip": clip, "gradient_accumulation_steps": accumulated}
+    settings = {"steps": 5, "clip": clip, "gradient_accumulation_steps": accumulated}
     with launched(context):
         theirs = Trained(stock, **settings)
     with launched(context):
@@ -40,19 +38,15 @@ def test_a_prepared_model_trains_as_under_ddp(context: RankContext, clip: str, a
     same(ours, theirs)
 
 
-def _adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=0.05)
-
-
 def _whole_adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=256)
 
 
 @on_ranks(2)
 def test_whole_parameters_are_stepped_as_with_ddp(context: RankContext) -> None:
-    settings = {"steps": 9, "gradient_accumulation_steps": 2}
+    settings = {"steps": 5, "gradient_accumulation_steps": 2}
     with launched(context):
-        theirs = Trained(stock, optimizer=_adafactor, **settings)
+        theirs = Trained(stock, optimizer=lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05), **settings)
     with launched(context):
         ours = Trained(StreamShardAccelerator, optimizer=_whole_adafactor, **settings)
     same(ours, theirs)

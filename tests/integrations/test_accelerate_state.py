@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from accelerate import load_checkpoint_in_model
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
-from streamshard import Precision, StopOnSignal, StreamShard
+from streamshard import Precision, StreamShard
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, on_ranks, stock
@@ -46,10 +44,7 @@ def test_whole_weights_in_memory_and_in_files(context: RankContext, tmp_path: Pa
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("safe", [True, False])
-def test_accelerates_own_class_raises_instead_of_saving_pieces(
-    context: RankContext, tmp_path: Path, safe: bool
-) -> None:
+def test_accelerates_own_class_raises_instead_of_saving_pieces(context: RankContext, tmp_path: Path) -> None:
     """The rank that would write them raises."""
     with launched(context):
         accelerator = stock()
@@ -58,7 +53,7 @@ def test_accelerates_own_class_raises_instead_of_saving_pieces(
             accelerator.prepare(model)
         accelerator._models.clear()
         model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        if context.rank == 0:
+        for safe in (True, False) if context.rank == 0 else ():
             with pytest.raises(ShardingError, match="full_state_dict|summon_full_params"):
                 accelerator.save_model(model, tmp_path, "1GB", safe)
 
@@ -131,37 +126,22 @@ def _run_from(context: RankContext, where: Path, *, loads: bool) -> list[float]:
         return run.losses[-2:]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1)])
 @pytest.mark.ranks
-def test_a_run_goes_on_at_another_number_of_processes(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
+def test_a_run_goes_on_at_another_number_of_processes(ranks: RankPool, tmp_path: Path) -> None:
     """Weights, moments, schedule, scale, step and registered objects."""
-    wanted = ranks(before, backend="of accelerator").run(_run_from, tmp_path, loads=False)[0]
-    found = ranks(after, backend="of accelerator").run(_run_from, tmp_path, loads=True)[0]
-    torch.testing.assert_close(found, wanted, rtol=0.0 if before == after else 5e-3, atol=0.0)
+    wanted = ranks(2, backend="of accelerator").run(_run_from, tmp_path, loads=False)[0]
+    found = ranks(1, backend="of accelerator").run(_run_from, tmp_path, loads=True)[0]
+    torch.testing.assert_close(found, wanted, rtol=5e-3, atol=0.0)
 
 
 @on_ranks(2)
-def test_a_signal_to_one_rank_stops_all_which_save_their_state(context: RankContext, tmp_path: Path) -> None:
-    """accelerate has no handlers of signals. Its own trigger, which a script may set in a handler, works too."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+def test_a_trigger_on_one_rank_is_seen_by_all_once(context: RankContext) -> None:
+    """accelerate's own, which a script may set in a handler of a signal."""
     with launched(context):
-        run = Trained(StreamShardAccelerator, steps=2)
-        try:
-            with pytest.raises(SystemExit) as ended, StopOnSignal(run.model) as stop:
-                if context.rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    run.accelerator.set_trigger()
-                if stop.requested():
-                    assert run.accelerator.check_trigger() and not run.accelerator.check_trigger()
-                    run.accelerator.save_state(tmp_path / "state")
-                    stop.exit()
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        again = Trained(StreamShardAccelerator)
-        again.accelerator.load_state(tmp_path / "state")
-        assert_same(again.weights(), run.final, "weights")
-    assert ended.value.code == 128 + signal.SIGTERM
+        accelerator = StreamShardAccelerator()
+        if context.rank == 1:
+            accelerator.set_trigger()
+        assert accelerator.check_trigger() and not accelerator.check_trigger()
 
 
 @on_ranks(2)

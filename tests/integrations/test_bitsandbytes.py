@@ -114,20 +114,12 @@ def _mirrored(context: RankContext, build: Callable[[Path], Any], directory: Pat
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("mode", "checkpointing"), [("eval", None), ("train", True), ("train", False)])
-def test_adapters_on_a_loaded_base_train_as_in_one_process(
-    context: RankContext, mode: str, checkpointing: bool | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_adapters_on_a_loaded_base_train_as_in_one_process(context: RankContext, mode: str, tmp_path: Path) -> None:
     """On each rank another base and other adapters. ``from_pretrained`` returns a model in eval mode."""
-    options: dict[str, Any] = {}
-    if checkpointing is not None:
-        kwargs = {"use_reentrant": checkpointing}
-        options = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
-
-    def build(path: Path) -> Any:
-        return _adapted(_base(path), **options).train(mode == "train")
-
-    _mirrored(context, build, tmp_path)
+    kwargs = {"use_reentrant": True}
+    options = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs} if mode == "train" else {}
+    _mirrored(context, lambda path: _adapted(_base(path), **options).train(mode == "train"), tmp_path)
 
 
 @on_ranks(2)
@@ -137,15 +129,12 @@ def test_methods_of_peft_train_as_in_one_process(context: RankContext, method: s
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("storage", "prepared"), [("uint8", True), ("bfloat16", False)])
-def test_each_parameter_computes_in_its_own_dtype(
-    context: RankContext, prepared: bool, storage: str, tmp_path: Path
-) -> None:
-    """With ``Precision(param_dtype=None)`` a model in bf16 has one process's numbers, with and without fp32 norms."""
+def test_each_parameter_computes_in_its_own_dtype(context: RankContext, tmp_path: Path) -> None:
+    """With ``Precision(param_dtype=None)`` a model in bf16 has one process's numbers."""
 
     def build(path: Path) -> Any:
-        base = _base(path, torch.bfloat16, bnb_4bit_quant_storage=getattr(torch, storage))
-        return (_adapted(base) if prepared else peft.get_peft_model(base.requires_grad_(False), _lora())).train()
+        base = _base(path, torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16)
+        return peft.get_peft_model(base.requires_grad_(False), _lora()).train()
 
     _mirrored(context, build, tmp_path, precision=_OWN, dtype=torch.bfloat16)
 
@@ -233,6 +222,9 @@ def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Pa
         model.merge_and_unload()
     with pytest.raises(CheckpointError, match="has adapters of PEFT"):
         export_safetensors(model, tmp_path / "export")
+    whole = StreamShard(_base(path).requires_grad_(False), precision=FP32)
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM is quantized; only unquantized weights"):
+        export_safetensors(whole, tmp_path / "export")
     model.save_pretrained(tmp_path / "adapter")
     tokens = token_batch(5, 0)
     loaded = peft.PeftModel.from_pretrained(_base(path), tmp_path / "adapter").eval()
@@ -243,14 +235,6 @@ def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Pa
         for each in (model.full_state_dict(rank0_only=False), loaded.state_dict())
     )
     assert_same(found, wanted, "adapters", EXACT)
-
-
-@on_ranks(2)
-def test_a_quantized_model_is_not_exported(context: RankContext, tmp_path: Path) -> None:
-    (path,) = _saved(context, tmp_path)
-    model = StreamShard(_base(path).requires_grad_(False), precision=FP32)
-    with pytest.raises(CheckpointError, match="LlamaForCausalLM is quantized; only unquantized weights"):
-        export_safetensors(model, tmp_path / "export")
 
 
 @pytest.mark.ranks
