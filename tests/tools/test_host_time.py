@@ -58,12 +58,7 @@ def test_micro_batches_do_not_hide_a_step() -> None:
     """The same tokens in one micro-batch do."""
     told = predict(DENSE, _load(16_384, 8), H100)
     assert told.step_s > 1.1 * told.computing_s
-    assert [advice.split(":")[0] for advice in told.advice] == [
-        "larger micro-batches rather than more",
-        "device_budget",
-        "fewer trained parameters, as with LoRA",
-        "more ranks",
-    ]
+    assert told.advice[0].startswith("larger micro-batches rather than more")
     assert predict(DENSE, _load(8 * 16_384), H100).advice == []
 
 
@@ -90,14 +85,6 @@ def test_micro_batches_that_run_layer_by_layer_hide_a_step() -> None:
 def test_the_slowest_is_the_limit(change: dict[str, float], limit: str) -> None:
     told = predict(DENSE, _load(16_384), dataclasses.replace(H100, **change))  # type: ignore[arg-type]
     assert told.limit == limit
-
-
-def test_a_part_of_the_state_on_the_device_hides_the_rest() -> None:
-    """As large as the advice says."""
-    told = predict(DENSE, _load(16_384), H100)
-    (share,) = [float(advice.split()[2].rstrip("%")) / 100 for advice in told.advice if "device_budget" in advice]
-    rest = HostBytes(*(round(n * (1 - share - 0.01)) for n in dataclasses.astuple(DENSE)))
-    assert 0.5 < share < 0.9 and predict(rest, _load(16_384), H100).advice == []
 
 
 def test_frozen_weights_only_come_in() -> None:

@@ -135,14 +135,8 @@ def test_what_is_printed_names_the_place(context: RankContext) -> None:
     assert ['offload="state"' in text for text in texts] == [False, True]
     report = model.memory_report()
     rows = {" ".join(line.split()[:-4]): float(line.split()[-2]) for line in str(report).splitlines()[1:-1]}
-    wanted = {
-        "device total": report.total_bytes,
-        "device (Adam's chunks)": report.chunk_bytes,
-        "device norms": 8 * len(list(model.parameters())),
-        "host main grads": 4 * report.padded_numel // 2,
-        "host total": report.host_total_bytes,
-        "host (Adam's moments)": report.host_adam_bytes,
-    }
+    wanted = {"device total": report.total_bytes, "device (Adam's chunks)": report.chunk_bytes}
+    wanted |= {"host total": report.host_total_bytes, "host (Adam's moments)": report.host_adam_bytes}
     for name, n_bytes in wanted.items():
         assert rows[name] == pytest.approx(n_bytes / report.numel, abs=0.005), name
     assert not any(name.startswith("device main") for name in rows)
@@ -151,16 +145,6 @@ def test_what_is_printed_names_the_place(context: RankContext) -> None:
     if context.rank == 0:
         (text, *values), _ = told.call_args_list[0]
         assert " 0.00 GiB per rank and 0.00 GiB of host memory; " in text % tuple(values)
-
-
-@on_ranks(2)
-def test_bytes_on_the_device_do_not_depend_on_the_number_of_layers(context: RankContext) -> None:
-    """With state in host memory. Host memory grows with the layers."""
-    with simulated_device():
-        few, many = (StreamShard(TinyLM(TinyConfig(depth=depth)), offload="state").memory_report() for depth in (4, 12))
-    params = many.numel / few.numel
-    assert few.total_bytes == pytest.approx(many.total_bytes, rel=0.05)  # flags and norms: some bytes a parameter
-    assert many.host_total_bytes > 0.9 * params * few.host_total_bytes > few.host_total_bytes
 
 
 @on_ranks(2)

@@ -26,7 +26,7 @@ from streamshard.config import ReductionMode
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.tools.activations import Activations, estimate_activations
 from streamshard.tools.command import main
-from streamshard.tools.fit import Room, Stage, choose, fewest_ranks
+from streamshard.tools.fit import Stage
 from streamshard.tools.host_time import MACHINES, Step
 from streamshard.tools.model_source import builder_of
 from streamshard.tools.plan import Plan
@@ -282,12 +282,6 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
     assert f"StreamShard takes {peak} GiB on 8 ranks, " in readme
     assert f"main grads have no memory yet: {first} GiB" in readme
     assert f"State and buffers are {end} GiB" in readme
-    assert [(unit.name, unit.count, unit.is_resident) for unit in planned.units] == [
-        ("the root unit", 1, True),
-        ("model.embed_tokens", 1, False),
-        ("LlamaDecoderLayer", 32, False),
-        ("lm_head", 1, False),
-    ]
     # 32 layers in forward, 31 in backward, embedding, head and root unit once; 7/8 of 2 bytes, and 4 for gradients.
     assert (zero_3.all_gathers, zero_3.reductions) == (66, 35)
     kept = 218_112_000 + 2 * 525_336_576 + 4096
@@ -303,24 +297,18 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same numbers, of a config or its directory."""
-    config = _config(tmp_path)
-    command = ["plan", str(config), "--ranks", "8", "--slots", "4", "--budget", "30GiB"]
+    command = ["plan", str(_config(tmp_path)), "--ranks", "8", "--slots", "4", "--budget", "30GiB"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:1] == ["activations are not counted: give batch and seq"]
-    assert lines[1] == "LlamaForCausalLM: 8,030,261,248 parameters on 8 ranks, over nccl"
-    assert "32 x LlamaDecoderLayer, each         218,112,000      0.41 GiB  streamed" in lines
+    assert lines[0] == "activations are not counted: give batch and seq"
     rows = {line[:24].strip(): line[24:].split() for line in lines if line.startswith("  ")}
-    assert rows["total"] == ["16.40", "17.22", "31.77", "56.09"]
     assert rows["weight_slots"] == ["2", "4", "all", "all"]
-    margin = "of 30.00 GiB per rank, 2.50 GiB stay free: 1.50 GiB for fragmentation and, by assumption, 1.00 GiB "
-    margin += "for the CUDA context and a communicator of NCCL"
-    assert lines[-3:] == [margin, "fits: ZeRO-3, 4 slots", "take: 4 slots"]
+    assert lines[-3].startswith("of 30.00 GiB per rank, 2.50 GiB stay free: 1.50 GiB for fragmentation and, by assump")
+    assert lines[-2:] == ["fits: ZeRO-3, 4 slots", "take: 4 slots"]
     assert main(["plan", str(tmp_path), *command[2:], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {field.name for field in dataclasses.fields(Plan)} == told.keys()
     assert [f"{stage['total_bytes'] / 2**30:.2f}" for stage in told["stages"]] == rows["total"]
-    assert told["stages"][1]["memory"]["held_bytes"]["weight slots"] == 2 * (3 * 218_112_000 + 525_336_576 + 4096)
 
 
 def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
@@ -394,43 +382,6 @@ def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pyt
             assert main([*command, budget]) == code
         said = capsys.readouterr().out
         assert said[said.index(begin) :] in guide
-
-
-def _stage(name: str, total_bytes: int, sent_bytes: int) -> Stage:
-    counts = {field.name: 0 for field in dataclasses.fields(Stage)}
-    return Stage(**{**counts, "name": name, "total_bytes": total_bytes, "sent_bytes": sent_bytes})  # type: ignore[arg-type]
-
-
-def test_the_stage_to_take_needs_no_checkpointing_and_sends_least() -> None:
-    """In this order. Then the smaller one goes first. What is left over for activations is what the margin leaves."""
-    stages = [_stage("ZeRO-3", 30, 9), _stage("ZeRO-2", 40, 7), _stage("ZeRO-1", 50, 7)]
-    for budget, fitting, checkpointed, choice, how in (
-        (200, 3, [], "ZeRO-2", "without"),
-        (150, 3, ["ZeRO-1"], "ZeRO-2", "without"),
-        (140, 3, ["ZeRO-2", "ZeRO-1"], "ZeRO-3", "without"),
-        (70, 2, ["ZeRO-3", "ZeRO-2"], "ZeRO-2", "with"),
-        (50, 0, [], None, ""),
-    ):
-        room = Room.of(budget, Activations(100, 25), None)
-        assert room.margin_bytes == budget // 20
-        fit = choose(stages, room)
-        assert (len(fit.fitting), fit.checkpointed, fit.choice) == (fitting, checkpointed, choice)
-        last = [*fit.lines(str)][-1]
-        assert last == f"take: {choice}, {how} activation checkpointing" if choice else last.startswith("nothing fits")
-
-
-def test_the_number_of_ranks_that_fits_is_the_smallest() -> None:
-    """Of those above the given number. There may be none, because so many do not sum in 16 bits."""
-    for wanted in (2, 3, 28, 31, 1000, 65536):
-        for given in {1, wanted // 2, wanted - 1}:
-            assert fewest_ranks(given, lambda count, wanted=wanted: count >= wanted) == wanted
-
-    def fits(count: int) -> bool:
-        if count > 256:
-            raise ConfigError("too many")
-        return False
-
-    assert fewest_ranks(3, fits) is None
 
 
 def test_the_command_plans_the_model_of_a_function(
@@ -531,27 +482,15 @@ def test_accumulation_pays_where_a_loop_waits_for_the_link(tmp_path: Path, capsy
     assert fast.splitlines()[-1] == "model.accumulate does not pay: a step takes 12.78 s, in a loop 12.78 s"
 
 
-def test_a_plan_says_when_accumulation_is_the_loop() -> None:
-    """One rank sends nothing, resident layers take no turns. Without a machine nobody knows whether it pays."""
-    for build, ranks, told in (
-        (TinyLM, 1, "saves nothing: one rank gathers nothing"),
-        (lambda: nn.Linear(4, 4), 2, "saves nothing: no layers take turns, so it runs the loop"),
-        (TinyLM, 2, "depends on the machine: give --seq, and --link and --flops or --machine"),
-    ):
-        assert str(plan(build, ranks, accumulate=4)).endswith(told)
-
-
 def test_a_model_of_the_hub_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is downloaded: the message says which file to fetch."""
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"hf download maker/tiny config\.json"):
         builder_of("maker/tiny")
-    snapshot = tmp_path / "models--maker--tiny" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (tmp_path / "models--maker--tiny" / "refs").mkdir()
-    (tmp_path / "models--maker--tiny" / "refs" / "main").write_text("abc")
-    _config(snapshot, hidden_size=64, num_hidden_layers=1)
+    cache = tmp_path / "models--maker--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    _config(cache / "snapshots" / "abc", hidden_size=64, num_hidden_layers=1)
     with torch.device("meta"):
         assert type(builder_of("maker/tiny")()).__name__ == "LlamaForCausalLM"
 
@@ -575,14 +514,9 @@ def test_bad_input_is_named(
         (["no.such.module:build", *ranks], "No module named 'no'"),
         (["tests.models:build", *ranks], "has no attribute 'build'"),
         ([str(config), "--ranks", "0"], "world_size=0: wanted a positive number"),
-        ([str(config), *ranks, "--budget", "much"], "budget='much': wanted"),
         ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
-        ([str(config), *ranks, "--batch", "1"], "batch=1, seq=None: wanted positive numbers, or neither"),
         ([str(config), *ranks, "--batch", "1", "--seq", "0"], "batch=1, seq=0: wanted positive numbers"),
-        (
-            [str(config), *ranks, "--machine", "pcie5", "--offload", "state"],
-            "the time of a step is predicted with batch and seq",
-        ),
+        ([str(config), *ranks, "--machine", "pcie5", "--offload", "state"], "step is predicted with batch and seq"),
         ([str(config), *ranks, "--link", "50GB/s"], "give all of them, or --machine"),
         ([str(config), *ranks, "--link", "50", "--machine", "pcie5"], "link='50': wanted a number and GB/s"),
         ([str(config), *ranks, "--local-ranks", "0", "--machine", "pcie5"], "ranks=0: wanted a positive number"),

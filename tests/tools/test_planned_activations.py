@@ -161,57 +161,16 @@ def test_planned_activations_of_micro_batches_are_the_peak_of_a_step(context: Ra
 # -- the estimate -----------------------------------------------------------------------------------------------------
 
 
-class _Chain(nn.Module):
-    """Linear layers and one activation each, whose kept tensors are easy to count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 64)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.Sigmoid(), nn.Linear(256, 64)) for _ in range(4)
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[batch, seq] tokens -> [batch, seq, 64]"""
-        x: torch.Tensor = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_the_peak_is_what_autograd_keeps_and_what_the_loss_and_a_layer_make() -> None:
-    """Of each token, in bf16: inputs of 64 and sigmoids of 256 in each layer; then either the loss, which takes 4 times
-    64 in fp32, or a layer's backward, with its hidden gradients and the gradient of a weight."""
-    tokens, weight = 3000, 2 * 64 * 256
-    kept = tokens * (8 + 2 * (4 * (64 + 256) + 64))
-    loss = tokens * 4 * 64 * 3  # log-softmax, its gradient and that of the output, beside the output itself
-    made = plan(_Chain, 2, units="Sequential", batch=3, seq=1000)
-    assert made.activation_bytes is not None
-    without, checkpointed = made.activation_bytes
-    assert kept + loss <= without <= 1.15 * (kept + loss) + weight
-    assert checkpointed < 0.7 * without
-    heading, *rows = str(made).splitlines()[-3:]
-    assert heading == "activations, MiB per rank, at most"
-    sizes = [f"{size / 2**20:.2f}" for size in made.activation_bytes]
-    assert [row.split()[-1] for row in rows] == sizes
-
-
 def test_a_model_itself_is_measured_too_and_stays_as_it_is() -> None:
-    """On any device, with any parameters, as the function that builds it."""
+    """As the function that builds it. If it is all frozen it keeps nothing; its forward takes memory all the same."""
     model = TinyLM()
     before = {name: (param, param._version) for name, param in model.named_parameters()}
-    made = plan(model, 2, batch=2, seq=8)
-    assert made.activation_bytes == plan(TinyLM, 2, batch=2, seq=8).activation_bytes
+    made = plan(model, 2, batch=2, seq=8).activation_bytes
+    assert made is not None and made == plan(TinyLM, 2, batch=2, seq=8).activation_bytes
     assert {name: (param, param._version) for name, param in model.named_parameters()} == before
     assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
-
-
-def test_frozen_parameters_make_no_gradients() -> None:
-    """A model that is all frozen keeps nothing; its forward takes memory all the same."""
-    frozen = plan(lambda: TinyLM().requires_grad_(False), 2, batch=2, seq=8).activation_bytes
-    trained = plan(TinyLM, 2, batch=2, seq=8).activation_bytes
-    assert frozen is not None and trained is not None
-    assert 0 < frozen.without < trained.without
+    frozen = plan(model.requires_grad_(False), 2, batch=2, seq=8).activation_bytes
+    assert frozen is not None and 0 < frozen.without < made.without
 
 
 def test_attention_with_dropout_keeps_its_weights_on_cpus_only() -> None:

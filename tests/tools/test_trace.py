@@ -103,16 +103,6 @@ def test_tracing_changes_no_number(context: RankContext) -> None:
         assert {span.activity for span in trace.spans} >= {"forward", "backward", "reduce_scatter"}
 
 
-@on_ranks(1)
-def test_a_trace_that_ends_with_an_error_leaves_nothing_behind(context: RankContext) -> None:
-    """Only a body that ends well fills it."""
-    model = sharded("plain", BF16)
-    with pytest.raises(ZeroDivisionError), record(model) as trace:
-        raise ZeroDivisionError
-    assert engine_inside(model).streams.observers == ()
-    assert trace.spans == []
-
-
 @on_ranks(2)
 def test_a_saved_trace_shows_all_ranks_and_names_the_slowest_layers(context: RankContext, tmp_path: Path) -> None:
     """In one page that loads nothing. A rank can also draw its trace alone."""
@@ -138,7 +128,7 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
 
 # -- times ------------------------------------------------------------------------------------------------------------
 
-FORWARD_MS, BACKWARD_MS, FAST_MS, SLOW_MS = 10.0, 20.0, 4.0, 25.0
+FORWARD_MS, BACKWARD_MS, FAST_MS = 10.0, 20.0, 4.0
 
 
 class _Costs(Observer):
@@ -170,12 +160,12 @@ def _taking(device: SimulatedDevice, collective: str, milliseconds: float) -> It
         yield
 
 
-def _on_played_device(context: RankContext, *, gather_ms: float, reduce_ms: float) -> tuple[Trace, dict[str, float]]:
+def _on_played_device(context: RankContext) -> tuple[Trace, dict[str, float]]:
     """Two steps of five layers and the root unit. Times in milliseconds."""
     with (
         simulated_device() as device,
-        _taking(device, "start_gather", gather_ms),
-        _taking(device, "start_reduce", reduce_ms),
+        _taking(device, "start_gather", FAST_MS),
+        _taking(device, "start_reduce", FAST_MS),
     ):
         model = StreamShard(Stack((DIM,) * 6), precision=BF16)
         optimizer = adamw(model)
@@ -195,19 +185,12 @@ def _on_played_device(context: RankContext, *, gather_ms: float, reduce_ms: floa
 def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
     """Fast collectives hide behind computing, but for the first all-gathers and the last reductions of a step."""
     computing = 5 * (FORWARD_MS + BACKWARD_MS)
-    trace, found = _on_played_device(context, gather_ms=FAST_MS, reduce_ms=FAST_MS)
+    trace, found = _on_played_device(context)
     assert trace.steps == 2
     exposed = {"exposed_all_gather": 2 * FAST_MS, "exposed_reduction": 2 * FAST_MS}  # of the root unit and a layer
     assert found.pop("host") > 0.0
     wanted = {"step": computing + 4 * FAST_MS, "compute": computing, **exposed}
     assert found == pytest.approx({**wanted, "optimizer": 0.0, "other": 0.0})
-
-    _, found = _on_played_device(context, gather_ms=FAST_MS, reduce_ms=SLOW_MS)
-    # The comm stream is busy from the end of the fifth layer's backward on, with six reductions and three all-gathers.
-    step = 2 * FAST_MS + 5 * FORWARD_MS + BACKWARD_MS + 6 * SLOW_MS + 3 * FAST_MS
-    assert found["step"] == pytest.approx(step)
-    assert found["exposed_all_gather"] == pytest.approx(2 * FAST_MS + 3 * 9.0)  # three wait behind reductions
-    assert found["exposed_reduction"] == pytest.approx(step - computing - 2 * FAST_MS - 3 * 9.0)
 
 
 class _Clock(_Costs):
