@@ -124,7 +124,6 @@ class _Model(NamedTuple):
 
 MODELS = {
     "llama, checkpointed": _Model(_checkpointed, _text),
-    "bert": _Model(families.bert, _text),
     "t5": _Model(families.t5, _text),
     "whisper": _Model(_whisper, _speech),
     "mixtral with its router's loss": _Model(families.mixtral, _router),

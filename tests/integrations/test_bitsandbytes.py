@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from benchmarks._live import LiveBytes, shared_bytes
 from streamshard import CheckpointError, Precision, ShardingError, StreamShard, export_safetensors, plan
-from streamshard.forms import form_of
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests import families
 from tests.integrations.accelerating import on_ranks
@@ -139,34 +138,16 @@ def test_each_parameter_computes_in_its_own_dtype(context: RankContext, tmp_path
     _mirrored(context, build, tmp_path, precision=_OWN, dtype=torch.bfloat16)
 
 
-def test_scales_follow_packed_weights_to_another_device() -> None:
-    layer = bnb.nn.Linear4bit(64, 64, quant_type="nf4").to("cpu")
-    form = form_of(layer.weight)
-    assert len(form.beside(layer.weight)) == 5
-    form.move(layer.weight, torch.device("meta"))
-    assert all(tensor.is_meta for tensor in form.beside(layer.weight).values())
-    assert layer.quant_state is layer.weight.quant_state
-
-
-@on_ranks(2)
-def test_accelerate_learns_that_a_base_was_moved(context: RankContext, tmp_path: Path) -> None:
-    """It raises for a quantized model that was loaded on another device than the process trains on."""
-    (path,) = _saved(context, tmp_path)
-    with launched(context):
-        accelerator = StreamShardAccelerator()
-        model = _adapted(_base(path))
-        model.base_model.model.hf_device_map = {"": "disk"}
-        accelerator.prepare_model(model)
-    assert model.hf_device_map == {"": context.device}
-
-
 @on_ranks(2)
 def test_sharded_packed_weights_are_recognised_and_refuse_what_needs_all_bytes(
     context: RankContext, tmp_path: Path
 ) -> None:
     (path,) = _saved(context, tmp_path)
     plain, model = (_adapted(_base(path)) for _ in range(2))
-    model = StreamShard(model, precision=FP32)
+    model.base_model.model.hf_device_map = {"": "disk"}  # accelerate raises for a base on another device
+    with launched(context):
+        model = StreamShardAccelerator(precision=FP32).prepare_model(model)
+    assert model.hf_device_map == {"": context.device}
     packed = [param for param in model.parameters() if isinstance(param, bnb.nn.Params4bit)]
     assert len(packed) == 21 and {type(param).__name__ for param in packed} == {"Params4bit"}
     assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()

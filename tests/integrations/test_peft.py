@@ -155,11 +155,8 @@ def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankConte
     model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
     with pytest.raises(ShardingError, match=r"lora_A.default' is computed with while its layer does not run"):
         _step(model, Call(0, context.rank, context.world_size, 1.0))
-
-    def build() -> nn.Module:
-        return peft.get_peft_model(_base(), config)  # type: ignore[no-any-return]
-
-    model = assert_trains_like_plain(context, build, _step, resident=[nn.ParameterDict])
+    options: dict[str, Any] = {"resident": [nn.ParameterDict]}
+    model = assert_trains_like_plain(context, lambda: peft.get_peft_model(_base(), config), _step, **options)
     _step(model, Call(3, context.rank, context.world_size, 1.0))
     with pytest.raises(ShardingError, match=r"mean\(\) of parameter '.*lora_A.default' outside"):
         model.base_model.update_and_allocate(1)
@@ -304,18 +301,6 @@ def test_trainer_saves_adapters_of_add_adapter_as_with_ddp(context: RankContext,
 
 
 @on_ranks(2)
-def test_saving_gathers_adapters_only(context: RankContext, tmp_path: Path) -> None:
-    """One exchange for each unit with adapters, of no more than they have; and training goes on."""
-    model = _trained(context)
-    engine = engine_of(model)
-    with heard_collectives(engine) as heard:
-        model.save_pretrained(tmp_path)
-    layers = [unit.flat_params[0].tag for unit in engine.units if "layers" in unit.name]  # what trains
-    assert heard == {kind: layers if kind is Collective.ALL_GATHER else [] for kind in Collective}
-    _step(model, Call(2, context.rank, context.world_size, 1.0))
-
-
-@on_ranks(2)
 def test_save_pretrained_takes_pefts_arguments_and_raises_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
     """One adapter of two; weights that are given, on one rank. An earlier save survives an error."""
     model: Any = StreamShard(_two_adapters(), precision=FP32)
@@ -342,12 +327,15 @@ def test_save_pretrained_takes_pefts_arguments_and_raises_on_all_ranks(context: 
 
 @on_ranks(2)
 def test_adapters_are_converted_as_without_sharding(context: RankContext, tmp_path: Path) -> None:
-    """PiSSA's and OLoRA's: PEFT loads the initial adapter beside them, subtracts it, and deletes it."""
+    """PiSSA's and OLoRA's: PEFT loads the initial adapter beside them. Only units with adapters are gathered for it."""
     initial = tmp_path / f"initial{context.rank}"
     _build().save_pretrained(initial)
     model = _trained(context)
-    given = {"path_initial_model_for_weight_conversion": str(initial)}
-    model.save_pretrained(tmp_path / "ours", **given)
+    engine, given = engine_of(model), {"path_initial_model_for_weight_conversion": str(initial)}
+    with heard_collectives(engine) as heard:
+        model.save_pretrained(tmp_path / "ours", **given)
+    layers = [unit.flat_params[0].tag for unit in engine.units if "layers" in unit.name]  # what trains
+    assert heard == {kind: layers if kind is Collective.ALL_GATHER else [] for kind in Collective}
     wanted = _saved_without_sharding(model, _build, tmp_path / f"plain{context.rank}", **given)
     assert_same(_contents(tmp_path / "ours"), wanted, "what is saved")
     _step(model, Call(2, context.rank, context.world_size, 1.0))
