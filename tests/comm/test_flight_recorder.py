@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from streamshard.comm import watchdog
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind, Shown, describe_difference
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import IssueLog, RankWait
-from streamshard.errors import CommunicationError, line_reached, log
+from streamshard.errors import CommunicationError, log
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import engine_inside
@@ -418,9 +417,3 @@ def test_an_error_in_a_forked_child_is_not_the_ranks(context: RankContext) -> No
         assert os.waitpid(child, 0)[1] == 0
     ranks.gather_objects("wait", None)
     assert ranks.recorder.read_failure() is None
-
-
-def test_the_line_that_a_running_thread_has_reached_may_have_no_number() -> None:
-    """Python gives None while the thread goes from one line to the next; the watchdog goes on."""
-    with mock.patch.object(traceback, "walk_stack", lambda frame: [(sys._getframe(), None)]):
-        assert line_reached() == "test_flight_recorder.py, line 0"

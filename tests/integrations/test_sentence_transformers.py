@@ -137,20 +137,16 @@ def _several_tasks(directory: Path) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("build", [_cross_encoder, _sparse_encoder, _several_tasks])
 def test_what_its_scripts_do_equals_ddp(context: RankContext, build: Any, tmp_path: Path) -> None:
     """Train, save on the way and at the end, load the saved directory."""
-    kinds = {_cross_encoder: st.CrossEncoderTrainer, _sparse_encoder: st.SparseEncoderTrainer}
-    settings = {
-        _cross_encoder: st.CrossEncoderTrainingArguments,
-        _sparse_encoder: st.SparseEncoderTrainingArguments,
-        _several_tasks: st.SentenceTransformerTrainingArguments,
-    }
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "arguments_class": settings[build]}
+    kind = {_cross_encoder: "CrossEncoder", _sparse_encoder: "SparseEncoder"}.get(build, "SentenceTransformer")
+    options: dict[str, Any] = {"arguments_class": getattr(st, f"{kind}TrainingArguments"), "save_strategy": "steps"}
+    options["save_steps"] = 2
     if build is _several_tasks:
         options["multi_dataset_batch_sampler"] = "round_robin"
     if build is _cross_encoder:
         options["ddp_find_unused_parameters"] = False  # DistributedDataParallel raises otherwise
     runs, found = [], []
     with launched(context), _quiet():
-        for each in and_sharded(kinds.get(build, st.SentenceTransformerTrainer)):
+        for each in and_sharded(getattr(st, f"{kind}Trainer")):
             model, loss, data = build(tmp_path)
             out = tmp_path / each.__name__
             runs.append(train(each, model, out, data, given={"loss": loss}, **options))

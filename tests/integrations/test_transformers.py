@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -358,40 +359,21 @@ def test_generating_evaluation_of_unequal_lengths(context: RankContext, tmp_path
     """`predict_with_generate`: ranks finish their sequences at different times, and go on until all have."""
     from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, StoppingCriteriaList
 
-    data = make_rows("t5")
-    lengths: list[int] = []
+    data, predictions = make_rows("t5"), []
 
     def stop(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         return torch.full((ids.shape[0],), ids.shape[1] >= 3 + 4 * context.rank, device=ids.device)
 
-    def model() -> Any:
-        made = make_model("t5")
-        generate = made.generate
-
-        def generate_until(*args: Any, **kwargs: Any) -> Any:
-            found = generate(*args, stopping_criteria=StoppingCriteriaList([stop]), **kwargs)
-            lengths.append(found.shape[1])
-            return found
-
-        made.generate = generate_until
-        return made
-
     with launched(context):
-        runs = []
-        predictions = []
         for each in and_sharded(Seq2SeqTrainer):
-            run = train(
-                *(each, model(), tmp_path, data),
-                given={"eval_dataset": data[:6]},
-                arguments_class=Seq2SeqTrainingArguments,
-                predict_with_generate=True,
-                generation_config=GenerationConfig(max_new_tokens=9, decoder_start_token_id=0, pad_token_id=0),
-            )
+            model = make_model("t5")
+            model.generate = functools.partial(model.generate, stopping_criteria=StoppingCriteriaList([stop]))
+            config = GenerationConfig(max_new_tokens=9, decoder_start_token_id=0, pad_token_id=0)
+            options = {"predict_with_generate": True, "generation_config": config}
+            run = train(each, model, tmp_path, data, arguments_class=Seq2SeqTrainingArguments, **options)
             predictions.append(run.trainer.predict(data[:6]).predictions)
-            runs.append(run)
-    assert_equal(runs[1], runs[0])
     assert (predictions[1] == predictions[0]).all()
-    assert set(lengths) == {3 + 4 * context.rank}
+    assert predictions[0].shape[1] >= 7  # those of rank 1
 
 
 def _with_deepspeed(**arguments: Any) -> Any:

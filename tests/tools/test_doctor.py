@@ -32,7 +32,7 @@ from tests.launched import Launched
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.scenarios import over_sockets
-from tests.simulated import is_inside, simulated_device
+from tests.simulated import simulated_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -124,30 +124,6 @@ def test_gpus_are_listed_with_what_slows_them_down(monkeypatch: pytest.MonkeyPat
 # -- measurements -----------------------------------------------------------------------------------------------------
 
 
-def test_a_link_is_measured_alone_and_both_ways_with_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of both ways are on streams of their own."""
-    monkeypatch.setattr(speed, "_COPIED_BYTES", 1 << 16)
-    copies: list[list[tuple[object, bool]]] = []
-    with simulated_device() as device:
-
-        def medians(ranks: Any, _: torch.device, *parts: Callable[[], object]) -> list[float]:
-            for part in parts:
-                copies.append([])
-                with mock.patch.object(torch.Tensor, "copy_", note):
-                    part()
-            return [1.0, 2.0, 4.0]
-
-        def note(to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-            assert non_blocking and is_inside(to, device.pinned) is not is_inside(source, device.pinned)
-            copies[-1].append((device.current_stream(CPU), is_inside(to, device.pinned)))
-
-        monkeypatch.setattr(speed, "medians_ms", medians)
-        assert speed.link_gb_s(CPU) == [(1 << 16) / ms / 1e6 for ms in (1.0, 2.0, 4.0)]
-    there, back, both = copies
-    assert both == [*there, *back] and [to_host for _, to_host in both] == [False, True]
-    assert len({device.compute, *(stream for stream, _ in both)}) == 3
-
-
 def _communicator(device: torch.device = CPU) -> Communicator:
     speed._SECONDS = 0.01  # in this rank
     assert dist.group.WORLD is not None
@@ -191,42 +167,10 @@ def test_ranks_measure_on_gpus(context: RankContext) -> None:
     assert not found or found[0].startswith("ok       ") and any(line.startswith("ok       link: ") for line in found)
 
 
-class _Masked(nn.Module):
-    """Notes what it is called with. The layers' parameters do not train."""
-
-    given: list[Any] = []
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear, self.out = nn.Linear(16, width).requires_grad_(False), nn.Linear(width, 16).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, scale: float) -> tuple[torch.Tensor, None]:
-        self.given.append((x, mask, scale))
-        return x + self.out(self.linear(x)) * scale * mask, None
-
-
-class _MaskedModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8, 16)
-        self.layers = nn.ModuleList(_Masked(width) for width in (8, 32, 8))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.embedding(tokens)
-        for layer in self.layers:
-            x, _ = layer(x, mask=tokens[..., None] > 0, scale=0.5)
-        return x
-
-
 @on_ranks(2)
-def test_the_layer_is_the_largest_one_called_as_the_model_calls_it(context: RankContext) -> None:
-    """With tensors of the same shapes, keyword arguments, and a mask that hides nothing. Frozen, it is not reduced."""
-    layer = Layer(_MaskedModel, torch.bfloat16, (2, 4), CPU)
-    assert (layer.name, layer.count, layer.size) == ("layers.1", 3, (1072, 0))
-    x, mask, scale = _Masked.given[-1]
-    assert type(x) is torch.Tensor and x.shape == (2, 4, 16) and x.dtype is torch.bfloat16 and x.std() > 0.5
-    assert type(mask) is torch.Tensor and mask.shape == (2, 4, 1) and mask.dtype is torch.bool and mask.all()
-    assert scale == 0.5 and x.grad is not None
+def test_a_frozen_layer_is_not_reduced(context: RankContext) -> None:
+    """A model without layers is refused."""
+    layer = Layer(lambda: _build()().requires_grad_(False), torch.bfloat16, (2, 4), CPU)
     (gather, reduce), found = measure(_communicator(), [layer.size], layer, Precision())
     assert gather.unit_bytes > 0 and reduce.unit_bytes == 0 and found is not None
     with pytest.raises(ConfigError, match="Linear has no layers"):

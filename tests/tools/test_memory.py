@@ -24,10 +24,7 @@ from tests.launched import Launched, run_script
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, engine_inside, lm_step
-from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
-from tests.training import test_expert_parallel as experts
-from tests.training import test_tensor_parallel as tensors
 
 OUT_OF_MEMORY = """
 import os, torch
@@ -94,32 +91,6 @@ def test_a_rank_without_memory_to_shard_a_model_says_what_it_would_hold(context:
         text = told.call_args.args[1]
         assert "out of memory. StreamShard would hold:\nmemory of one rank of 2; " in text
         assert text.endswith("what makes room: fewer slots, more ranks, smaller batches, activation checkpointing")
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("parallel", "left"), [("tensor parallel", 0), ("experts", 12)])
-def test_what_a_model_with_dtensors_would_hold_is_what_it_holds(context: RankContext, parallel: str, left: int) -> None:
-    """To the byte, whether memory ends before the first unit or in the middle, when some DTensors are gone."""
-
-    def made() -> Any:
-        if parallel == "experts":
-            return experts._sharded(experts._made(), 2)
-        return tensors._sharded(tensors._made(), tensors._mesh(2, 2))
-
-    allocate, allocated = Ledger.allocate, [0]
-
-    def allocate_little(self: Ledger, *args: Any, **kwargs: Any) -> torch.Tensor:
-        allocated[0] += self._streams.device.type != "meta"
-        if allocated[0] > left:
-            allocated[0] = -1000  # for the report
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return allocate(self, *args, **kwargs)
-
-    with over_sockets(), mock.patch.object(log, "error") as told:
-        wanted = str(made().memory_report())
-        with mock.patch.object(Ledger, "allocate", allocate_little), pytest.raises(torch.OutOfMemoryError):
-            made()
-    assert wanted in told.call_args.args[1]
 
 
 @on_ranks(2)
